@@ -1,0 +1,31 @@
+"""The errors a user can meet. Each is one line: the values, the equation that fails, and the remedy."""
+
+from __future__ import annotations
+
+
+class PpctlError(Exception):
+    """A request that cannot be served. The command line prints it without a traceback and exits with `exit_code`."""
+
+    exit_code = 2
+
+
+class ConfigError(PpctlError):
+    """A setting, or a combination of settings, that is impossible."""
+
+
+class ScheduleError(PpctlError):
+    """A schedule that breaks the dependency rule, or a size that a schedule family cannot serve."""
+
+
+class DataError(PpctlError):
+    """A data set that is missing, too small, or not what its config says."""
+
+
+class CheckpointError(PpctlError):
+    """A checkpoint that is missing, unreadable, or belongs to another model or data set."""
+
+
+class NonFiniteError(PpctlError):
+    """Training met a loss or gradient that is not finite and stopped."""
+
+    exit_code = 1
