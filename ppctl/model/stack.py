@@ -1,0 +1,39 @@
+"""The stack protocol: all that the executors know of a model.
+
+A model is `ends` (embedding and head, possibly sharing weights) around `num_layers` equal layers. Parameters are
+`{"ends": tree, "layers": tree}`; every leaf of "layers" has a leading axis of length L in model order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any  # a pytree of arrays
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Pure functions on pytrees. x is the activation between layers, [batch, ...]; its shape never changes.
+
+    embed(ends, inputs) -> x; layer(layer, x) -> x; head(ends, x, targets) -> (sum of losses, number of losses).
+    Losses are summed in at least float32; the training loss is sum / number over the global batch.
+    """
+
+    num_layers: int
+    init_ends: Callable[[jax.Array], Tree]
+    init_layer: Callable[[jax.Array], Tree]
+    embed: Callable[[Tree, jax.Array], jax.Array]
+    layer: Callable[[Tree, jax.Array], jax.Array]
+    head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def init(stack: Stack, seed: int) -> Tree:
+    """Initial parameters. Layer l's weights depend on the seed and l only, never on L or on the layout."""
+    ends_key, layers_key = jax.random.split(jax.random.key(seed))
+    layer_keys = jax.vmap(lambda l: jax.random.fold_in(layers_key, l))(jnp.arange(stack.num_layers))
+    return {"ends": stack.init_ends(ends_key), "layers": jax.vmap(stack.init_layer)(layer_keys)}

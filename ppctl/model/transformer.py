@@ -1,0 +1,162 @@
+"""Decoder-only transformer on the stack protocol, layers written with flax nnx.
+
+Shape suffixes: B batch, T tokens, S tokens attended to, D d_model, N query heads, G kv heads, R = N/G queries a kv head,
+H width of a head, V vocabulary. Matrix products are two-dimensional, [B*T, in] @ [in, out]: on CPU that is twice as
+fast as contracting with head dimensions in the weights, and no slower elsewhere.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from ppctl.model.stack import Stack, Tree
+
+EMBED_STD = 0.02
+
+
+def _linear(num_in: int, num_out: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(num_in, num_out, use_bias=False, param_dtype=dtype, rngs=rngs)
+
+
+def _norm(width: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(width, param_dtype=dtype, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query self-attention with rotary positions (Su et al. 2021; Ainslie et al. 2023)."""
+
+    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, rope_theta: float, dtype, rngs: nnx.Rngs):
+        self.num_heads, self.num_kv_heads, self.rope_theta = num_heads, num_kv_heads, rope_theta
+        self.head_dim = d_model // num_heads
+        kv_width = num_kv_heads * self.head_dim
+        self.query = _linear(d_model, d_model, dtype, rngs)
+        self.key = _linear(d_model, kv_width, dtype, rngs)
+        self.value = _linear(d_model, kv_width, dtype, rngs)
+        self.out = _linear(d_model, d_model, dtype, rngs)
+
+    def __call__(self, x_MD: jax.Array, num_tokens: int) -> jax.Array:
+        kv_shape = (-1, num_tokens, self.num_kv_heads, self.head_dim)
+        q_BTNH = rotate(self.query(x_MD).reshape(-1, num_tokens, self.num_heads, self.head_dim), self.rope_theta)
+        k_BSGH = rotate(self.key(x_MD).reshape(kv_shape), self.rope_theta)
+        v_BSGH = self.value(x_MD).reshape(kv_shape)
+        mix_BTNH = attend(q_BTNH, k_BSGH, v_BSGH)
+        return self.out(checkpoint_name(mix_BTNH.reshape(x_MD.shape), "saved"))
+
+
+def attend(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
+    """Causal softmax attention, [B, T, N, H]; the softmax is computed in at least float32."""
+    B, T, N, H = q_BTNH.shape
+    G = k_BSGH.shape[2]
+    q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H) * H**-0.5
+    scores_BGRTS = jnp.einsum("BTGRH,BSGH->BGRTS", q_BTGRH, k_BSGH)
+    scores_BGRTS = scores_BGRTS.astype(jnp.promote_types(scores_BGRTS.dtype, jnp.float32))
+    causal_TS = jnp.tril(jnp.ones((T, T), bool))
+    weights_BGRTS = jax.nn.softmax(jnp.where(causal_TS, scores_BGRTS, -1e30)).astype(v_BSGH.dtype)
+    return jnp.einsum("BGRTS,BSGH->BTGRH", weights_BGRTS, v_BSGH).reshape(B, T, N, H)
+
+
+def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding: pair (i, i + H/2) at position t is turned by t * theta**(-2i/H)."""
+    T, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
+    angle_TH = jnp.arange(T)[:, None] * theta ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angle_TH)[:, None].astype(x_BTNH.dtype), jnp.sin(angle_TH)[:, None].astype(x_BTNH.dtype)
+    a, b = jnp.split(x_BTNH, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+class MLP(nnx.Module):
+    """GELU MLP (two matrices) or SwiGLU (three; Shazeer 2020)."""
+
+    def __init__(self, d_model: int, hidden: int, activation: str, dtype, rngs: nnx.Rngs):
+        self.up = _linear(d_model, hidden, dtype, rngs)
+        self.gate = _linear(d_model, hidden, dtype, rngs) if activation == "swiglu" else None
+        self.down = _linear(hidden, d_model, dtype, rngs)
+
+    def __call__(self, x_MD: jax.Array) -> jax.Array:
+        up = self.up(x_MD)
+        return self.down(jax.nn.gelu(up) if self.gate is None else jax.nn.silu(self.gate(x_MD)) * up)
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: attention, then MLP. [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, settings: dict, dtype, rngs: nnx.Rngs):
+        D = settings["d_model"]
+        self.attention_norm = _norm(D, dtype, rngs)
+        self.attention = Attention(
+            D, settings["num_heads"], settings["num_kv_heads"], settings["rope_theta"], dtype, rngs
+        )
+        self.mlp_norm = _norm(D, dtype, rngs)
+        self.mlp = MLP(D, round(settings["mlp_ratio"] * D), settings["activation"], dtype, rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        B, T, D = x_BTD.shape
+        x_MD = x_BTD.reshape(B * T, D)
+        x_MD = x_MD + self.attention(self.attention_norm(x_MD), T)
+        x_MD = x_MD + self.mlp(self.mlp_norm(x_MD))
+        return x_MD.reshape(B, T, D)
+
+
+class Ends(nnx.Module):
+    """Token embedding, final norm, and the head's matrix unless it is tied to the embedding."""
+
+    def __init__(self, d_model: int, vocab_size: int, tied: bool, dtype, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(EMBED_STD)
+        self.embedding = nnx.Param(init(rngs.params(), (vocab_size, d_model), dtype))
+        self.norm = _norm(d_model, dtype, rngs)
+        self.head = None if tied else nnx.Param(init(rngs.params(), (d_model, vocab_size), dtype))
+
+
+def transformer(
+    *,
+    num_layers: int,
+    d_model: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    mlp_ratio: float,
+    activation: str,
+    vocab_size: int,
+    tied: bool,
+    rope_theta: float,
+    dtype: jnp.dtype,
+) -> Stack:
+    """The stack of a decoder-only language model. inputs and targets: int32 [B, T]; x: [B, T, D].
+
+    The loss is cross-entropy in nats, one a token. `dtype` is that of the parameters.
+    """
+    block_settings = {
+        "d_model": d_model,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads or num_heads,
+        "rope_theta": rope_theta,
+        "mlp_ratio": mlp_ratio,
+        "activation": activation,
+    }
+    block_graph = nnx.graphdef(nnx.eval_shape(lambda: Block(block_settings, dtype, nnx.Rngs(0))))
+    ends_graph = nnx.graphdef(nnx.eval_shape(lambda: Ends(d_model, vocab_size, tied, dtype, nnx.Rngs(0))))
+
+    def init_layer(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.state(Block(block_settings, dtype, nnx.Rngs(key)), nnx.Param))
+
+    def init_ends(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.state(Ends(d_model, vocab_size, tied, dtype, nnx.Rngs(key)), nnx.Param))
+
+    def embed(ends: Tree, inputs_BT: jax.Array) -> jax.Array:
+        return ends["embedding"][inputs_BT]
+
+    def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
+        return nnx.merge(block_graph, params)(x_BTD)
+
+    def head(ends: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(ends_graph, ends)
+        x_MD = model.norm(x_BTD.reshape(-1, d_model))
+        logits_MV = x_MD @ (model.embedding[...].T if tied else model.head[...])
+        logits_MV = logits_MV.astype(jnp.promote_types(logits_MV.dtype, jnp.float32))
+        picked_M = jnp.take_along_axis(logits_MV, targets_BT.reshape(-1, 1), axis=-1)[:, 0]
+        losses_M = jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
+        return losses_M.sum(), jnp.asarray(losses_M.size, losses_M.dtype)
+
+    return Stack(num_layers, init_ends, init_layer, embed, layer, head)

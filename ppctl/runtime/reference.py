@@ -1,0 +1,55 @@
+"""The reference executor: the un-pipelined model, gradients accumulated over microbatches in one program.
+
+The oracle of every other executor. It shares no code with them: plain autodiff through the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.model.stack import Stack
+
+Tree = Any
+
+
+def reference(
+    stack: Stack, *, num_microbatches: int, remat: str, unroll: int, dtype: Any
+) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
+    """(loss, gradients) of parameters in natural order and a batch {"inputs", "targets"}: [batch, ...] each.
+
+    The loss is the mean over the batch. `dtype` is that of compute; gradients have the parameters'. remat: none | layer
+    (each layer is recomputed in the backward) | full (the whole model is). Layers are unrolled up to `unroll` of them.
+    """
+    layer = jax.checkpoint(stack.layer) if remat == "layer" else stack.layer
+
+    def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
+        params = jax.tree.map(lambda a: a.astype(dtype), params)
+        x = stack.embed(params["ends"], microbatch["inputs"])
+        if stack.num_layers <= unroll:
+            for l in range(stack.num_layers):
+                x = layer(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
+        else:
+            x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["layers"])
+        return stack.head(params["ends"], x, microbatch["targets"])
+
+    if remat == "full":
+        loss_sum = jax.checkpoint(loss_sum)
+
+    def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
+
+        def add(sums: Tree, microbatch: Tree) -> tuple[Tree, None]:
+            (loss, number), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, microbatch)
+            return jax.tree.map(jnp.add, sums, (loss, number, grads)), None
+
+        first = jax.tree.map(lambda a: a[0], microbatches)
+        (loss, number), grads = jax.eval_shape(jax.value_and_grad(loss_sum, has_aux=True), params, first)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (loss, number, grads))
+        (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
+        return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+
+    return loss_and_grads
