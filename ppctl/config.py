@@ -21,8 +21,8 @@ def _choice(key: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and not value >= least:  # written so that NaN fails
-        raise ConfigError(f"{key}={value} must be at least {least}.")
+    if value is not None and not least <= value < math.inf:  # written so that NaN fails
+        raise ConfigError(f"{key}={value} must be a finite number of at least {least}.")
 
 
 def _fraction(key: str, value: float, *, below_one: bool = False) -> None:
@@ -35,8 +35,8 @@ class Transformer:
     """Decoder-only transformer: pre-norm, RMSNorm, rotary positions, grouped-query attention."""
 
     name: str = "transformer"
-    num_layers: int = 8
-    d_model: int = 128
+    num_layers: int = 8  # blocks, divided over the stages
+    d_model: int = 128  # width of the residual stream
     num_heads: int = 4
     num_kv_heads: int | None = None  # None: as many as num_heads
     mlp_ratio: float = 4.0  # hidden width of the MLP over d_model
@@ -70,7 +70,7 @@ class Transformer:
                 f"Use a divisor of {self.num_heads}."
             )
         hidden = self.mlp_ratio * self.d_model
-        if hidden < 1 or hidden != int(hidden):
+        if not 1 <= hidden < math.inf or hidden != int(hidden):  # written so that NaN fails
             raise ConfigError(
                 f"model.mlp_ratio*model.d_model = {self.mlp_ratio}*{self.d_model} = {hidden} is not a whole positive "
                 "width. Choose a ratio that makes it one."
@@ -82,8 +82,8 @@ class MLP:
     """Linear embedding, equal layers of the same width, linear head, mean squared error."""
 
     name: str = "mlp"
-    num_layers: int = 8
-    d_model: int = 64
+    num_layers: int = 8  # divided over the stages
+    d_model: int = 64  # width of a layer
     activation: str = "relu"  # relu | tanh | gelu
 
     ACTIVATIONS: ClassVar[tuple[str, ...]] = ("relu", "tanh", "gelu")
@@ -98,9 +98,9 @@ class MLP:
 class Mesh:
     """Devices along each axis: data-parallel rows, pipeline ranks, parameter shards. `mesh=2x4x2` is dp x pp x fsdp."""
 
-    dp: int = 1
-    pp: int = 1
-    fsdp: int = 1
+    dp: int = 1  # data-parallel rows
+    pp: int = 1  # pipeline ranks
+    fsdp: int = 1  # shards of the parameters
 
     @property
     def num_devices(self) -> int:
@@ -185,7 +185,7 @@ class Optim:
     name: str = "adamw"
     lr: float = 2e-3  # peak
     min_lr_fraction: float = 0.1  # of the peak, at the last step
-    warmup_steps: int = 20
+    warmup_steps: int = 20  # from 0 to the peak
     weight_decay: float = 0.1
     b1: float = 0.9
     b2: float = 0.95
@@ -228,7 +228,7 @@ class Text(Stdlib):
     """Byte-level text of a file, or of every text file below a directory."""
 
     name: str = "text"
-    path: str = "???"
+    path: str = "???"  # a file, or a directory
 
 
 @dataclass
@@ -304,15 +304,15 @@ class Run:
     """One training run and what it leaves behind."""
 
     name: str = "default"
-    dir: str = "runs/${run.name}"
-    num_steps: int = 200
-    seed: int = 0
-    dtype: str = "float32"  # of compute; parameters are float32, or float64 when this is
+    dir: str = "runs/${run.name}"  # metrics and checkpoints
+    num_steps: int = 200  # optimizer steps
+    seed: int = 0  # of initial weights and data order
+    dtype: str = "float32"  # float32 | bfloat16 | float64, of compute; parameters are float32, or float64 when this is
     platform: str | None = None  # cpu | cuda | tpu; None: what JAX finds
     resume: str = "auto"  # auto: go on if a checkpoint is there | must: fail if none | never: fail if one is there
     log_every: int = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: int | None = 100  # steps; None: no evaluation
-    eval_batches: int = 4
+    eval_batches: int = 4  # of data.batch_size each
     tensorboard: bool = True
     peak_flops: float | None = None  # FLOP/s of one device, for MFU; None: the table in costs.py
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -375,5 +375,7 @@ def check(config: Config) -> None:
     if profile.start is not None and profile.start + profile.num_steps > config.run.num_steps:
         raise ConfigError(
             f"run.profile.start+run.profile.num_steps = {profile.start}+{profile.num_steps} is past the last step "
-            f"(run.num_steps={config.run.num_steps}). Use run.profile.start={max(0, config.run.num_steps - 2)} at most."
+            f"(run.num_steps={config.run.num_steps}). "
+            f"Use run.profile.start={max(0, config.run.num_steps - profile.num_steps)} at most, or fewer "
+            "run.profile.num_steps."
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -55,14 +56,16 @@ def attend(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array
     scores_BGRTS = scores_BGRTS.astype(jnp.promote_types(scores_BGRTS.dtype, jnp.float32))
     causal_TS = jnp.tril(jnp.ones((T, T), bool))
     weights_BGRTS = jax.nn.softmax(jnp.where(causal_TS, scores_BGRTS, -1e30)).astype(v_BSGH.dtype)
+    weights_BGRTS = checkpoint_name(weights_BGRTS, "saved")
     return jnp.einsum("BGRTS,BSGH->BTGRH", weights_BGRTS, v_BSGH).reshape(B, T, N, H)
 
 
 def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
     """Rotary position embedding: pair (i, i + H/2) at position t is turned by t * theta**(-2i/H)."""
     T, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
-    angle_TH = jnp.arange(T)[:, None] * theta ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angle_TH)[:, None].astype(x_BTNH.dtype), jnp.sin(angle_TH)[:, None].astype(x_BTNH.dtype)
+    # numpy: constants of the program; as jax operations they would be computed again in every tick
+    angle_TH = np.arange(T)[:, None] * theta ** (-np.arange(half) / half)
+    cos, sin = (jnp.asarray(table[:, None], x_BTNH.dtype) for table in (np.cos(angle_TH), np.sin(angle_TH)))
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 

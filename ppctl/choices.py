@@ -1,0 +1,225 @@
+"""What may be asked for, and what to say of a name or value that may not be.
+
+Read from `conf/`, `recipes/` and the dataclasses of `config.py`, so that a new option or setting needs no line here.
+Standard library only: `ppctl --help` loads no Hydra.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ppctl import config
+from ppctl.config import Config, Mesh, Run
+
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # a wheel carries conf/ and recipes/ inside
+PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "run")  # the parts that are chosen by name
+GROUPS = (*PARTS, "recipes")
+MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # any sizes will do; these are for listings
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+class Setting(NamedTuple):
+    key: str
+    kind: Any  # type of its values
+    default: object
+    about: str  # the comment beside it in config.py
+
+
+def options(group: str) -> list[str]:
+    """The options of `group` that ppctl ships, the default first."""
+    if group == "mesh":
+        names = list(MESH_EXAMPLES)
+    else:
+        folder = ROOT / "recipes" if group == "recipes" else ROOT / "conf" / group
+        names = sorted(file.stem for file in folder.glob("*.yaml"))
+    return sorted(names, key=lambda name: name != default_option(group))
+
+
+def default_option(group: str) -> str:
+    """The option that conf/config.yaml names for `group`.
+
+    >>> default_option("mesh")
+    '2x4'
+    """
+    found = re.search(rf"^  - {group}: (\S+)", (ROOT / "conf/config.yaml").read_text(), re.MULTILINE)
+    assert found is not None, group
+    return found[1]
+
+
+def schemas() -> dict[str, type]:
+    """The dataclasses of config.py by the name that files in conf/ give them."""
+    classes = inspect.getmembers(config, inspect.isclass)
+    return {name.lower(): cls for name, cls in classes if dataclasses.is_dataclass(cls)}
+
+
+def schema_of(group: str, option: str) -> type:
+    """The dataclass behind a shipped option of a part.
+
+    >>> schema_of("schedule", "1f1b").__name__
+    'Schedule'
+    """
+    if group == "mesh":
+        return Mesh
+    found = re.search(r"/schema_(\w+)@_here_", (ROOT / f"conf/{group}/{option}.yaml").read_text())
+    assert found is not None, f"conf/{group}/{option}.yaml names no schema"
+    return schemas()[found[1]]
+
+
+def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
+    """Everything a user may set in a part, nested parts included. `name` is left out: the choice of the part sets it.
+
+    >>> settings_of("mesh", Mesh)["mesh.pp"].default
+    1
+    """
+    found: dict[str, Setting] = {}
+    comments = _comments(cls)
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key = f"{prefix}.{field.name}"
+        if dataclasses.is_dataclass(hints[field.name]):
+            found |= settings_of(key, hints[field.name])
+        elif field.name != "name" or cls is Run:
+            found[key] = Setting(key, hints[field.name], field.default, comments.get(field.name, ""))
+    return found
+
+
+@functools.cache  # getsource reads the whole file again for each class
+def _comments(cls: type) -> dict[str, str]:
+    source = "".join(inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c))
+    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", source, re.MULTILINE))
+
+
+def all_settings() -> dict[str, Setting]:
+    """Every setting of every shipped option; where options share a key, the default option's."""
+    found = settings_of("run", Run)
+    for part in PARTS:
+        for option in reversed(options(part)):
+            found |= settings_of(part, schema_of(part, option))
+    return found
+
+
+# --- what to say -----------------------------------------------------------------------------------------------------
+
+
+def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
+    """Those of `names` that look like `word`, nearest first.
+
+    >>> nearest("layrs", ["num_layers", "d_model"])
+    ['num_layers']
+    """
+    return difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
+
+
+def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
+    """' Did you mean ...?' with the nearest of `names`, or nothing.
+
+    >>> did_you_mean("trian", ["train", "verify"])
+    ' Did you mean train?'
+    """
+    found = nearest(word, names)
+    return f" Did you mean {before}{found[0]}?" if found else ""
+
+
+def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
+    """What to say of an option that `group` does not have; `names` are those it has.
+
+    >>> wrong_option("optim", "adam", ["adamw"])
+    'optim=adam is not an option of optim. Did you mean optim=adamw? (optim: adamw)'
+    """
+    if group == "mesh":
+        return (
+            f"mesh={option} is not a mesh. Write DPxPP or DPxPPxFSDP with sizes of at least 1, for example mesh=2x4 or "
+            "mesh=2x4x2, or set mesh.dp, mesh.pp and mesh.fsdp."
+        )
+    near = nearest(option, names := list(names))
+    ordered = near + [name for name in names if name not in near]
+    return (
+        f"{group}={option} is not an option of {group}.{did_you_mean(option, near, f'{group}=')} "
+        f"({group}: {', '.join(ordered) or 'none'})"
+    )
+
+
+def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
+    """What to say of a key that no chosen part has; `chosen` maps a part to its option and dataclass.
+
+    >>> unknown_key("mesh.pq", {"mesh": ("2x4", Mesh)})
+    'mesh.pq is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, fsdp)'
+    """
+    part = key.split(".")[0]
+    if part == "hydra":
+        return f"{key} is not a setting of Hydra's. `--cfg hydra` shows those."
+    if part == "recipes":
+        return "recipes has no settings: recipes=NAME chooses a file, and the file starts with `# @package _global_`."
+    if part not in chosen:
+        hint = did_you_mean(part, [*GROUPS, "run"]) or _like_elsewhere(key)
+        return f"{part} is not a part of the config.{hint} (parts: {', '.join([*GROUPS, 'run'])})"
+    option, cls = chosen[part]
+    own = settings_of(part, cls)
+    label = f"{part}={option}" if part in PARTS else part
+    for above in own:
+        if key.startswith(f"{above}."):
+            return f"{key}: {above} is one value, with nothing below it."
+    home = (
+        [f"{part}={name}" for name in options(part) if key in settings_of(part, schema_of(part, name))]
+        if option
+        else []
+    )
+    bad, elsewhere = key.split(".")[-1], _like_elsewhere(key)
+    if home:
+        hint = f" It is a setting of {' and '.join(home)}."
+    elif nearest(bad, _last_words(own)) and not elsewhere.endswith(f".{bad}?"):
+        hint = did_you_mean(key, own)
+    else:
+        hint = elsewhere
+    names = ", ".join(name.removeprefix(f"{part}.") for name in own)
+    return f"{key} is not a setting of {label}.{hint} (settings: {names})"
+
+
+def _like_elsewhere(key: str) -> str:
+    """' Did you mean ...?' with the setting of any part whose last word is much like the key's, or nothing."""
+    words = _last_words(all_settings())
+    found = nearest(key.split(".")[-1], words, cutoff=0.75)
+    return f" Did you mean {words[found[0]]}?" if found else ""
+
+
+def _last_words(keys: Iterable[str]) -> dict[str, str]:
+    return {key.split(".")[-1]: key for key in keys}
+
+
+def wrong_value(key: str, said: str | None = None) -> str:
+    """What to say of a value that the type of `key` does not take; `said` is `key=value` if the user typed that.
+
+    >>> wrong_value("mesh.pp", "mesh.pp=null")
+    'mesh.pp=null: mesh.pp takes a whole number (default 1).'
+    """
+    known = all_settings()
+    before = f"{said}: " if said else ""
+    if key not in known:
+        below = [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]
+        if not below:
+            return f"{before}{key} does not take such a value."
+        return (
+            f"{before}{key} is a part. Set what is in it, for example {key}.{below[0]} (settings: {', '.join(below)})"
+        )
+    setting = known[key]
+    kinds = " or ".join(KINDS[kind] for kind in typing.get_args(setting.kind) or (setting.kind,))
+    default = "no default" if setting.default == "???" else f"default {shown(setting.default)}"
+    return f"{before}{key} takes {kinds} ({default})."
+
+
+def shown(value: object) -> str:
+    """A value as one types it.
+
+    >>> shown(None), shown(True), shown(0.5)
+    ('null', 'true', '0.5')
+    """
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,105 @@
+"""Token ids that someone else made, in a flat memory-mapped file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ppctl.data.dataset import DataSet
+from ppctl.data.windows import digest, from_tokens
+from ppctl.errors import DataError
+
+MAX_ID = 2**31 - 2  # batches are int32, and so is the vocabulary's size
+CHUNK_TOKENS = 1 << 24
+
+
+def tokens(
+    *,
+    path: str,
+    dtype: str,
+    vocab_size: int | None,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    eval_fraction: float,
+) -> DataSet:
+    """The data set of a one-dimensional integer `.npy`, or of a raw `.bin` of `dtype` (in this machine's byte order).
+
+    `vocab_size` None: the largest id plus one. The file is mapped, and read once from end to end to check its ids.
+    Raises DataError when it is missing, is not what its name says, or holds an id outside 0..vocab_size-1.
+    """
+    source = f"data=tokens data.path={path}"
+    ids = open_tokens(Path(path).expanduser(), dtype, source)
+    smallest, largest = extremes(ids)
+    if smallest < 0:
+        raise DataError(f"{source}: holds the negative id {smallest}. Write ids from 0 up.")
+    if largest > MAX_ID:
+        raise DataError(
+            f"{source}: holds the id {largest}, but batches are int32 (at most {MAX_ID}). "
+            f"Use the type that the file was written with (a .bin is read as data.dtype={dtype})."
+        )
+    if vocab_size is not None and largest >= vocab_size:
+        raise DataError(
+            f"{source}: holds the id {largest}, not below data.vocab_size={vocab_size}. "
+            f"Use data.vocab_size={largest + 1} or null, or another data.dtype (a .bin is read as {dtype})."
+        )
+    return from_tokens(
+        ids,
+        name="tokens",
+        source=source,
+        content=digest(ids),
+        vocab_size=largest + 1 if vocab_size is None else vocab_size,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        seed=seed,
+        eval_fraction=eval_fraction,
+    )
+
+
+def open_tokens(path: Path, dtype: str, source: str) -> np.ndarray:
+    """The ids in the file, memory-mapped, at least one of them. Raises DataError, opened by `source`."""
+    if path.suffix not in (".npy", ".bin"):
+        raise DataError(
+            f"{source}: is neither .npy nor .bin. Write the ids with numpy.save, or use data=text for text."
+        )
+    if not path.is_file():
+        raise DataError(f"{source}: no such file. Use the path of a .npy or .bin file of token ids.")
+    try:
+        ids = _open_npy(path, source) if path.suffix == ".npy" else _open_bin(path, dtype, source)
+    except (OSError, ValueError) as error:  # ValueError: numpy, on a header that is not one or a file cut short
+        raise DataError(f"{source}: cannot be read ({error}). Write the ids again with numpy.save.") from error
+    if not len(ids):
+        raise DataError(f"{source}: holds no ids. Use a file with at least a batch of them.")
+    return ids
+
+
+def _open_npy(path: Path, source: str) -> np.ndarray:
+    ids = np.lib.format.open_memmap(path, mode="r")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DataError(
+            f"{source}: holds {ids.dtype} of shape {ids.shape}, not a flat array of integers. "
+            "Write ids.reshape(-1) of an integer type with numpy.save."
+        )
+    return np.asarray(ids)
+
+
+def _open_bin(path: Path, dtype: str, source: str) -> np.ndarray:
+    num_bytes, item = path.stat().st_size, np.dtype(dtype).itemsize
+    if num_bytes % item:
+        raise DataError(
+            f"{source}: {num_bytes} bytes are not a multiple of the {item} bytes of data.dtype={dtype}. "
+            "Use the type that the file was written with."
+        )
+    return np.asarray(np.memmap(path, dtype, "r")) if num_bytes else np.empty(0, dtype)
+
+
+def extremes(ids: np.ndarray) -> tuple[int, int]:
+    """The smallest and the largest id, read in chunks.
+
+    >>> extremes(np.array([3, 1, 2], np.uint16))
+    (1, 3)
+    """
+    chunks = [ids[start : start + CHUNK_TOKENS] for start in range(0, len(ids), CHUNK_TOKENS)]
+    least_and_most = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]
+    return min(least for least, _ in least_and_most), max(most for _, most in least_and_most)

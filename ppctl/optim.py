@@ -1,0 +1,44 @@
+"""The optimizer: optax AdamW behind global-norm clipping, with a warm-up and cosine lr_schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+NO_DECAY = ("scale", "bias")  # norms and biases
+
+
+def lr_schedule(*, lr: float, min_lr_fraction: float, warmup_steps: int, num_steps: int) -> optax.Schedule:
+    """Learning rate of update k = 0, 1, ...: linear from 0 to `lr`, then a cosine to min_lr_fraction*lr at num_steps."""
+    warmup_steps = min(warmup_steps, num_steps - 1)  # a short run still reaches its peak
+    warmup = lambda k: lr * (k + 1) / (warmup_steps + 1)  # noqa: E731  the first update is not lost on a rate of 0
+    cosine = optax.cosine_decay_schedule(lr, max(1, num_steps - warmup_steps), alpha=min_lr_fraction)
+    return optax.join_schedules([warmup, cosine], [warmup_steps])
+
+
+def adamw(
+    schedule: optax.Schedule,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    clip_norm: float | None,
+) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only. The norm that is clipped is over all stages."""
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    return optax.chain(clip, optax.adamw(schedule, b1, b2, eps, weight_decay=weight_decay, mask=decays))
+
+
+def decays(params: Any) -> Any:
+    """For each leaf, whether weight decay applies: not to norms and biases."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NO_DECAY, params)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The 2-norm of all leaves together, in at least float32."""
+    squares = [jnp.sum(jnp.square(a.astype(jnp.promote_types(a.dtype, jnp.float32)))) for a in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares))

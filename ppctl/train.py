@@ -1,0 +1,35 @@
+"""The train step: gradients by an executor, clipping and AdamW, on donated state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ppctl.optim import global_norm
+
+Tree = Any
+LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+
+
+def init_state(params: Tree, optimizer: optax.GradientTransformation) -> Tree:
+    """{"params", "optimizer", "step"}: all that a checkpoint must hold."""
+    return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+
+def train_step(
+    loss_and_grads: LossAndGrads, optimizer: optax.GradientTransformation, lr_schedule: optax.Schedule
+) -> Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]:
+    """(state, batch) -> (next state, {"loss", "grad_norm", "lr"}); grad_norm is before clipping, over all stages."""
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        loss, grads = loss_and_grads(state["params"], batch)
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+        metrics = {"loss": loss, "grad_norm": global_norm(grads), "lr": lr_schedule(state["step"])}
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, metrics
+
+    return step

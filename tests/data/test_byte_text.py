@@ -1,0 +1,188 @@
+"""Which files are read as text, and the cache between them and the batches."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppctl.data import byte_text
+from ppctl.data.byte_cache import CHUNK_BYTES, cached_bytes, is_text
+from ppctl.data.byte_text import files_below
+from ppctl.errors import DataError
+
+
+def text_of(*files, cache_dir):
+    return cached_bytes("t", files, "", str(cache_dir))[0].tobytes()
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A directory with one file of each sort; the names say whether it is text that belongs."""
+    root = tmp_path / "corpus"
+    for name, content in {
+        "b.py": b"second\n",
+        "a/z.txt": "fünf\n".encode(),
+        "a/empty.txt": b"",
+        "a/latin1.txt": "fünf\n".encode("latin-1"),
+        "a/binary": b"PNG\0",
+        ".hidden": b"hidden\n",
+        ".git/config": b"hidden\n",
+        "c/deep/er.md": b"last\n",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    os.symlink(root / "nowhere", root / "dangling")
+    return root
+
+
+def test_text_is_every_visible_utf8_file_in_the_order_of_paths(build, library, monkeypatch):
+    seen = []
+    monkeypatch.setattr(byte_text, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
+    build("text", path=str(library))
+    assert seen == ["fünf\n\0second\n\0last\n\0".encode()]
+
+
+def test_text_leaves_its_own_cache_out(build, library, monkeypatch):
+    seen = []
+    monkeypatch.setattr(byte_text, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
+    for _ in range(2):
+        build("text", path=str(library), cache_dir=str(library / "cache"))
+    assert seen[0] == seen[1]
+    assert len(list((library / "cache").iterdir())) == 1
+
+
+def test_windows_of_one_file_are_its_bytes(build, tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_bytes(bytes(1 + i % 100 for i in range(161)))
+    dataset = build("text", path=str(path), seq_len=16, batch_size=1, eval_fraction=0)
+    inputs = sorted(tuple(next(dataset.batches(k))["inputs"][0]) for k in range(dataset.num_examples))
+    assert inputs == sorted(tuple(path.read_bytes()[16 * i : 16 * i + 16]) for i in range(10))
+
+
+def test_stdlib_is_sources_without_tests_and_what_the_build_wrote():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [file.relative_to(root) for file in files_below(root, byte_text._is_library)]
+    parts = {part for file in files for part in file.parts}
+    assert {file.suffix for file in files} == {".py"}
+    assert {"argparse.py", "asyncio", "json"} <= parts
+    assert not parts & {"test", "tests", "site-packages", "__pycache__"}
+    assert not any(part.startswith(("_sysconfigdata", "config-")) for part in parts)
+    assert len(files) > 400
+
+
+def test_stdlib_is_several_megabytes_with_vocabulary_256(build):
+    dataset = build("stdlib")
+    assert dataset.vocab_size == 256
+    assert (dataset.num_examples + dataset.num_eval_examples) * 16 > 5_000_000
+    assert ".".join(map(str, sys.version_info[:3])) in dataset.source
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:5], lambda b: b"", lambda b: b"x" + b[1:]])
+def test_a_damaged_cache_is_written_again(tmp_path, library, damage):
+    before = text_of(library / "b.py", cache_dir=tmp_path / "cache")
+    (cache,) = (tmp_path / "cache").iterdir()
+    cache.write_bytes(damage(cache.read_bytes()))
+    assert text_of(library / "b.py", cache_dir=tmp_path / "cache") == before == b"second\n\0"
+
+
+def test_a_sound_cache_is_not_written_again(tmp_path, library):
+    text_of(library / "b.py", cache_dir=tmp_path)
+    (cache,) = tmp_path.glob("*.bytes")
+    inode = cache.stat().st_ino
+    text_of(library / "b.py", cache_dir=tmp_path)
+    assert cache.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("change", ["size", "mtime", "files", "salt"])
+def test_a_changed_corpus_never_meets_a_stale_cache(tmp_path, library, change):
+    file = library / "b.py"
+    os.utime(file, ns=(1, 1))
+    cached_bytes("t", [file], "", str(tmp_path / "cache"))
+    if change in ("size", "mtime"):
+        file.write_bytes(b"another text" if change == "size" else b"SECOND\n")
+    files = [file, library / "c/deep/er.md"] if change == "files" else [file]
+    text, _ = cached_bytes("t", files, "salt" if change == "salt" else "", str(tmp_path / "cache"))
+    assert text.tobytes() == b"".join(file.read_bytes() + b"\0" for file in files)
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_content_decides_the_fingerprint_not_its_place(build, tmp_path):
+    same, other = tmp_path / "a" / "copy.txt", tmp_path / "b" / "other.txt"
+    for path, text in ((same, (tmp_path / "text.txt").read_text()), (other, "x" * 9000)):
+        path.parent.mkdir()
+        path.write_text(text)
+    assert build("text", path=str(same)).fingerprint == build("text").fingerprint
+    assert build("text", path=str(other)).fingerprint != build("text").fingerprint
+
+
+def test_home_is_expanded(build, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    build("text", path="~/text.txt", cache_dir="~/kept")
+    assert list((tmp_path / "kept").iterdir())
+
+
+@pytest.mark.parametrize(("content", "expected"), [(b"", False), (b"a", True), (b"\xff", False), (b"a\0", False)])
+def test_is_text(tmp_path, content, expected):
+    (tmp_path / "f").write_bytes(content)
+    assert is_text(tmp_path / "f") is expected
+
+
+def test_is_text_follows_characters_across_chunks_and_sees_one_cut_short(tmp_path):
+    (tmp_path / "f").write_bytes(b"a" * (CHUNK_BYTES - 1) + "ü".encode())
+    assert is_text(tmp_path / "f")
+    (tmp_path / "f").write_bytes(b"a" * (CHUNK_BYTES - 1) + "ü".encode()[:1])
+    assert not is_text(tmp_path / "f")
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_with_its_path(build, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        DataError, match=r"The text cache .*file/text-.*\.bytes cannot be .* \(.*\)\. Use data.cache_dir="
+    ):
+        build("text", cache_dir=str(tmp_path / "file"))
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, library, monkeypatch):
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
+        text_of(library / "b.py", cache_dir=tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_file_that_vanishes_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"gone.txt cannot be read \(No such file"):
+        text_of(tmp_path / "gone.txt", cache_dir=tmp_path)
+
+
+def test_a_library_without_sources_is_refused_with_the_remedy(build, tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
+    with pytest.raises(DataError, match=r"python311.zip holds no Python sources .* Use data=text data.path="):
+        build("stdlib")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b""])
+def test_a_path_without_text_is_refused_with_the_remedy(build, tmp_path, content):
+    path = tmp_path / "x.txt"
+    if content is not None:
+        path.write_bytes(content)
+    fault = "no such file or directory" if content is None else "no UTF-8 text there"
+    with pytest.raises(DataError, match=rf"data=text data.path={path}: {fault}.* Use "):
+        build("text", path=str(path))
+
+
+def test_cached_text_is_mapped_and_read_only(tmp_path, library):
+    text, _ = cached_bytes("t", [library / "b.py"], "", str(tmp_path))
+    base = text
+    while isinstance(base, np.ndarray):
+        base = base.base
+    assert isinstance(base, mmap.mmap)
+    assert not text.flags.writeable

@@ -1,0 +1,270 @@
+"""What every data set promises about order, division, resumption and the held-out split."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ppctl import config
+from ppctl.data import BUILDERS
+from ppctl.data.dataset import READ_AHEAD, num_held_out
+from ppctl.errors import DataError
+
+every_kind = pytest.mark.parametrize("name", BUILDERS)
+every_language = pytest.mark.parametrize("name", [name for name in BUILDERS if name != "regression"])
+
+
+def take(iterator, num):
+    return list(itertools.islice(iterator, num))
+
+
+def same(a, b):
+    return len(a) == len(b) and all(
+        x.keys() == y.keys() and all(np.array_equal(x[key], y[key]) for key in x) for x, y in zip(a, b, strict=True)
+    )
+
+
+def recorded(dataset):
+    """The data set, and the list to which every later read adds the example numbers asked for."""
+    reads = []
+    return dataclasses.replace(
+        dataset, read=lambda examples: (reads.append(examples), dataset.read(examples))[1]
+    ), reads
+
+
+def example_numbers(dataset):
+    return dataclasses.replace(dataset, read=lambda examples: {"inputs": examples})
+
+
+def two_epochs(dataset):
+    """The example numbers [2, num_examples] in the order in which they are met."""
+    num = dataset.num_examples
+    batches = take(example_numbers(dataset).batches(), -(-2 * num // dataset.batch_size))
+    return np.concatenate([batch["inputs"] for batch in batches])[: 2 * num].reshape(2, num)
+
+
+def subclasses(cls):
+    return {sub for child in cls.__subclasses__() for sub in {child, *subclasses(child)}}
+
+
+def few_examples(name):
+    return {"seq_len": 60_000} if name == "stdlib" else {}
+
+
+@every_kind
+def test_builders_take_the_settings_of_their_config(name):
+    choices = {choice.name: choice for choice in (c() for c in subclasses(config.Data))}
+    settings = {field.name for field in dataclasses.fields(choices[name])} - {"name"}
+    from_elsewhere = {"seed"} if name == "regression" else {"seed", "seq_len"}
+    assert set(inspect.signature(BUILDERS[name]).parameters) == settings | from_elsewhere
+
+
+@every_language
+def test_language_batches_are_int32_tokens_with_the_next_one_as_target(build, name):
+    dataset = build(name)
+    assert dataset.input_dim is dataset.target_dim is None
+    for batch in [*take(dataset.batches(), 3), *dataset.eval_batches(2)]:
+        assert {k: (v.shape, v.dtype, v.flags.c_contiguous) for k, v in batch.items()} == {
+            "inputs": ((8, 16), np.int32, True),
+            "targets": ((8, 16), np.int32, True),
+        }
+        np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+        assert batch["inputs"].min() >= 0
+        assert batch["targets"].max() < dataset.vocab_size
+
+
+@every_kind
+@pytest.mark.parametrize("parts", [(range(4), range(4, 8)), (range(3), range(3, 4), range(4, 8)), (range(0), range(8))])
+def test_divided_rows_stack_to_the_whole_batch(build, name, parts):
+    dataset = build(name)
+    whole = take(dataset.batches(2), 3) + list(dataset.eval_batches(2))
+    divided = [take(dataset.batches(2, rows), 3) + list(dataset.eval_batches(2, rows)) for rows in parts]
+    stacked = [
+        {key: np.concatenate([part[key] for part in batch]) for key in batch[0]} for batch in zip(*divided, strict=True)
+    ]
+    assert same(whole, stacked)
+
+
+@every_kind
+def test_only_the_asked_rows_are_read(build, name):
+    whole, all_rows = recorded(build(name))
+    list(whole.eval_batches(2))
+    part, some_rows = recorded(build(name))
+    list(part.eval_batches(2, range(2, 5)))
+    assert sorted(np.concatenate(some_rows)) == sorted(np.concatenate([rows[2:5] for rows in all_rows]))
+    take(part.batches(rows=range(2, 5)), 3)
+    assert {len(rows) for rows in some_rows} == {3}
+
+
+@every_kind
+def test_resume_continues_bit_for_bit(build, name):
+    through = take(build(name).batches(), 90)  # more than two epochs of the smallest
+    assert same(through[57:], take(build(name).batches(57), 33))
+
+
+@every_kind
+def test_resume_reads_nothing_before_its_step(build, name):
+    dataset, reads = recorded(build(name))
+    take(dataset.batches(10**12), 1)
+    assert 1 <= len(reads) <= 1 + READ_AHEAD.prefetch_buffer_size
+
+
+@every_kind
+def test_an_epoch_meets_every_example_once_and_the_next_one_in_another_order(build, name):
+    dataset = build(name, **few_examples(name))
+    first, second = two_epochs(dataset)
+    assert sorted(first) == sorted(second) == list(range(dataset.num_examples))
+    assert not np.array_equal(first, second)
+
+
+@every_kind
+def test_neighbouring_seeds_share_no_epoch(build, name):
+    of_0, of_1 = (two_epochs(build(name, seed=seed, **few_examples(name))) for seed in (0, 1))
+    assert len({epoch.tobytes() for epoch in (*of_0, *of_1)}) == 4
+
+
+@every_kind
+def test_batches_are_equal_from_equal_settings(build, name):
+    assert same(take(build(name).batches(), 5), take(build(name).batches(), 5))
+
+
+@every_kind
+def test_eval_batches_are_the_same_each_time_and_held_out(build, name):
+    dataset = build(name)
+    assert same(list(dataset.eval_batches(2)), list(dataset.eval_batches(2)))
+    most = min(dataset.num_eval_examples // 8, 50)
+    numbers = np.concatenate([b["inputs"] for b in example_numbers(dataset).eval_batches(most)])
+    assert len(set(numbers)) == len(numbers) == 8 * most
+    assert numbers.min() >= dataset.num_examples
+    assert numbers.max() < dataset.num_examples + dataset.num_eval_examples
+
+
+@pytest.mark.parametrize("name", ["stdlib", "text", "tokens"])
+def test_eval_batches_of_a_corpus_do_not_depend_on_the_seed(build, name):
+    assert same(list(build(name, seed=3).eval_batches(2)), list(build(name, seed=4).eval_batches(2)))
+
+
+@every_kind
+def test_fingerprint_tells_apart_what_decides_the_batches(build, name):
+    changes = [{}, {"seed": 1}, {"batch_size": 4}, {"eval_fraction": 0.2}]
+    changes += [{"seq_len": 8}] if name != "regression" else [{"noise": 0.2}, {"num_rows": 301}, {"num_targets": 2}]
+    prints = [build(name, **change).fingerprint for change in changes]
+    assert len(set(prints)) == len(prints)
+    assert all(len(text) == 64 for text in prints)
+    assert build(name).fingerprint == prints[0]
+
+
+@every_kind
+def test_no_held_out_split_is_refused_at_the_call(build, name):
+    with pytest.raises(DataError, match=r"data.eval_fraction=0 .* Use data.eval_fraction=0.05 or run.eval_every=null"):
+        build(name, eval_fraction=0).eval_batches(1)
+
+
+@every_kind
+def test_the_remedy_for_too_many_eval_batches_works(build, name):
+    dataset = build(name)
+    most = dataset.num_eval_examples // 8
+    message = (
+        rf"{most + 1}\*8 = {8 * most + 8} is more than the {dataset.num_eval_examples} .* Use run.eval_batches={most} "
+    )
+    with pytest.raises(DataError, match=message):
+        dataset.eval_batches(most + 1)
+    assert next(dataset.eval_batches(most))
+
+
+@pytest.mark.parametrize(
+    ("name", "have"),
+    [
+        ("text", r"data=text data.path=.*text.txt: \(8291 tokens - 2\)//1000 = 8 windows of model.seq_len=1000"),
+        ("tokens", r"data=tokens data.path=.*ids.npy: \(6000 tokens - 2\)//1000 = 5 windows of model.seq_len=1000"),
+        ("synthetic", "data.num_sequences=8"),
+        ("regression", "data.num_rows=8"),
+    ],
+)
+def test_too_little_for_a_batch_is_refused(build, name, have):
+    small = {"synthetic": {"num_sequences": 8}, "regression": {"num_rows": 8}}.get(name, {"seq_len": 1000})
+    with pytest.raises(
+        DataError, match=rf"{have}: [58]-[01] = \d are left to train on, fewer than data.batch_size=8. Use "
+    ):
+        build(name, eval_fraction=0.2, **small)
+
+
+def test_the_remedy_for_too_small_a_split_works(build):
+    with pytest.raises(
+        DataError, match=r"data.eval_fraction=0.02 of 300 holds out 6, .*Use data.eval_fraction=0.027, more"
+    ):
+        build("regression", eval_fraction=0.02)
+    assert build("regression", eval_fraction=0.027).num_eval_examples == 8
+    assert build("regression", eval_fraction=0).num_examples == 300
+
+
+@pytest.mark.parametrize("num_examples", [16, 17, 55, 64, 100, 300, 999, 12345])
+@pytest.mark.parametrize("batch_size", [1, 7, 8, 29])
+def test_every_proposed_fraction_holds_out_a_batch(num_examples, batch_size):
+    with pytest.raises(DataError) as refused:
+        num_held_out("", num_examples, 1e-6, batch_size)
+    proposed = re.search(r"Use data.eval_fraction=([\d.]+),", str(refused.value))
+    assert (proposed is not None) == (2 * batch_size < num_examples)
+    if proposed:
+        assert batch_size <= num_held_out("", num_examples, float(proposed[1]), batch_size) <= num_examples - batch_size
+
+
+def test_a_fraction_that_is_whole_on_paper_is_not_rounded_down():
+    assert 0.29 * 100 < 29
+    assert num_held_out("", 100, 0.29, 1) == 29
+
+
+def test_no_fraction_is_proposed_where_none_is_large_enough(build):
+    with pytest.raises(
+        DataError, match=r"holds out 1, fewer than data.batch_size=8. Use more data, a smaller data.batch"
+    ):
+        build("regression", num_rows=15, eval_fraction=0.1)
+
+
+def test_a_dropped_iterator_stops_its_threads(build):
+    iterator = build("regression").batches()
+    next(iterator)
+    assert any(thread.name.startswith("grain-prefetch") for thread in threading.enumerate())
+    del iterator
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("grain-prefetch") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "threads are still there"
+        time.sleep(0.01)
+
+
+def test_a_fault_while_reading_reaches_the_caller(build):
+    def read(examples):
+        raise DataError("the disk is gone")
+
+    with pytest.raises(DataError, match="the disk is gone"):
+        next(dataclasses.replace(build("regression"), read=read).batches())
+
+
+def test_reading_does_not_start_jax(tmp_path):
+    # The number of simulated devices can be set only before JAX starts, and data sets are built before that.
+    code = """
+import json, sys
+import jax
+from ppctl import data
+dataset = data.stdlib(seq_len=16, batch_size=8, seed=0, eval_fraction=0.1, cache_dir=sys.argv[1])
+next(dataset.batches())
+jax.config.update("jax_num_cpu_devices", 3)
+jax.config.update("jax_platforms", "cpu")
+print(json.dumps([jax.device_count(), dataset.fingerprint]))
+"""
+    # Two at once, on an empty cache: both get the whole text.
+    both = [subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE) for _ in range(2)]
+    answers = [json.loads(process.communicate(timeout=100)[0]) for process in both]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 3
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bytes"]

@@ -1,0 +1,134 @@
+"""Token files: what is accepted, how windows are cut, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ppctl.data import windows
+from ppctl.data.token_file import extremes
+from ppctl.errors import DataError
+
+IDS = np.arange(2000)
+
+
+def write(path, ids):
+    ids.tofile(path) if path.suffix == ".bin" else np.save(path, ids)
+    return {"path": str(path), "dtype": ids.dtype.name if path.suffix == ".bin" else "uint16"}
+
+
+def all_windows(dataset):
+    return dataset.read(np.arange(dataset.num_examples)), dataset.read(
+        np.arange(dataset.num_examples, dataset.num_examples + dataset.num_eval_examples)
+    )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "dtype"),
+    [(suffix, dtype) for suffix in (".npy", ".bin") for dtype in ("uint8", "uint16", "int32", "uint32")]
+    + [(".npy", "int64"), (".npy", ">u2")],  # a raw file has no other type in its config, and this machine's byte order
+)
+def test_every_integer_type_reads_as_the_same_tokens(build, tmp_path, suffix, dtype):
+    ids = IDS % 200
+    dataset = build("tokens", **write(tmp_path / f"x{suffix}", ids.astype(dtype)), eval_fraction=0)
+    assert dataset.vocab_size == 200
+    np.testing.assert_array_equal(dataset.read(np.array([3]))["inputs"][0], ids[48:64])
+    np.testing.assert_array_equal(dataset.read(np.array([3]))["targets"][0], ids[49:65])
+
+
+@pytest.mark.parametrize("num_tokens", [994, 1000, 1001])
+def test_windows_predict_each_token_once(build, tmp_path, num_tokens):
+    dataset = build("tokens", **write(tmp_path / "x.npy", np.arange(num_tokens)), eval_fraction=0)
+    train, _ = all_windows(dataset)
+    assert dataset.num_examples == (num_tokens - 1) // 16
+    np.testing.assert_array_equal(train["targets"].ravel(), np.arange(1, 1 + 16 * dataset.num_examples))
+
+
+@pytest.mark.parametrize("num_tokens", [993, 994, 995, 1000])
+def test_held_out_windows_are_the_tail_and_share_no_token_with_training(build, tmp_path, num_tokens):
+    dataset = build("tokens", **write(tmp_path / "x.npy", np.arange(num_tokens)), eval_fraction=0.2)
+    train, held_out = all_windows(dataset)
+    assert train["targets"].max() < held_out["inputs"].min()
+    assert held_out["targets"].max() <= num_tokens - 1
+    assert dataset.num_eval_examples == int(0.2 * ((num_tokens - 2) // 16))
+
+
+def test_vocab_size_is_the_largest_id_plus_one_or_what_is_given(build, tmp_path):
+    written = write(tmp_path / "x.npy", IDS)
+    assert build("tokens", **written).vocab_size == 2000
+    assert build("tokens", **written, vocab_size=2048).vocab_size == 2048
+
+
+def test_extremes_see_every_chunk(monkeypatch):
+    monkeypatch.setattr("ppctl.data.token_file.CHUNK_TOKENS", 7)
+    assert extremes(np.array([5] * 20 + [9] + [5] * 20 + [-2])) == (-2, 9)
+
+
+@pytest.mark.parametrize("change", [0, 1000, 1999])
+def test_content_decides_the_fingerprint(build, tmp_path, change):
+    other = IDS.copy()
+    other[change] += 1
+    first, again, changed = (
+        build("tokens", **write(tmp_path / f"{i}.npy", ids)).fingerprint for i, ids in enumerate((IDS, IDS, other))
+    )
+    assert first == again != changed
+
+
+def test_digest_of_a_large_array_sees_its_length_and_both_ends(monkeypatch):
+    monkeypatch.setattr(windows, "DIGEST_WHOLE_BYTES", 1024)
+    monkeypatch.setattr(windows, "DIGEST_BLOCK_BYTES", 64)
+    ids = np.arange(5000, dtype=np.uint16)
+    ends = [ids.copy(), ids.copy()]
+    ends[0][0] += 1
+    ends[1][-1] += 1
+    assert len({windows.digest(array) for array in (ids, ids[:-1], *ends, ids.astype(np.uint32))}) == 5
+    assert windows.digest(ids) == windows.digest(ids.copy())
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "settings", "fault"),
+    [
+        (
+            "x.npy",
+            IDS,
+            {"vocab_size": 1999},
+            r"holds the id 1999, not below data.vocab_size=1999. Use data.vocab_size=2000 ",
+        ),
+        ("x.npy", -IDS, {}, r"holds the negative id -1999. Write ids from 0 up"),
+        (
+            "x.npy",
+            IDS.astype(np.float32),
+            {},
+            r"holds float32 of shape \(2000,\), not a flat array of integers. Write ",
+        ),
+        ("x.npy", IDS.reshape(20, 100), {}, r"holds int64 of shape \(20, 100\), not a flat array of integers. Write "),
+        ("x.npy", np.array(3), {}, r"holds int64 of shape \(\), not a flat array of integers"),
+        ("x.npy", IDS[:0], {}, r"holds no ids. Use "),
+        ("x.bin", IDS[:0], {}, r"holds no ids. Use "),
+        ("x.npy", IDS + 2**31, {}, r"holds the id 2147485647, but batches are int32 .* Use the type"),
+        (
+            "x.bin",
+            IDS.astype(np.uint8)[:999],
+            {"dtype": "uint16"},
+            r"999 bytes are not a multiple of the 2 bytes .* Use the",
+        ),
+    ],
+)
+def test_a_file_that_is_not_token_ids_is_refused_with_the_remedy(build, tmp_path, name, ids, settings, fault):
+    with pytest.raises(DataError, match=rf"^data=tokens data.path=.*{name}: {fault}"):
+        build("tokens", **write(tmp_path / name, ids) | settings)
+
+
+@pytest.mark.parametrize("content", [b"", b"not numpy", "cut short"])
+def test_a_broken_npy_is_refused_with_the_remedy(build, tmp_path, content):
+    path = tmp_path / "x.npy"
+    np.save(path, IDS)
+    path.write_bytes(path.read_bytes()[:-100] if content == "cut short" else content)
+    with pytest.raises(DataError, match=r"x.npy: cannot be read \(.*\)\. Write the ids again"):
+        build("tokens", path=str(path))
+
+
+@pytest.mark.parametrize(("name", "fault"), [("gone.npy", "no such file"), ("text.txt", "is neither .npy nor .bin")])
+def test_a_path_to_something_else_is_refused_with_the_remedy(build, tmp_path, name, fault):
+    with pytest.raises(DataError, match=rf"{name}: {fault}\. (Use|Write) "):
+        build("tokens", path=str(tmp_path / name))

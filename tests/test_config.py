@@ -1,0 +1,163 @@
+"""Every choice composes, what it composes is what config.py says, and every impossible setting is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from ppctl import config as c
+from ppctl.choices import PARTS, ROOT, all_settings, default_option, options, schema_of, schemas, settings_of
+from ppctl.errors import ConfigError
+from ppctl.hydra_glue import compose
+
+# What an option needs besides its name, to be a request that can be served.
+NEEDS = {
+    ("model", "mlp"): ["data=regression"],
+    ("data", "regression"): ["model=mlp"],
+    ("data", "text"): ["data.path=somewhere"],
+    ("data", "tokens"): ["data.path=somewhere"],
+    ("executor", "reference"): ["mesh=1x1"],
+}
+CHOICES = [(part, option) for part in PARTS for option in options(part)]
+
+
+def composed(*overrides: str) -> c.Config:
+    config = compose(list(overrides), flags=[], words=["train"])
+    assert isinstance(config, c.Config)
+    return config
+
+
+@pytest.mark.parametrize(("part", "option"), CHOICES, ids=[f"{part}={option}" for part, option in CHOICES])
+def test_every_choice_composes_to_its_dataclass_and_defaults(part, option):
+    chosen = getattr(composed(f"{part}={option}", *NEEDS.get((part, option), [])), part)
+    assert type(chosen) is schema_of(part, option)
+    if part == "mesh":
+        assert chosen.text == option
+        return
+    assert chosen.name == option
+    default = schema_of(part, option)()
+    for field in dataclasses.fields(default):
+        if field.name not in ("name", "path"):
+            assert getattr(chosen, field.name) == getattr(default, field.name), field.name
+
+
+@pytest.mark.parametrize("recipe", options("recipes"))
+def test_every_recipe_composes_and_states_what_it_claims(recipe):
+    assert isinstance(composed(f"recipes={recipe}").model, c.Transformer | c.MLP)
+    header = (ROOT / "recipes" / f"{recipe}.yaml").read_text()
+    for word in ("# @package _global_", "# Claim: ", "# Hardware: ", f"# Command: ppctl train recipes={recipe}"):
+        assert word in header, word
+
+
+def test_no_override_composes_to_the_defaults():
+    config = composed()
+    names = (config.model.name, config.mesh.text, config.schedule.name, config.executor.name, config.data.name)
+    assert names == ("transformer", "2x4", "interleaved", "spmd", "stdlib")
+    assert config.run == c.Run(dir="runs/default")
+
+
+def test_every_part_of_config_py_is_behind_some_choice():
+    shipped = {schema_of(part, option) for part, option in CHOICES}
+    named = {cls for cls in schemas().values() if "name" in {f.name for f in dataclasses.fields(cls)}}
+    assert named - {c.Run, c.Data} <= shipped
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("1x1", (1, 1, 1)), ("3x5", (3, 5, 1)), ("2x16x4", (2, 16, 4))])
+def test_a_mesh_of_any_sizes_is_a_choice(text, sizes):
+    config = composed(f"mesh={text}", "data.batch_size=480", "schedule.num_microbatches=4")
+    assert (config.mesh.dp, config.mesh.pp, config.mesh.fsdp) == sizes
+
+
+def test_axes_of_the_mesh_are_settings_too():
+    assert composed("mesh=1x2", "mesh.pp=4").mesh.text == "1x4"
+
+
+def test_the_command_line_wins_over_a_recipe():
+    config = composed("recipes=tiny", "mesh=1x4", "run.num_steps=7")
+    assert (config.mesh.text, config.run.num_steps, config.run.name) == ("1x4", 7, "tiny")
+
+
+def test_the_run_directory_follows_the_name():
+    assert composed("run.name=mine").run.dir == "runs/mine"
+    assert composed("run.name=mine", "run.dir=/tmp/x").run.dir == "/tmp/x"
+
+
+def test_values_keep_the_types_of_the_dataclass():
+    config = composed("optim.lr=1", "run.checkpoint.every=null", "optim.clip_norm=null", "run.name=2024")
+    assert isinstance(config.optim.lr, float)
+    assert config.run.name == "2024"
+    assert config.run.checkpoint.every is None
+    assert config.optim.clip_norm is None
+
+
+def test_the_names_of_settings_are_unique_within_a_part():
+    assert all_settings()["schedule.num_chunks"].about == "stages a rank"
+    assert all_settings()["model.d_model"].default == c.Transformer().d_model  # the default option's, not the MLP's
+    assert "model.name" not in settings_of("model", c.MLP)
+    assert default_option("schedule") == "interleaved"
+
+
+def config_with(**parts: object) -> c.Config:
+    base = {"mesh": c.Mesh(1, 1), "data": c.Synthetic()}
+    return c.Config(**{**base, **parts})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_with(model=c.Transformer(num_layers=0)), "model.num_layers=0 must be .* at least 1"),
+        (config_with(model=c.Transformer(activation="relu")), "model.activation=relu is not one of gelu, swiglu"),
+        (config_with(model=c.Transformer(d_model=130)), "d_model=130 is not a multiple of .*=4. Use d_model=132"),
+        (config_with(model=c.Transformer(d_model=12)), "12/4 = 3 is odd"),
+        (config_with(model=c.Transformer(num_kv_heads=3)), "num_heads=4 is not a multiple of model.num_kv_heads=3"),
+        (config_with(model=c.Transformer(mlp_ratio=0.3)), r"0.3\*128 = 38.4 is not a whole positive width"),
+        (config_with(model=c.Transformer(mlp_ratio=float("inf"))), "not a whole positive width"),
+        (config_with(model=c.Transformer(mlp_ratio=float("nan"))), "not a whole positive width"),
+        (config_with(model=c.Transformer(rope_theta=0.5)), "model.rope_theta=0.5 must be .* at least 1"),
+        (config_with(model=c.MLP(d_model=0), data=c.Regression()), "model.d_model=0 must be"),
+        (config_with(model=c.MLP(num_layers=0), data=c.Regression()), "model.num_layers=0 must be"),
+        (config_with(model=c.MLP(activation="swiglu"), data=c.Regression()), "model.activation=swiglu is not one of"),
+        (config_with(mesh=c.Mesh(0, 1)), "mesh.dp=0 must be"),
+        (config_with(schedule=c.Schedule(num_microbatches=0)), "schedule.num_microbatches=0 must be"),
+        (config_with(schedule=c.Interleaved(num_chunks=0)), "schedule.num_chunks=0 must be"),
+        (config_with(executor=c.Reference(remat="some")), "executor.remat=some is not one of none, layer, full"),
+        (config_with(executor=c.Spmd(idle="wait")), "executor.idle=wait is not one of auto, skip, compute"),
+        (config_with(executor=c.Spmd(gather="never")), "executor.gather=never is not one of step, tick"),
+        (config_with(executor=c.Spmd(unroll=-1)), "executor.unroll=-1 must be .* at least 0"),
+        (config_with(optim=c.Optim(lr=-1.0)), "optim.lr=-1.0 must be .* at least 0"),
+        (config_with(optim=c.Optim(lr=float("inf"))), "optim.lr=inf must be a finite number"),
+        (config_with(optim=c.Optim(lr=float("nan"))), "optim.lr=nan must be"),
+        (config_with(optim=c.Optim(min_lr_fraction=2.0)), r"optim.min_lr_fraction=2.0 must lie in \[0, 1\]"),
+        (config_with(optim=c.Optim(b1=1.0)), r"optim.b1=1.0 must lie in \[0, 1\)"),
+        (config_with(optim=c.Optim(clip_norm=0.0)), "optim.clip_norm=0 would erase every gradient. Use null"),
+        (config_with(data=c.Synthetic(batch_size=0)), "data.batch_size=0 must be"),
+        (config_with(data=c.Synthetic(eval_fraction=1.0)), r"data.eval_fraction=1.0 must lie in \[0, 1\)"),
+        (config_with(data=c.Synthetic(vocab_size=1)), "data.vocab_size=1 must be .* at least 2"),
+        (config_with(data=c.Synthetic(num_sequences=0)), "data.num_sequences=0 must be"),
+        (config_with(data=c.Tokens(path="x", dtype="int8")), "data.dtype=int8 is not one of uint8, uint16"),
+        (config_with(data=c.Tokens(path="x", vocab_size=0)), "data.vocab_size=0 must be"),
+        (config_with(model=c.MLP(), data=c.Regression(num_rows=0)), "data.num_rows=0 must be"),
+        (config_with(model=c.MLP(), data=c.Regression(noise=-1.0)), "data.noise=-1.0 must be"),
+        (config_with(run=c.Run(num_steps=0)), "run.num_steps=0 must be"),
+        (config_with(run=c.Run(seed=-1)), "run.seed=-1 must be"),
+        (config_with(run=c.Run(dtype="float16")), "run.dtype=float16 is not one of float32, bfloat16, float64"),
+        (config_with(run=c.Run(resume="maybe")), "run.resume=maybe is not one of auto, must, never"),
+        (config_with(run=c.Run(platform="gpu")), "run.platform=gpu is not one of cpu, cuda, tpu"),
+        (config_with(run=c.Run(checkpoint=c.Checkpoint(every=0))), "run.checkpoint.every=0 must be"),
+        (config_with(run=c.Run(checkpoint=c.Checkpoint(keep=0))), "run.checkpoint.keep=0 must be"),
+        (config_with(run=c.Run(profile=c.Profile(start=-1))), "run.profile.start=-1 must be"),
+        (config_with(run=c.Run(profile=c.Profile(start=199))), r"199\+2 is past the last step .*start=198 at most"),
+        (config_with(run=c.Run(profile=c.Profile(start=198, num_steps=5))), "start=195 at most, or fewer"),
+        (config_with(data=c.Synthetic(batch_size=12)), r"12 is not a multiple of .* = 8\*1\*1 = 8. Use .*=16"),
+        (config_with(mesh=c.Mesh(1, 2), executor=c.Reference()), "mesh=1x2 has 2. Use mesh=1x1 or executor=spmd"),
+        (config_with(model=c.MLP()), "model=mlp cannot learn from data=synthetic. Use data=regression or"),
+        (config_with(data=c.Regression()), "model=transformer cannot learn from data=regression. Use data=stdlib"),
+    ],
+    ids=lambda value: re.sub(r"\W+", "_", value)[:40] if isinstance(value, str) else "",
+)
+def test_impossible_settings_are_refused_with_their_values(config, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        c.check(config)
+    assert "\n" not in str(caught.value)
