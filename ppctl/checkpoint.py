@@ -6,6 +6,7 @@ leaves are the wanted ones, because Orbax casts a leaf of another dtype without 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -158,7 +159,8 @@ class Checkpoints:
             self.wait()
         finally:
             if self._checkpointer is not None:
-                self._checkpointer.close()
+                with contextlib.suppress(Exception):  # only of a save that failed, which `wait` has told
+                    self._checkpointer.close()
                 self._checkpointer = None
 
     def _probe(self) -> None:
@@ -266,8 +268,7 @@ def _differences(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> list
 
 
 def _shown(leaf: Leaf) -> str:
-    shape, dtype = leaf
-    return f"{dtype}[{','.join(map(str, shape))}]"
+    return f"{leaf[1]}[{','.join(map(str, leaf[0]))}]"
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -1,5 +1,7 @@
 """Checkpoints: bit-equal, on any mesh, through kill -9, and one line for each thing that can be wrong."""
 
+import contextlib
+import errno
 import gc
 import itertools
 import logging
@@ -10,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax
@@ -310,28 +313,37 @@ def test_a_directory_that_cannot_be_written_is_an_error_at_once(tmp_path, below)
 
 
 def test_a_read_only_directory_is_an_error_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write to any directory
-    with pytest.raises(CheckpointError, match="Permission denied"):
+    def refused(prefix, dir):  # by changed permissions only where the tests do not run as root
+        raise PermissionError(errno.EACCES, "Permission denied", dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refused)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*: Permission denied\."):
         Checkpoints(tmp_path, keep=1)
 
 
-@pytest.fixture
-def full_disk():
-    """Files stop growing at 100 kB, as on a full disk."""
+@contextlib.contextmanager
+def full_disk(limit_bytes):
+    """Files stop growing at a size, as all do on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.parametrize("limit_bytes", [10, 100_000], ids=["no file fits", "arrays do not fit"])
 @pytest.mark.parametrize("asked", ["wait", "close", "save"])
-def test_a_save_that_fails_in_the_background_is_raised_later_and_once(tmp_path, asked, full_disk, capfd):
+def test_a_save_that_fails_in_the_background_is_raised_later_and_once(tmp_path, asked, limit_bytes, capfd):
     noise = {"w": jax.random.normal(jax.random.key(0), (512, 512), jnp.float32)}  # 1 MB that does not compress
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, state(), {})
-    checkpoints.save(2, noise, {})
-    with pytest.raises(CheckpointError) as error:
-        checkpoints.save(3, noise, {}) if asked == "save" else getattr(checkpoints, asked)()
+    checkpoints.wait()
+    ask = {"wait": checkpoints.wait, "close": checkpoints.close, "save": lambda: checkpoints.save(3, noise, {})}
+    with full_disk(limit_bytes):
+        checkpoints.save(2, noise, {})
+        with pytest.raises(CheckpointError) as error:
+            ask[asked]()
     assert message(error).startswith(f"Checkpoint {tmp_path / '2'} could not be written: ")
     assert "File too large" in message(error)
     assert message(error).endswith(
@@ -342,15 +354,16 @@ def test_a_save_that_fails_in_the_background_is_raised_later_and_once(tmp_path, 
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_save_that_cannot_start_is_an_error(tmp_path):
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
+def test_a_directory_that_vanishes_is_an_error_of_the_next_save(tmp_path):
+    directory = tmp_path / "checkpoints"
+    with Checkpoints(directory, keep=1) as checkpoints:
+        directory.rmdir()
         with pytest.raises(CheckpointError) as error:
-            checkpoints.save(1, {"w": object()}, {})
-        assert message(error).startswith(f"Checkpoint {tmp_path / '1'} could not be written: ")
-        assert "no checkpoint is finished" in message(error)
-        checkpoints.save(1, state(), {})
-        checkpoints.wait()
-        assert checkpoints.steps() == (1,)
+            checkpoints.save(1, state(), {})
+        assert message(error) == (
+            f"Checkpoint {directory / '1'} could not be written: No such file or directory; no checkpoint is finished. "
+            "Free or extend the disk, or use another run.dir."
+        )
 
 
 def test_saving_and_restoring_log_nothing(tmp_path, caplog):

@@ -17,12 +17,13 @@ Tree = Any
 
 
 def reference(
-    stack: Stack, *, num_microbatches: int, remat: str, unroll: int, dtype: Any
+    stack: Stack, *, num_microbatches: int, remat: str, unroll: int, dtype: Any, with_grads: bool = True
 ) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
     """(loss, gradients) of parameters in natural order and a batch {"inputs", "targets"}: [batch, ...] each.
 
     The loss is the mean over the batch. `dtype` is that of compute; gradients have the parameters'. remat: none | layer
     (each layer is recomputed in the backward) | full (the whole model is). Layers are unrolled up to `unroll` of them.
+    Without with_grads the gradients are None.
     """
     layer = jax.checkpoint(stack.layer) if remat == "layer" else stack.layer
 
@@ -52,4 +53,8 @@ def reference(
         (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
         return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 
-    return loss_and_grads
+    def loss_only(params: Tree, batch: Tree) -> tuple[jax.Array, None]:
+        loss, number = loss_sum(params, batch)
+        return loss / number, None
+
+    return loss_and_grads if with_grads else loss_only

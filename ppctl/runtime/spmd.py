@@ -46,22 +46,25 @@ class Options:
 def spmd(stack: Stack, layout: Layout, ticks: Ticks, options: Options) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
     """(loss, gradients) of staged parameters and a global batch {"inputs", "targets"}: [batch, ...] each.
 
-    The loss is the mean over the batch; gradients have the parameters' layout, sharding and dtype. `ticks` must have
-    been lowered with `options.lowering`.
+    The loss is the mean over the batch; gradients have the parameters' layout, sharding and dtype. With ticks of
+    forwards alone (`schedule.ticks.forward_only`) the gradients are None. `ticks` must have been lowered with
+    `options.lowering`.
     """
+    num_microbatches = ticks.schedule.num_microbatches
     table = np.asarray(ticks.table, np.int32).transpose(1, 0, 2)  # [rank, tick, column]
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         specs = layout.staged_specs(params)
 
         def local(params: Tree, batch: Tree, table: jax.Array, counts: jax.Array) -> tuple[jax.Array, Tree]:
-            num_microbatches = ticks.schedule.num_microbatches
             microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
             device = _Device(
                 stack, ticks, options, params, specs, microbatches, None if layout.is_even else counts[:, 0]
             )
             loss, number, grads = device.run(table[0])
             loss, number = jax.lax.psum((loss, number), AXES)
+            if grads is None:
+                return loss / number, None
             grads = {
                 "ends": scatter(grads["ends"], specs["ends"], AXES),
                 "layers": scatter(grads["layers"], specs["layers"], DATA_AXES),
@@ -72,7 +75,7 @@ def spmd(stack: Stack, layout: Layout, ticks: Ticks, options: Options) -> Callab
             local,
             mesh=layout.mesh,
             in_specs=(specs, P(DATA_AXES), P("pp"), P(None, "pp")),
-            out_specs=(P(), specs),
+            out_specs=(P(), specs if ticks.has_backward else None),
             check_vma=False,
         )(params, batch, jnp.asarray(table), jnp.asarray(layout.counts))
 
@@ -114,6 +117,8 @@ class _Device:
             carry, _ = jax.lax.scan(tick, carry, table[low:high])
             low = high
         loss, number, ends, layers = carry["sums"]
+        if not self.ticks.has_backward:
+            return loss, number, None
         if isinstance(layers[0], list):
             layers = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunk) for chunk in layers]
         layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *layers)
@@ -153,7 +158,7 @@ class _Device:
         master = jax.tree.leaves(self.params)[0].dtype
         sums = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, master), tree)  # noqa: E731
         stash = None
-        if not self.stage.keeps_input:
+        if self.ticks.num_stash_slots:
             keep = lambda: self.stage.forward(self.chunks[0], self._count(0), zeros_like(self.x))[1]  # noqa: E731
             stash = slots(self.ticks.num_stash_slots, jax.eval_shape(keep))
         head = jax.eval_shape(self.stack.head, self.ends, self.x, self._microbatch("targets", 0))
@@ -161,7 +166,7 @@ class _Device:
             "acts": slots(self.ticks.num_act_slots, self.x),
             "grads": slots(self.ticks.num_grad_slots, self.x),
             "stash": stash,
-            "sums": (*zeros_like(head), sums(self.ends), sums(self.chunks)),
+            "sums": (*zeros_like(head), *((sums(self.ends), sums(self.chunks)) if self.ticks.has_backward else (None, None))),
         }
 
     # one tick
@@ -216,13 +221,24 @@ class _Device:
             return run(sums)
         return jax.lax.cond(at[f"{prefix}_last"], run, lambda sums: (gy(), sums), sums)
 
+    def _loss(self, at: dict, y: jax.Array, sums: Tree) -> Tree:
+        """Sums with the loss of y added if the stage is the last one; for forwards alone."""
+
+        def run(sums: Tree) -> Tree:
+            loss, number = self.stack.head(self.ends, y, self._microbatch("targets", at["f_microbatch"]))
+            return (sums[0] + loss, sums[1] + number, *sums[2:])
+
+        return jax.lax.cond(at["f_last"], run, lambda sums: sums, sums)
+
     def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry = dict(carry)
         x = self._input(at, "f", carry["acts"], at["f_act"])
         y, stash = self._on_chunk(
             at["f_chunk"], lambda v: self.stage.forward(self._chunk(v), self._count(v), x)
         )
-        if not self.stage.keeps_input:
+        if not self.ticks.has_backward:
+            carry["sums"] = self._loss(at, y, carry["sums"])
+        elif not self.stage.keeps_input:
             old = _read(carry["stash"], at["f_stash"])
             carry["stash"] = _write(carry["stash"], at["f_stash"], self._if_active(at["f"], stash, old))
             slot = lambda: _read(carry["grads"], at["f_grad"])  # noqa: E731

@@ -7,7 +7,7 @@ rank r-1, round the ring. A value that crosses ranks in tick t can be read from 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from ppctl.costs import Costs
@@ -48,6 +48,10 @@ class Ticks:
     num_stash_slots: int
 
     @property
+    def has_backward(self) -> bool:
+        return has_backward(self.schedule)
+
+    @property
     def num_ticks(self) -> int:
         return len(self.cells)
 
@@ -60,6 +64,17 @@ class Ticks:
         schedule = self.schedule
         busy = sum(duration_s(task, costs, schedule.num_chunks) for tasks in schedule.ranks for task in tasks)
         return 1 - busy / (self.makespan_s(costs) * schedule.num_ranks)
+
+
+def has_backward(schedule: Schedule) -> bool:
+    """Whether any task is more than a forward."""
+    return any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of `schedule` alone, in its order: the schedule of an evaluation."""
+    ranks = tuple(tuple(task for task in tasks if task.kind == "F") for tasks in schedule.ranks)
+    return replace(schedule, name=f"{schedule.name} (forward only)", ranks=ranks)
 
 
 def lockstep_s(cells: tuple[tuple[Cell, ...], ...], costs: Costs, num_chunks: int) -> float:
@@ -77,7 +92,7 @@ def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_
     keep_input: the stash of a stage is its input and stays in the slot where it arrived, and the last stage's forward is
     left to its backward, which recomputes it; otherwise the forward writes a stash of its own.
     head_in_forward: the last stage's forward also writes the gradient of its output.
-    ScheduleError for a schedule that a ring cannot carry, or that splits its backward.
+    A schedule of forwards alone keeps nothing. ScheduleError for a schedule that a ring cannot carry, or that splits its backward.
     """
     num_ranks = schedule.num_ranks
     for stage, (here, there) in enumerate(zip(schedule.rank_of, schedule.rank_of[1:], strict=False)):
@@ -151,6 +166,10 @@ def _assign_slots(
     schedule: Schedule, shape: Shape, cells: tuple[tuple[Cell, ...], ...], keep_input: bool, head_in_forward: bool
 ) -> Ticks:
     num_ranks, last = schedule.num_ranks, schedule.num_stages - 1
+    if not has_backward(schedule):  # nothing is kept for later
+        keep_input = keep_stash = head_in_forward = False
+    else:
+        keep_stash = not keep_input
     acts, grads, stashes = ([_Slots() for _ in range(num_ranks)] for _ in range(3))
     table = []
     for row in cells:
@@ -165,7 +184,7 @@ def _assign_slots(
             if stage > 0:
                 value = Value("act", stage - 1, m)
                 line["f_act"] = acts[rank].of[value] if keep_input else acts[rank].drop(value)
-            if not keep_input:
+            if keep_stash:
                 line["f_stash"] = stashes[rank].put(Value("stash", stage, m))
             if head_in_forward and stage == last:
                 line["f_grad"] = grads[rank].put(Value("grad", stage + 1, m))
@@ -176,7 +195,7 @@ def _assign_slots(
             stage, _, m = task
             line = {"b": 1, "b_chunk": schedule.chunk_of[stage], "b_microbatch": m}
             line |= {"b_first": int(stage == 0), "b_last": int(stage == last)}
-            if not keep_input:
+            if keep_stash:
                 line["b_stash"] = stashes[rank].drop(Value("stash", stage, m))
             elif stage > 0:
                 line["b_stash"] = acts[rank].drop(Value("act", stage - 1, m))
