@@ -23,8 +23,6 @@ from orbax.checkpoint import v1 as ocp
 
 from ppctl.errors import CheckpointError
 
-Leaf = tuple[tuple[int, ...], str]  # shape and dtype of a stored or wanted array
-
 
 class Checkpoints:
     """The checkpoints below `directory`, of which a save leaves the newest `keep`; use it as a context manager.
@@ -37,9 +35,8 @@ class Checkpoints:
     Raises:
         CheckpointError: `directory` cannot be written.
 
-    A commit is a rename, so `kill -9` leaves every finished checkpoint as it was; what it interrupted is removed when
-    the directory is next opened for saving. Truncated files are an error. A flipped bit in an array is not noticed:
-    Orbax stores no checksum.
+    A commit is a rename, so `kill -9` leaves every finished checkpoint as it was; what it interrupted is removed by
+    the next save. Truncated files are an error. A flipped bit in an array is not noticed: Orbax stores no checksum.
     """
 
     def __init__(self, directory: Path | str, *, keep: int | None):
@@ -96,7 +93,7 @@ class Checkpoints:
             CheckpointError: The save before this one failed, this one could not start, or `directory` holds this step
                 or a newer one from another run (`LatestN` would drop the new one, and a resume would pick the old).
         """
-        assert self._checkpointer is not None, "opened for reading only"
+        assert self._checkpointer is not None, "not open for saving"
         self.wait()
         if step == self._current:
             return
@@ -126,7 +123,6 @@ class Checkpoints:
         """The state saved at `step`, in the structure and on the devices that `abstract_state` names.
 
         Args:
-            step: One of `steps()`.
             abstract_state: Pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
 
         Raises:
@@ -140,9 +136,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Nothing, once the save under way is finished. CheckpointError if it failed."""
-        if self._pending is None:
+        if self._pending is None or self._checkpointer is None:
             return
-        assert self._checkpointer is not None
         (step, response), self._pending = self._pending, None
         try:
             try:
@@ -188,10 +183,10 @@ class Checkpoints:
             )
 
     def _load(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
-        path = self._path(step)
+        path = str(self._path(step))
         try:
             with self._context:
-                return ocp.load_checkpointables(str(path), items)
+                return ocp.load_checkpointables(path, items)
         except Exception as error:
             raise self._unreadable(step, _reason(error)) from error
 
@@ -208,8 +203,9 @@ class Checkpoints:
     def _unreadable(self, step: int, reason: str) -> CheckpointError:
         older = [other for other in self.steps() if other < step]
         resume = f"resume from step {older[-1]}" if older else "start from the beginning"
-        path = self.directory / str(step)
-        return CheckpointError(f"Checkpoint {path} cannot be read: {reason}. Move it away to {resume}.")
+        return CheckpointError(
+            f"Checkpoint {self.directory / str(step)} cannot be read: {reason}. Move it away to {resume}."
+        )
 
     def _not_saved(self, step: int, error: Exception) -> CheckpointError:
         latest = self.latest()
@@ -235,40 +231,34 @@ def _array(leaf: Any) -> jax.Array | np.ndarray:
     return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
 
-def _leaves(tree: Any) -> dict[str, Leaf]:
-    """Name, shape and dtype of each array of a state or of Orbax's description of one.
+def _leaves(tree: Any) -> dict[str, str]:
+    """Dtype and shape by name of each array of a state or of Orbax's description of one.
 
     >>> _leaves({"w": jax.ShapeDtypeStruct((2, 3), "float32")})
-    {'w': ((2, 3), 'float32')}
+    {'w': 'float32[2,3]'}
     """
     leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # stored as the integers behind the key
             leaf = jax.eval_shape(jax.random.key_data, leaf)
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        leaves[name] = tuple(leaf.shape), np.dtype(leaf.dtype).name
+        leaves[name] = f"{np.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"
     return leaves
 
 
-def _differences(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> list[str]:
+def _differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
     """One phrase for each leaf that is not stored as wanted.
 
-    >>> _differences({"w": ((2, 3), "float32")}, {"w": ((4, 3), "float32")})
+    >>> _differences({"w": "float32[2,3]"}, {"w": "float32[4,3]"})
     ['w is stored as float32[2,3], wanted float32[4,3]']
     """
     phrases = []
     for name in sorted({*stored, *wanted}):
-        if name not in stored:
-            phrases.append(f"{name} is not stored, wanted {_shown(wanted[name])}")
-        elif name not in wanted:
-            phrases.append(f"{name} is stored as {_shown(stored[name])}, not wanted")
-        elif stored[name] != wanted[name]:
-            phrases.append(f"{name} is stored as {_shown(stored[name])}, wanted {_shown(wanted[name])}")
+        is_stored = f"stored as {stored[name]}" if name in stored else "not stored"
+        is_wanted = f"wanted {wanted[name]}" if name in wanted else "not wanted"
+        if name not in stored or name not in wanted or stored[name] != wanted[name]:
+            phrases.append(f"{name} is {is_stored}, {is_wanted}")
     return phrases
-
-
-def _shown(leaf: Leaf) -> str:
-    return f"{leaf[1]}[{','.join(map(str, leaf[0]))}]"
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -281,7 +271,8 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = " ".join(text.split(" [tensorstore_spec=")[0].split())  # the file's whole layout, of no use to a reader
-    return (text if len(text) <= 300 else text[:297] + "...").rstrip(".") or type(error).__name__
+    text = text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"  # what failed comes first or last
+    return text.rstrip(".") or type(error).__name__
 
 
 def _quieten() -> None:
@@ -298,8 +289,6 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 # When one array fails to load, Orbax raises that and closes its event loop while it still reads the others. Those end
 # in asyncio's log, or as exceptions in threads that nobody can catch.
-
-
 def _not_of_tensorstore(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "[tensorstore_spec=" in str(record.exc_info[1]))
 

@@ -151,11 +151,13 @@ class Reference:
 
     name: str = "reference"
     remat: str = "none"  # none | layer | full: what the backward recomputes
+    unroll: int = 16  # layers of a device unrolled in the program up to this many, scanned above
 
     REMAT: ClassVar[tuple[str, ...]] = ("none", "layer", "full")
 
     def check(self) -> None:
         _choice("executor.remat", self.remat, self.REMAT)
+        _at_least("executor.unroll", self.unroll, 0)
 
 
 @dataclass
@@ -164,18 +166,16 @@ class Spmd(Reference):
 
     name: str = "spmd"
     remat: str = "full"
-    idle: str = "auto"  # what a rank without a task does in a tick: skip | compute (masked) | auto (skip on CPU)
+    idle: str = "skip"  # what a rank without a task does in a tick: skip | compute (and mask the result)
     gather: str = "step"  # when parameters are gathered over fsdp: once a step | each tick (less memory, more traffic)
-    unroll: int = 16  # layers of a rank unrolled in the program; a rank with more scans over them
 
-    IDLE: ClassVar[tuple[str, ...]] = ("auto", "skip", "compute")
+    IDLE: ClassVar[tuple[str, ...]] = ("skip", "compute")
     GATHER: ClassVar[tuple[str, ...]] = ("step", "tick")
 
     def check(self) -> None:
         super().check()
         _choice("executor.idle", self.idle, self.IDLE)
         _choice("executor.gather", self.gather, self.GATHER)
-        _at_least("executor.unroll", self.unroll, 0)
 
 
 @dataclass
@@ -307,7 +307,7 @@ class Run:
     dir: str = "runs/${run.name}"  # metrics and checkpoints
     num_steps: int = 200  # optimizer steps
     seed: int = 0  # of initial weights and data order
-    dtype: str = "float32"  # float32 | bfloat16 | float64, of compute; parameters are float32, or float64 when this is
+    dtype: str | None = None  # of compute: float32 | bfloat16 | float64; None: float64 to verify, else float32
     platform: str | None = None  # cpu | cuda | tpu; None: what JAX finds
     resume: str = "auto"  # auto: go on if a checkpoint is there | must: fail if none | never: fail if one is there
     log_every: int = 10  # steps between lines on the terminal; metrics.jsonl has every step
@@ -325,7 +325,8 @@ class Run:
         for key in ("num_steps", "log_every", "eval_every", "eval_batches"):
             _at_least(f"run.{key}", getattr(self, key), 1)
         _at_least("run.seed", self.seed, 0)
-        _choice("run.dtype", self.dtype, DTYPES)
+        if self.dtype is not None:
+            _choice("run.dtype", self.dtype, DTYPES)
         _choice("run.resume", self.resume, self.RESUME)
         if self.platform is not None:
             _choice("run.platform", self.platform, self.PLATFORMS)

@@ -11,9 +11,7 @@ from ppctl.model.stack import Stack, Tree
 ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "gelu": jax.nn.gelu}
 
 
-def mlp(
-    *, num_layers: int, d_model: int, activation: str, input_dim: int, target_dim: int, dtype: jnp.dtype
-) -> Stack:
+def mlp(*, num_layers: int, d_model: int, activation: str, input_dim: int, target_dim: int, dtype: jnp.dtype) -> Stack:
     """The stack activation(x W + b), L times, between two linear maps. inputs [B, I], targets [B, O]; x: [B, D].
 
     The loss is the squared error, one a target value. `dtype` is that of the parameters.

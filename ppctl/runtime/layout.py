@@ -76,6 +76,8 @@ class Layout:
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
             if not _is_layer(path):
                 return leaf
+            if self.is_even:  # natural order is staged order
+                return leaf.reshape(*layer.shape, *leaf.shape[1:])
             staged = leaf[layer]
             return jnp.where(valid.reshape(valid.shape + (1,) * (leaf.ndim - 1)), staged, 0)
 
@@ -86,7 +88,10 @@ class Layout:
         _, place = self._index
 
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
-            return leaf.reshape(-1, *leaf.shape[3:])[place] if _is_layer(path) else leaf
+            if not _is_layer(path):
+                return leaf
+            layers = leaf.reshape(-1, *leaf.shape[3:])
+            return layers if self.is_even else layers[place]
 
         return jax.tree_util.tree_map_with_path(convert, tree)
 

@@ -26,6 +26,9 @@ from ppctl.schedule.ticks import COLUMNS, Ticks
 
 Tree = Any
 
+# names in the compiled program by which `profile` finds the operations of a tick's forward and backward
+FORWARD_SCOPE, BACKWARD_SCOPE = "tick_forward", "tick_backward"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -43,7 +46,9 @@ class Options:
         return {"keep_input": self.remat == "full", "head_in_forward": self.remat != "full"}
 
 
-def spmd(stack: Stack, layout: Layout, ticks: Ticks, options: Options) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
+def spmd(
+    stack: Stack, layout: Layout, ticks: Ticks, options: Options
+) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
     """(loss, gradients) of staged parameters and a global batch {"inputs", "targets"}: [batch, ...] each.
 
     The loss is the mean over the batch; gradients have the parameters' layout, sharding and dtype. With ticks of
@@ -166,7 +171,10 @@ class _Device:
             "acts": slots(self.ticks.num_act_slots, self.x),
             "grads": slots(self.ticks.num_grad_slots, self.x),
             "stash": stash,
-            "sums": (*zeros_like(head), *((sums(self.ends), sums(self.chunks)) if self.ticks.has_backward else (None, None))),
+            "sums": (
+                *zeros_like(head),
+                *(map(sums, (self.ends, self.chunks)) if self.ticks.has_backward else (None, None)),
+            ),
         }
 
     # one tick
@@ -176,9 +184,11 @@ class _Device:
         at = {name: row[column] for name, column in names.items()}
         zero = zeros_like(self.x)
         if forward:
-            y, carry = self._run_if(at["f"], partial(self._forward, at), lambda carry: (zero, carry), carry)
+            with jax.named_scope(FORWARD_SCOPE):
+                y, carry = self._run_if(at["f"], partial(self._forward, at), lambda carry: (zero, carry), carry)
         if backward:
-            gx, carry = self._run_if(at["b"], partial(self._backward, at), lambda carry: (zero, carry), carry)
+            with jax.named_scope(BACKWARD_SCOPE):
+                gx, carry = self._run_if(at["b"], partial(self._backward, at), lambda carry: (zero, carry), carry)
         # transfers last: a value may arrive in a slot that this tick's backward has just freed
         if forward:
             carry["acts"] = self._arrive(carry["acts"], y, 1, at["act_arrives"], at["act_slot"])
@@ -233,9 +243,7 @@ class _Device:
     def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry = dict(carry)
         x = self._input(at, "f", carry["acts"], at["f_act"])
-        y, stash = self._on_chunk(
-            at["f_chunk"], lambda v: self.stage.forward(self._chunk(v), self._count(v), x)
-        )
+        y, stash = self._on_chunk(at["f_chunk"], lambda v: self.stage.forward(self._chunk(v), self._count(v), x))
         if not self.ticks.has_backward:
             carry["sums"] = self._loss(at, y, carry["sums"])
         elif not self.stage.keeps_input:

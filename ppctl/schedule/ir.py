@@ -103,9 +103,7 @@ class Schedule:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank in model order: its chunks 0..V-1."""
-        return tuple(
-            tuple(s for s, rank in enumerate(self.rank_of) if rank == r) for r in range(self.num_ranks)
-        )
+        return tuple(tuple(s for s, rank in enumerate(self.rank_of) if rank == r) for r in range(self.num_ranks))
 
     @cached_property
     def chunk_of(self) -> tuple[int, ...]:

@@ -49,7 +49,9 @@ def validate(schedule: Schedule) -> Schedule:
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     for stage, rank in enumerate(schedule.rank_of):
         if not 0 <= rank < schedule.num_ranks:
-            raise ScheduleError(f"stage {stage} is placed on rank {rank}, but there are ranks 0..{schedule.num_ranks - 1}.")
+            raise ScheduleError(
+                f"stage {stage} is placed on rank {rank}, but there are ranks 0..{schedule.num_ranks - 1}."
+            )
     written: dict[Value, Task] = {}
     for rank, tasks in enumerate(schedule.ranks):
         for step, task in enumerate(tasks):

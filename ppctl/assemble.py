@@ -1,0 +1,252 @@
+"""From a config to the parts of a run: schedule, mesh, data, model, executor, optimizer, state.
+
+What can be refused is refused here, cheapest check first, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl import config as config_module
+from ppctl import optim
+from ppctl.config import Config
+from ppctl.costs import Costs
+from ppctl.data import BUILDERS, DataSet
+from ppctl.errors import ConfigError
+from ppctl.mesh import DATA_AXES, make_mesh
+from ppctl.model.mlp import mlp
+from ppctl.model.stack import Stack, init
+from ppctl.model.transformer import transformer
+from ppctl.partition import uniform
+from ppctl.runtime.flops import matmul_flops
+from ppctl.runtime.layout import Layout
+from ppctl.runtime.reference import reference
+from ppctl.runtime.spmd import Options, spmd
+from ppctl.schedule import Schedule, build
+from ppctl.schedule.ticks import Ticks, forward_only, ticks
+from ppctl.train import init_state, train_step
+
+Tree = Any
+DEFAULT_DTYPE = "float32"
+CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late at a collective, as on a busy machine
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_collective_timeout_seconds=600",
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a command needs, built from one config. State and gradients are staged (`runtime.layout`)."""
+
+    config: Config
+    dtype: jnp.dtype  # of compute
+    data: DataSet
+    stack: Stack
+    mesh: Mesh
+    schedule: Schedule
+    ticks: Ticks | None  # None: executor=reference
+    layout: Layout
+    lr_schedule: optax.Schedule
+    optimizer: optax.GradientTransformation
+    loss_and_grads: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+    loss_only: Callable[[Tree, Tree], tuple[jax.Array, None]]
+
+    def init_natural(self) -> Tree:
+        """Initial state in natural order: a function of the model and the seed alone."""
+        return init_state(init(self.stack, self.config.run.seed), self.optimizer)
+
+    def init_staged(self) -> Tree:
+        return self.layout.to_staged(self.init_natural())
+
+    @cached_property
+    def natural_state(self) -> Tree:
+        """Shapes, dtypes and shardings of the state as checkpoints hold it."""
+        return self._described(self.init_natural, self.layout.natural_specs)
+
+    @cached_property
+    def staged_state(self) -> Tree:
+        """Shapes, dtypes and shardings of the state as training holds it."""
+        return self._described(self.init_staged, self.layout.staged_specs)
+
+    def _described(self, function: Callable[[], Tree], specs: Callable[[Tree], Tree]) -> Tree:
+        shapes = jax.eval_shape(function)
+        shardings = self.layout.shardings(specs(shapes))
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+
+    def new_state(self) -> Tree:
+        """The initial state on the mesh. Nothing is ever whole on one device unless the mesh has one."""
+        return jax.jit(self.init_staged, out_shardings=shardings_of(self.staged_state))()
+
+    @cached_property
+    def to_natural(self) -> Callable[[Tree], Tree]:
+        return jax.jit(self.layout.to_natural, out_shardings=shardings_of(self.natural_state))
+
+    @cached_property
+    def to_staged(self) -> Callable[[Tree], Tree]:
+        return jax.jit(self.layout.to_staged, out_shardings=shardings_of(self.staged_state))
+
+    @cached_property
+    def batch_shapes(self) -> Tree:
+        """Shapes, dtypes and shardings of a global batch."""
+        batch = next(self.data.batches())
+        return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.batch_sharding) for name, a in batch.items()}
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, P(DATA_AXES))
+
+    def put(self, batch: Tree) -> Tree:
+        """A global batch on the mesh."""
+        return jax.device_put(batch, self.batch_sharding)
+
+    @property
+    def train_step(self) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+        return train_step(self.loss_and_grads, self.optimizer, self.lr_schedule)
+
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """The traced train step (state, batch) -> (state, metrics), state donated, ready to compile."""
+        out = (shardings_of(self.staged_state), NamedSharding(self.mesh, P()))
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
+        return step.lower(self.staged_state, self.batch_shapes)
+
+
+def shardings_of(tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: a.sharding, tree)
+
+
+def task_costs(remat: str) -> Costs:
+    """Relative seconds of a stage's tasks: the input and the weight gradient cost a forward each, recomputing one."""
+    return Costs(forward_s=1.0, input_grad_s=1.0 + (remat != "none"), weight_grad_s=1.0)
+
+
+def plan(config: Config) -> tuple[Schedule, Ticks | None, tuple[range, ...]]:
+    """Schedule, ticks (None: executor=reference) and partition of a config. Neither JAX nor data is touched."""
+    settings, executor = config.schedule, config.executor
+    schedule = build(settings.name, config.mesh.pp, settings.num_microbatches, **settings.knobs())
+    partition = uniform(config.model.num_layers, schedule.num_stages)
+    if executor.name == "reference":
+        return schedule, None, partition
+    lowered = ticks(schedule, task_costs(executor.remat), **Options(remat=executor.remat).lowering)
+    return schedule, lowered, partition
+
+
+def start_jax(config: Config, dtype: str) -> None:
+    """Nothing; sets what JAX reads when it first looks for devices. Simulated CPU devices follow from the mesh."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    if jax.config.jax_num_cpu_devices < config.mesh.num_devices:
+        try:
+            jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
+        except RuntimeError:
+            pass  # JAX has started already, in a program of the user's; make_mesh counts what is there
+    if config.run.platform is not None:
+        jax.config.update("jax_platforms", config.run.platform)
+    if dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+
+
+def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
+    """The parts of a run. ConfigError, ScheduleError or DataError for what cannot be."""
+    schedule, lowered, partition = plan(config)
+    dtype_name = config.run.dtype or default_dtype
+    start_jax(config, dtype_name)
+    try:
+        mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.fsdp)
+    except RuntimeError as error:  # a platform that JAX does not have
+        raise ConfigError(f"run.platform={config.run.platform}: {str(error).splitlines()[0]}") from error
+    data = open_data(config)
+    dtype = jnp.dtype(dtype_name)
+    stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))
+    layout = Layout(mesh, partition, schedule.rank_of)
+    loss_and_grads, loss_only = make_executor(config, stack, layout, schedule, lowered, dtype)
+    settings = asdict(config.optim)
+    schedule_settings = {key: settings.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
+    lr_schedule = optim.lr_schedule(**schedule_settings, num_steps=config.run.num_steps)
+    del settings["name"]
+    optimizer = optim.adamw(lr_schedule, **settings)
+    return Parts(
+        config, dtype, data, stack, mesh, schedule, lowered, layout, lr_schedule, optimizer, loss_and_grads, loss_only
+    )
+
+
+def open_data(config: Config) -> DataSet:
+    """The data set that the config names."""
+    settings = {**asdict(config.data), "seed": config.run.seed}
+    if config.model.name == "transformer":
+        settings["seq_len"] = config.model.seq_len
+    return BUILDERS[settings.pop("name")](**settings)
+
+
+def make_stack(config: Config, data: DataSet, dtype: jnp.dtype) -> Stack:
+    """The model that the config names, of the size that the data needs. `dtype` is that of the parameters."""
+    settings = asdict(config.model)
+    name = settings.pop("name")
+    if name == "mlp":
+        return mlp(**settings, input_dim=data.input_dim, target_dim=data.target_dim, dtype=dtype)
+    settings.pop("seq_len")
+    settings["vocab_size"] = settings["vocab_size"] or data.vocab_size
+    if settings["vocab_size"] < data.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={settings['vocab_size']} is less than the {data.vocab_size} token ids of "
+            f"data={data.name}. Use model.vocab_size=null, which takes the data's, or {data.vocab_size} or more."
+        )
+    return transformer(**settings, dtype=dtype)
+
+
+def make_executor(
+    config: Config, stack: Stack, layout: Layout, schedule: Schedule, lowered: Ticks | None, dtype: jnp.dtype
+) -> tuple[Callable, Callable]:
+    """(loss_and_grads, loss_only) of the executor that the config names, both on staged parameters."""
+    executor = config.executor
+    if lowered is None:
+        build_reference = partial(
+            reference,
+            stack,
+            num_microbatches=schedule.num_microbatches,
+            remat=executor.remat,
+            unroll=executor.unroll,
+            dtype=dtype,
+        )
+        return tuple(_on_staged(build_reference(with_grads=with_grads), layout) for with_grads in (True, False))
+    options = Options(
+        remat=executor.remat,
+        skip_idle=executor.idle != "compute",
+        gather_each_tick=executor.gather == "tick",
+        unroll=executor.unroll,
+        dtype=dtype,
+    )
+    evaluation = ticks(forward_only(schedule), task_costs(executor.remat), **options.lowering)
+    return spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
+
+
+def _on_staged(loss_and_grads: Callable, layout: Layout) -> Callable:
+    """The reference, which knows layers in natural order only, on staged parameters."""
+
+    def function(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        loss, grads = loss_and_grads(layout.to_natural(params), batch)
+        return loss, None if grads is None else layout.to_staged(grads)
+
+    return function
+
+
+def model_flops(parts: Parts) -> int:
+    """FLOPs of the model in one step: matrix products of a forward and its backward, nothing recomputed."""
+    loss_and_grads = reference(parts.stack, num_microbatches=1, remat="none", unroll=0, dtype=parts.dtype)
+    params = jax.eval_shape(lambda: init(parts.stack, 0))
+    return matmul_flops(loss_and_grads, params, parts.batch_shapes)
+
+
+def without_pipeline(config: Config) -> Config:
+    """The same request for the reference executor: one device, the same model, data and microbatches."""
+    return replace(config, mesh=config_module.Mesh(), executor=config_module.Reference(unroll=config.executor.unroll))

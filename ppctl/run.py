@@ -1,0 +1,314 @@
+"""`ppctl train`: the loop around the train step, and all that a run leaves behind.
+
+A run directory holds config.yaml, metrics.jsonl, eval.jsonl, tensorboard/, profile/ and checkpoints/<step>/.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+from rich.console import Console
+
+from ppctl import profile
+from ppctl.assemble import Parts, assemble, model_flops, task_costs
+from ppctl.checkpoint import Checkpoints
+from ppctl.config import Config
+from ppctl.costs import peak_flops
+from ppctl.errors import CheckpointError, NonFiniteError
+from ppctl.metrics import Metrics
+from ppctl.schedule.simulate import peak_activations, simulate
+
+Tree = Any
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by more than this
+
+
+def train(config: Config, *, as_json: bool) -> int:
+    """The exit code: 0 trained to run.num_steps, 130 or 143 interrupted after saving.
+
+    Raises PpctlError for what the user asked wrong, NonFiniteError when the loss or a gradient is not finite.
+    """
+    console = Console(stderr=as_json)
+    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    parts = assemble(config)
+    run_dir = Path(config.run.dir)
+    with Checkpoints(run_dir / "checkpoints", keep=config.run.checkpoint.keep) as checkpoints:
+        start = resume_step(config, parts, checkpoints)
+        if config.run.eval_every is not None:
+            parts.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+        for line in describe(parts, start):
+            say(line)
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        step, evaluate, compile_time_s = compile_steps(parts, console)
+        say(f"compiled in {compile_time_s:.1f} s")
+        if start:
+            state = parts.to_staged(checkpoints.restore(start, parts.natural_state))
+        else:
+            state = parts.new_state()
+        with Metrics(
+            run_dir,
+            num_steps=config.run.num_steps,
+            start_step=start,
+            log_every=config.run.log_every,
+            tensorboard=config.run.tensorboard,
+            console=console,
+        ) as metrics:
+            loop = _Loop(parts, step, evaluate, compile_time_s, checkpoints, metrics)
+            exit_code = loop.run(state, start)
+    summary = loop.summary(exit_code)
+    say(f"{summary['status']} at step {summary['step']}; checkpoints, metrics and logs are in {run_dir}")
+    if as_json:
+        print(json.dumps(summary))
+    return exit_code
+
+
+def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
+    """The step to go on from, 0 for a new run. CheckpointError when that is not what run.resume asks for."""
+    latest = checkpoints.latest()
+    where = f"in {checkpoints.directory}"
+    if latest is None:
+        if config.run.resume == "must":
+            raise CheckpointError(f"run.resume=must, but there is no checkpoint {where}. Use run.resume=auto.")
+        return 0
+    if config.run.resume == "never":
+        raise CheckpointError(
+            f"run.resume=never, but there is a checkpoint of step {latest} {where}. Use run.resume=auto or another run.dir."
+        )
+    if latest > config.run.num_steps:
+        raise CheckpointError(
+            f"The checkpoint of step {latest} {where} is past run.num_steps={config.run.num_steps}. "
+            f"Use run.num_steps={latest} or more, or another run.dir."
+        )
+    meta = checkpoints.meta(latest)
+    if meta["data"]["fingerprint"] != parts.data.fingerprint:
+        before, now = meta["config"], asdict(config)
+        changed = [
+            f"{part}.{key}: {before[part][key]} then, {now[part].get(key)} now"
+            for part in ("data", "model", "run")
+            for key in before.get(part, {})
+            if key in ("batch_size", "seed", "eval_fraction", "seq_len", "name", "path")
+            and (part, key) != ("run", "name")
+            and before[part][key] != now[part].get(key)
+        ]
+        raise CheckpointError(
+            f"The checkpoint of step {latest} {where} was trained on other data or another order "
+            f"({'; '.join(changed) or 'the files have changed'}), so its position {meta['data']['next_step']} means "
+            "nothing here. Restore that, or use another run.dir."
+        )
+    return latest
+
+
+def describe(parts: Parts, start: int) -> Iterator[str]:
+    """What is about to run, a line each."""
+    config, schedule, ticks = parts.config, parts.schedule, parts.ticks
+    num_params = sum(math.prod(a.shape) for a in jax.tree.leaves(parts.natural_state["params"]))
+    device = parts.mesh.devices.flat[0]
+    yield f"model     {config.model.name}, {config.model.num_layers} layers, {num_params:,} parameters, {parts.dtype} compute"
+    yield f"data      {parts.data.source}"
+    yield f"mesh      dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp} on {parts.mesh.size} x {device.device_kind}"
+    if ticks is None:
+        yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
+    else:
+        costs = task_costs(config.executor.remat)
+        yield (
+            f"schedule  {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} "
+            f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {ticks.num_ticks} ticks, predicted bubble "
+            f"{ticks.bubble_fraction(costs):.1%}, at most {max(peak_activations(schedule)):g} microbatches of activations"
+        )
+        stretch = ticks.makespan_s(costs) / simulate(schedule, costs).makespan_s
+        if stretch > LOCKSTEP_NOTICE:
+            yield (
+                f"note      {schedule.name} takes {stretch:.2f} times as long in the lockstep ticks of executor=spmd as on "
+                "free-running ranks. schedule=eager_1f1b and interleaved take 1.00 times, with more activations."
+            )
+    yield f"run       {config.run.dir}, " + (f"resuming after step {start}" if start else "from the start")
+
+
+def compile_steps(parts: Parts, console: Console) -> tuple[Callable, Callable | None, float]:
+    """(train step, evaluation or None, seconds of tracing and compiling), with a sign of life meanwhile."""
+    began = time.perf_counter()
+    with _alive(console, "compiling"):
+        step = parts.lower_train_step().compile()
+        evaluate = None
+        if parts.config.run.eval_every is not None:
+            loss = lambda params, batch: parts.loss_only(params, batch)[0]  # noqa: E731
+            evaluate = jax.jit(loss).lower(parts.staged_state["params"], parts.batch_shapes).compile()
+    return step, evaluate, time.perf_counter() - began
+
+
+@contextmanager
+def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]:
+    """Shows a spinner on a terminal, elsewhere a line now and then, while the body runs."""
+    if console.is_interactive:
+        with console.status(f"{what} ..."):
+            yield
+        return
+    console.print(f"{what} ...", markup=False, highlight=False)
+    began, done = time.perf_counter(), threading.Event()
+
+    def beat() -> None:
+        while not done.wait(every_s):
+            console.print(f"{what} ... {time.perf_counter() - began:.0f} s", markup=False, highlight=False)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """A list that receives the signals that ask the run to end. The second one of a kind ends it at once."""
+    received: list[int] = []
+
+    def handle(number: int, _frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class _Loop:
+    """The training loop. Numbers of a step are read one step later, so that the devices never wait for the host."""
+
+    parts: Parts
+    train_step: Callable[[Tree, Tree], tuple[Tree, Tree]]
+    evaluate: Callable[[Tree, Tree], jax.Array] | None
+    compile_time_s: float
+    checkpoints: Checkpoints
+    metrics: Metrics
+    last: dict[str, Any] = field(default_factory=dict)  # the newest record
+    _unread: tuple[int, Tree, float] | None = None  # finished steps, numbers, when dispatched
+    _ready_s: float = 0.0
+
+    def run(self, state: Tree, start: int) -> int:
+        """The exit code, after the last step or a request to stop; a checkpoint of the last finished step is written."""
+        config = self.parts.config.run
+        directory = Path(config.dir) / "profile"
+        batches = self.parts.data.batches(start)
+        self._flops = model_flops(self.parts)
+        window = profile.Window(directory, config.profile.start, config.profile.num_steps)
+        self.last = {"step": start}
+        with _stop_requests() as stop, profile.traced(window):
+            for step in range(start, config.num_steps):
+                batch = self.parts.put(next(batches))
+                with window.step(step):
+                    state, numbers = self.train_step(state, batch)
+                self._read()
+                self._unread = (step + 1, numbers, time.perf_counter())
+                finished = step + 1
+                if window.is_due(finished):
+                    self._read()
+                    self._show_profile(window.finish())
+                if self.evaluate is not None and finished % config.eval_every == 0:
+                    self._read()
+                    self._evaluate(state, finished)
+                is_last = finished == config.num_steps
+                every = config.checkpoint.every
+                if stop or is_last or (every is not None and finished % every == 0):
+                    self._read()
+                    self._save(state, finished)
+                if stop:
+                    name = signal.Signals(stop[0]).name
+                    self.metrics.note(f"{name}: saving step {finished} and leaving")
+                    self.checkpoints.wait()
+                    return 128 + stop[0]
+            self.checkpoints.wait()
+        return 0
+
+    def summary(self, exit_code: int) -> dict[str, Any]:
+        """The run in one JSON object."""
+        config = self.parts.config
+        return {
+            "status": "interrupted" if exit_code else "finished",
+            "run_dir": config.run.dir,
+            "compile_time_s": self.compile_time_s,
+            **self.last,
+        }
+
+    def _read(self) -> None:
+        """Waits for the step in flight, checks its numbers and logs them."""
+        if self._unread is None:
+            return
+        (finished, numbers, dispatched_s), self._unread = self._unread, None
+        loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
+        now = time.perf_counter()
+        step_time_s = now - max(self._ready_s, dispatched_s)
+        self._ready_s = now
+        self.last = {"step": finished, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_time_s": step_time_s}
+        self.last |= self._speeds(step_time_s)
+        self.metrics.log(self.last)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            latest = self.checkpoints.latest()
+            kept = "there is no checkpoint yet" if latest is None else f"the checkpoint of step {latest} is good"
+            optim = self.parts.config.optim
+            raise NonFiniteError(
+                f"step {finished}: loss={loss}, grad_norm={grad_norm}. Training stopped; {kept} "
+                f"({self.checkpoints.directory}). Try a smaller optim.lr (now {optim.lr}), more optim.warmup_steps "
+                f"(now {optim.warmup_steps}) or a smaller optim.clip_norm (now {optim.clip_norm})."
+            )
+
+    def _speeds(self, step_time_s: float) -> dict[str, Any]:
+        parts, config = self.parts, self.parts.config
+        inputs = parts.batch_shapes["inputs"].shape
+        is_text = parts.data.vocab_size is not None
+        unit, count = ("tokens_per_s", math.prod(inputs)) if is_text else ("rows_per_s", inputs[0])
+        device = parts.mesh.devices.flat[0]
+        peak = config.run.peak_flops or peak_flops(device.device_kind, str(parts.dtype))
+        flops_per_s = self._flops / step_time_s
+        bubble = None
+        if parts.ticks is not None:
+            bubble = parts.ticks.bubble_fraction(task_costs(config.executor.remat))
+        return {
+            unit: count / step_time_s,
+            "model_flops_per_s": flops_per_s,
+            "mfu_fraction": None if peak is None else flops_per_s / (peak * parts.mesh.size),
+            "compile_time_s": self.compile_time_s,
+            "predicted_bubble_fraction": bubble,
+        }
+
+    def _evaluate(self, state: Tree, finished: int) -> None:
+        assert self.evaluate is not None
+        batches = self.parts.data.eval_batches(self.parts.config.run.eval_batches)
+        losses = [self.evaluate(state["params"], self.parts.put(batch)) for batch in batches]
+        self.metrics.log_eval(finished, {"eval_loss": sum(map(float, losses)) / len(losses)})
+
+    def _save(self, state: Tree, finished: int) -> None:
+        data = self.parts.data
+        meta = {
+            "step": finished,
+            "config": asdict(self.parts.config),
+            "data": {"fingerprint": data.fingerprint, "source": data.source, "next_step": finished},
+            "rng": {"seed": self.parts.config.run.seed, "data_order": "a function of seed and step"},
+            "versions": {name: version(name) for name in ("ppctl", "jax", "orbax-checkpoint")},
+        }
+        self.checkpoints.save(finished, self.parts.to_natural(state), meta)
+
+    def _show_profile(self, directory: Path) -> None:
+        written = None
+        if self.parts.ticks is not None:
+            text = self.train_step.as_text()
+            written = profile.write_tasks(directory, text, self.parts.ticks, self.parts.mesh)
+        tasks = "" if written is None else f"; tasks by rank for Perfetto in {written}"
+        self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")
