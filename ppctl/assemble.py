@@ -5,6 +5,7 @@ What can be refused is refused here, cheapest check first, before anything is co
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -79,7 +80,7 @@ class Parts:
         return self._described(self.init_staged, self.layout.staged_specs)
 
     def _described(self, function: Callable[[], Tree], specs: Callable[[Tree], Tree]) -> Tree:
-        shapes = jax.eval_shape(function)
+        shapes: Tree = jax.eval_shape(function)
         shardings = self.layout.shardings(specs(shapes))
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
 
@@ -146,10 +147,9 @@ def start_jax(config: Config, dtype: str) -> None:
     missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
     if jax.config.jax_num_cpu_devices < config.mesh.num_devices:
-        try:
+        # where JAX has started already, in a program of the user's, make_mesh counts what is there
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
-        except RuntimeError:
-            pass  # JAX has started already, in a program of the user's; make_mesh counts what is there
     if config.run.platform is not None:
         jax.config.update("jax_platforms", config.run.platform)
     if dtype == "float64":
@@ -193,15 +193,20 @@ def make_stack(config: Config, data: DataSet, dtype: jnp.dtype) -> Stack:
     settings = asdict(config.model)
     name = settings.pop("name")
     if name == "mlp":
-        return mlp(**settings, input_dim=data.input_dim, target_dim=data.target_dim, dtype=dtype)
+        input_dim, target_dim = data.input_dim, data.target_dim
+        assert input_dim is not None, "config.check pairs an mlp with rows"
+        assert target_dim is not None, "config.check pairs an mlp with rows"
+        return mlp(**settings, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
     settings.pop("seq_len")
-    settings["vocab_size"] = settings["vocab_size"] or data.vocab_size
-    if settings["vocab_size"] < data.vocab_size:
+    num_ids = data.vocab_size
+    assert num_ids is not None, "config.check pairs a transformer with tokens"
+    vocab_size = settings.pop("vocab_size") or num_ids
+    if vocab_size < num_ids:
         raise ConfigError(
-            f"model.vocab_size={settings['vocab_size']} is less than the {data.vocab_size} token ids of "
-            f"data={data.name}. Use model.vocab_size=null, which takes the data's, or {data.vocab_size} or more."
+            f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of data={data.name}. "
+            f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
         )
-    return transformer(**settings, dtype=dtype)
+    return transformer(**settings, vocab_size=vocab_size, dtype=dtype)
 
 
 def make_executor(
@@ -218,7 +223,8 @@ def make_executor(
             unroll=executor.unroll,
             dtype=dtype,
         )
-        return tuple(_on_staged(build_reference(with_grads=with_grads), layout) for with_grads in (True, False))
+        gradients, loss = (_on_staged(build_reference(with_grads=flag), layout) for flag in (True, False))
+        return gradients, loss
     options = Options(
         remat=executor.remat,
         skip_idle=executor.idle != "compute",

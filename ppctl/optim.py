@@ -12,7 +12,7 @@ NO_DECAY = ("scale", "bias")  # norms and biases
 
 
 def lr_schedule(*, lr: float, min_lr_fraction: float, warmup_steps: int, num_steps: int) -> optax.Schedule:
-    """Learning rate of update k = 0, 1, ...: linear from 0 to `lr`, then a cosine to min_lr_fraction*lr at num_steps."""
+    """Learning rate of update k = 0, 1, ...: linear up to `lr`, then a cosine to min_lr_fraction*lr at num_steps."""
     warmup_steps = min(warmup_steps, num_steps - 1)  # a short run still reaches its peak
     warmup = lambda k: lr * (k + 1) / (warmup_steps + 1)  # noqa: E731  the first update is not lost on a rate of 0
     cosine = optax.cosine_decay_schedule(lr, max(1, num_steps - warmup_steps), alpha=min_lr_fraction)

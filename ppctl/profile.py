@@ -1,4 +1,4 @@
-"""Profiler traces: a window of steps for xprof and Perfetto, and the same steps as named tasks (`2F0`), rank by rank."""
+"""Profiler traces: a window of steps for xprof and Perfetto, and its tasks by name (`2F0`), rank by rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ppctl.runtime.spmd import BACKWARD_SCOPE, FORWARD_SCOPE
-from ppctl.schedule.ticks import Ticks
+from ppctl.schedule.ticks import COLUMNS, Ticks
 
 TASKS_FILE = "tasks.perfetto.json"
 
@@ -121,12 +121,15 @@ def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Ite
         bounds: dict[int, tuple[float, float]] = {}
         for begin, end in ops[run, device, scope]:
             tick = int(np.searchsorted(begins, begin, side="right")) - 1
+            if tick < 0:  # moved out of the loop by the compiler
+                continue
             low, high = bounds.get(tick, (begin, end))
             bounds[tick] = min(low, begin), max(high, end)
         for tick, (low, high) in bounds.items():
-            cell = ticks.cells[tick][places[device]["pp"]]
-            task = cell.forward if scope == FORWARD_SCOPE else cell.backward
-            if task is not None:
+            rank = places[device]["pp"]
+            cell, line = ticks.cells[tick][rank], ticks.table[tick][rank]
+            task, column = (cell.forward, "f") if scope == FORWARD_SCOPE else (cell.backward, "b")
+            if task is not None and line[COLUMNS.index(column)]:
                 names = {"stage": task.stage, "kind": task.kind, "microbatch": task.microbatch, "tick": tick}
                 yield {"name": str(task), "tid": device, "ts": low / 1e3, "dur": (high - low) / 1e3, "args": names}
 

@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -53,10 +53,7 @@ def train(config: Config, *, as_json: bool) -> int:
         (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
         step, evaluate, compile_time_s = compile_steps(parts, console)
         say(f"compiled in {compile_time_s:.1f} s")
-        if start:
-            state = parts.to_staged(checkpoints.restore(start, parts.natural_state))
-        else:
-            state = parts.new_state()
+        state = parts.to_staged(checkpoints.restore(start, parts.natural_state)) if start else parts.new_state()
         with Metrics(
             run_dir,
             num_steps=config.run.num_steps,
@@ -84,7 +81,8 @@ def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
         return 0
     if config.run.resume == "never":
         raise CheckpointError(
-            f"run.resume=never, but there is a checkpoint of step {latest} {where}. Use run.resume=auto or another run.dir."
+            f"run.resume=never, but there is a checkpoint of step {latest} {where}. "
+            "Use run.resume=auto or another run.dir."
         )
     if latest > config.run.num_steps:
         raise CheckpointError(
@@ -115,28 +113,29 @@ def describe(parts: Parts, start: int) -> Iterator[str]:
     config, schedule, ticks = parts.config, parts.schedule, parts.ticks
     num_params = sum(math.prod(a.shape) for a in jax.tree.leaves(parts.natural_state["params"]))
     device = parts.mesh.devices.flat[0]
-    yield f"model     {config.model.name}, {config.model.num_layers} layers, {num_params:,} parameters, {parts.dtype} compute"
+    model, mesh = config.model, config.mesh
+    yield f"model     {model.name}, {model.num_layers} layers, {num_params:,} parameters, {parts.dtype} compute"
     yield f"data      {parts.data.source}"
-    yield f"mesh      dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp} on {parts.mesh.size} x {device.device_kind}"
+    yield f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {parts.mesh.size} x {device.device_kind}"
     if ticks is None:
         yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
     else:
         costs = task_costs(config.executor.remat)
         yield (
             f"schedule  {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} "
-            f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {ticks.num_ticks} ticks, predicted bubble "
-            f"{ticks.bubble_fraction(costs):.1%}, at most {max(peak_activations(schedule)):g} microbatches of activations"
+            f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {ticks.num_ticks} ticks, bubble "
+            f"{ticks.bubble_fraction(costs):.1%}, at most {max(peak_activations(schedule)):g} live activations"
         )
         stretch = ticks.makespan_s(costs) / simulate(schedule, costs).makespan_s
         if stretch > LOCKSTEP_NOTICE:
             yield (
-                f"note      {schedule.name} takes {stretch:.2f} times as long in the lockstep ticks of executor=spmd as on "
-                "free-running ranks. schedule=eager_1f1b and interleaved take 1.00 times, with more activations."
+                f"note      {schedule.name} takes {stretch:.2f} times as long in the lockstep ticks of executor=spmd "
+                "as on free-running ranks; schedule=eager_1f1b and interleaved take 1.00 times, with more activations"
             )
     yield f"run       {config.run.dir}, " + (f"resuming after step {start}" if start else "from the start")
 
 
-def compile_steps(parts: Parts, console: Console) -> tuple[Callable, Callable | None, float]:
+def compile_steps(parts: Parts, console: Console) -> tuple[jax.stages.Compiled, jax.stages.Compiled | None, float]:
     """(train step, evaluation or None, seconds of tracing and compiling), with a sign of life meanwhile."""
     began = time.perf_counter()
     with _alive(console, "compiling"):
@@ -178,7 +177,7 @@ def _stop_requests() -> Iterator[list[int]]:
 
     def handle(number: int, _frame: Any) -> None:
         received.append(number)
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:
@@ -193,8 +192,8 @@ class _Loop:
     """The training loop. Numbers of a step are read one step later, so that the devices never wait for the host."""
 
     parts: Parts
-    train_step: Callable[[Tree, Tree], tuple[Tree, Tree]]
-    evaluate: Callable[[Tree, Tree], jax.Array] | None
+    train_step: jax.stages.Compiled
+    evaluate: jax.stages.Compiled | None
     compile_time_s: float
     checkpoints: Checkpoints
     metrics: Metrics
@@ -203,9 +202,9 @@ class _Loop:
     _ready_s: float = 0.0
 
     def run(self, state: Tree, start: int) -> int:
-        """The exit code, after the last step or a request to stop; a checkpoint of the last finished step is written."""
+        """The exit code, after the last step or a request to stop; the last finished step is saved."""
         config = self.parts.config.run
-        directory = Path(config.dir) / "profile"
+        directory, every, eval_every = Path(config.dir) / "profile", config.checkpoint.every, config.eval_every
         batches = self.parts.data.batches(start)
         self._flops = model_flops(self.parts)
         window = profile.Window(directory, config.profile.start, config.profile.num_steps)
@@ -221,11 +220,10 @@ class _Loop:
                 if window.is_due(finished):
                     self._read()
                     self._show_profile(window.finish())
-                if self.evaluate is not None and finished % config.eval_every == 0:
+                if eval_every is not None and finished % eval_every == 0:
                     self._read()
                     self._evaluate(state, finished)
                 is_last = finished == config.num_steps
-                every = config.checkpoint.every
                 if stop or is_last or (every is not None and finished % every == 0):
                     self._read()
                     self._save(state, finished)
@@ -308,7 +306,7 @@ class _Loop:
     def _show_profile(self, directory: Path) -> None:
         written = None
         if self.parts.ticks is not None:
-            text = self.train_step.as_text()
+            text = self.train_step.as_text() or ""
             written = profile.write_tasks(directory, text, self.parts.ticks, self.parts.mesh)
         tasks = "" if written is None else f"; tasks by rank for Perfetto in {written}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")

@@ -1,4 +1,7 @@
-"""Multi-layer perceptron for regression on the stack protocol. Shape suffixes: B batch, I inputs, D width, O targets."""
+"""Multi-layer perceptron for regression on the stack protocol.
+
+Shape suffixes: B batch, I inputs, D width, O targets.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Decoder-only transformer on the stack protocol, layers written with flax nnx.
 
-Shape suffixes: B batch, T tokens, S tokens attended to, D d_model, N query heads, G kv heads, R = N/G queries a kv head,
-H width of a head, V vocabulary. Matrix products are two-dimensional, [B*T, in] @ [in, out]: on CPU that is twice as
-fast as contracting with head dimensions in the weights, and no slower elsewhere.
+Shape suffixes: B batch, T tokens, M = B*T, S tokens attended to, D d_model, N query heads, G kv heads, R = N/G queries
+of a kv head, H width of a head, V vocabulary. Matrix products are two-dimensional, [M, in] @ [in, out]: on CPU that is
+twice as fast as contracting with head dimensions in the weights.
 """
 
 from __future__ import annotations

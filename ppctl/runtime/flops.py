@@ -16,7 +16,8 @@ from jax.extend import core
 def matmul_flops(function: Callable, *args: Any) -> int:
     """FLOPs of all matrix products in function(*args); args may be shapes. Multiply and add count as two.
 
-    >>> matmul_flops(lambda a, b: a @ b, jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((3, 5), "float32"))
+    >>> a, b = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 3), (3, 5)))
+    >>> matmul_flops(lambda a, b: a @ b, a, b)
     60
     """
     return _flops(jax.make_jaxpr(function)(*args).jaxpr)
@@ -28,8 +29,9 @@ def _flops(jaxpr: core.Jaxpr) -> int:
         inner = [_flops(sub) for value in equation.params.values() for sub in _jaxprs(value)]
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            depth = prod(equation.invars[0].aval.shape[dim] for dim in contracted)
-            total += 2 * depth * prod(equation.outvars[0].aval.shape)
+            left: Any = equation.invars[0].aval
+            out: Any = equation.outvars[0].aval
+            total += 2 * prod(left.shape[dim] for dim in contracted) * prod(out.shape)
         elif equation.primitive.name == "cond":
             total += max(inner, default=0)
         else:

@@ -111,14 +111,14 @@ class _Device:
         """(sum of losses, number of losses, sums of gradients) of this device over all microbatches."""
         carry = self._start()
         names = dict(zip(COLUMNS, range(len(COLUMNS)), strict=True))
-        runs = lambda name: np.asarray(self.ticks.table)[:, :, names[name]].any(axis=1)  # noqa: E731
-        kinds = list(zip(runs("f"), runs("b"), strict=True))
+        # for each tick, whether any rank runs a forward, and whether any runs a backward
+        runs = [tuple(any(line[names[kind]] for line in row) for kind in "fb") for row in self.ticks.table]
         if self.options.skip_idle:  # a branch not taken costs nothing: one scan, one compiled body
-            kinds = [tuple(np.any(kinds, axis=0))] * len(kinds)
+            runs = [tuple(map(any, zip(*runs, strict=True)))] * len(runs)
         low = 0
-        for (forward, backward), group in groupby(kinds):
+        for (forward, backward), group in groupby(runs):
             high = low + len(list(group))
-            tick = partial(self._tick, bool(forward), bool(backward), names)
+            tick = partial(self._tick, forward, backward, names)
             carry, _ = jax.lax.scan(tick, carry, table[low:high])
             low = high
         loss, number, ends, layers = carry["sums"]
@@ -167,14 +167,12 @@ class _Device:
             keep = lambda: self.stage.forward(self.chunks[0], self._count(0), zeros_like(self.x))[1]  # noqa: E731
             stash = slots(self.ticks.num_stash_slots, jax.eval_shape(keep))
         head = jax.eval_shape(self.stack.head, self.ends, self.x, self._microbatch("targets", 0))
+        gradients = (sums(self.ends), sums(self.chunks)) if self.ticks.has_backward else (None, None)
         return {
             "acts": slots(self.ticks.num_act_slots, self.x),
             "grads": slots(self.ticks.num_grad_slots, self.x),
             "stash": stash,
-            "sums": (
-                *zeros_like(head),
-                *(map(sums, (self.ends, self.chunks)) if self.ticks.has_backward else (None, None)),
-            ),
+            "sums": (*zeros_like(head), *gradients),
         }
 
     # one tick
@@ -182,7 +180,7 @@ class _Device:
     def _tick(self, forward: bool, backward: bool, names: dict[str, int], carry: Tree, row: jax.Array) -> tuple:
         """One tick: a forward, a backward, a hop each way. The flags say whether any rank has one in this scan."""
         at = {name: row[column] for name, column in names.items()}
-        zero = zeros_like(self.x)
+        zero = y = gx = zeros_like(self.x)
         if forward:
             with jax.named_scope(FORWARD_SCOPE):
                 y, carry = self._run_if(at["f"], partial(self._forward, at), lambda carry: (zero, carry), carry)

@@ -85,7 +85,7 @@ def writes(task: Task, num_stages: int) -> tuple[Value, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The program of every rank: `ranks[r]` are rank r's tasks in the order it runs them; `rank_of[s]` holds stage s."""
+    """Every rank's program: `ranks[r]` are rank r's tasks in the order it runs them; `rank_of[s]` holds stage s."""
 
     name: str
     ranks: tuple[tuple[Task, ...], ...]

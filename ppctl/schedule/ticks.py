@@ -89,10 +89,11 @@ def lockstep_s(cells: tuple[tuple[Cell, ...], ...], costs: Costs, num_chunks: in
 def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_forward: bool = False) -> Ticks:
     """`schedule` in the tick shape that is faster for `costs`, with slots for every value.
 
-    keep_input: the stash of a stage is its input and stays in the slot where it arrived, and the last stage's forward is
-    left to its backward, which recomputes it; otherwise the forward writes a stash of its own.
+    keep_input: the stash of a stage is its input and stays in the slot where it arrived, and the last stage's forward
+    is left to its backward, which recomputes it; otherwise the forward writes a stash of its own.
     head_in_forward: the last stage's forward also writes the gradient of its output.
-    A schedule of forwards alone keeps nothing. ScheduleError for a schedule that a ring cannot carry, or that splits its backward.
+    A schedule of forwards alone keeps nothing.
+    ScheduleError for a schedule that a ring cannot carry, or that splits its backward.
     """
     num_ranks = schedule.num_ranks
     for stage, (here, there) in enumerate(zip(schedule.rank_of, schedule.rank_of[1:], strict=False)):

@@ -45,7 +45,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, int, Task]]:
 
 
 def validate(schedule: Schedule) -> Schedule:
-    """`schedule` itself, or ScheduleError: placement, each value written once and before it is read, nothing missing."""
+    """`schedule`, or ScheduleError: placement, each value written once and before it is read, nothing missing."""
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     for stage, rank in enumerate(schedule.rank_of):
         if not 0 <= rank < schedule.num_ranks:
@@ -65,13 +65,13 @@ def validate(schedule: Schedule) -> Schedule:
                 if value in written:
                     raise _fault(schedule, rank, step, f"{task} writes {value}, which {written[value]} writes too.")
                 written[value] = task
-    for stage in range(num_stages):
+    for stage, rank in enumerate(schedule.rank_of):
         for m in range(num_microbatches):
-            for name in ("act", "wgrad"):
+            backward = "W" if Value("pending", stage, m) in written else "B"
+            for name, kind in (("act", "F"), ("wgrad", backward)):
                 if Value(name, stage, m) not in written:
-                    raise ScheduleError(
-                        f"{schedule.name}: no task of rank {schedule.rank_of[stage]} writes {Value(name, stage, m)}."
-                    )
+                    what = f"the program ends without {Task(stage, kind, m)}, which writes {Value(name, stage, m)}."
+                    raise _fault(schedule, rank, len(schedule.ranks[rank]), what)
     for _ in walk(schedule):
         pass
     return schedule
