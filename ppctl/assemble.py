@@ -146,7 +146,8 @@ def start_jax(config: Config, dtype: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
-    if jax.config.jax_num_cpu_devices < config.mesh.num_devices:
+    simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
+    if simulated < config.mesh.num_devices:
         # where JAX has started already, in a program of the user's, make_mesh counts what is there
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)

@@ -145,8 +145,9 @@ def _scopes(compiled_text: str) -> tuple[dict[str, str], set[str]]:
             continue
         name, path = match.groups()
         for scope in (FORWARD_SCOPE, BACKWARD_SCOPE):
-            if f"/{scope}/" in path:
+            if f"/{scope}/cond/" in path:
                 operations[name] = scope
-                if path.endswith(f"/{scope}/cond") and " conditional(" in line:
-                    entries.add(name)
+            elif path.endswith(f"/{scope}/cond") and " conditional(" in line:
+                operations[name] = scope
+                entries.add(name)
     return operations, entries

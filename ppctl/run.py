@@ -212,6 +212,8 @@ class _Loop:
         with _stop_requests() as stop, profile.traced(window):
             for step in range(start, config.num_steps):
                 batch = self.parts.put(next(batches))
+                if step == window.start:
+                    self._read()  # no step before the window in its trace
                 with window.step(step):
                     state, numbers = self.train_step(state, batch)
                 self._read()

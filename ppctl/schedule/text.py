@@ -10,7 +10,7 @@ from ppctl.schedule.ir import Task
 def grid(ranks: Sequence[Sequence[Task]], arrow: tuple[int, int] | None = None, *, width: int = 14) -> str:
     """The ranks' tasks by step, at most `width` steps around `arrow` = (rank, step), which is marked `->`."""
     center = arrow[1] if arrow else 0
-    steps = max(center + 1, *map(len, ranks))  # the arrow may point at the end of a program
+    steps = max([center + 1, *map(len, ranks)])  # the arrow may point at the end of a program
     low = max(0, min(center - width // 2, steps - width))
     high = min(steps, low + width)
     lines = ["step".rjust(8) + "".join(f"{t:>9}" for t in range(low, high))]

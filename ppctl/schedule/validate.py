@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.ir import Schedule, Task, Value, reads, writes
+from ppctl.schedule.ir import Kind, Schedule, Task, Value, reads, writes
 from ppctl.schedule.text import grid
 
 
@@ -67,8 +67,9 @@ def validate(schedule: Schedule) -> Schedule:
                 written[value] = task
     for stage, rank in enumerate(schedule.rank_of):
         for m in range(num_microbatches):
-            backward = "W" if Value("pending", stage, m) in written else "B"
-            for name, kind in (("act", "F"), ("wgrad", backward)):
+            backward: Kind = "W" if Value("pending", stage, m) in written else "B"
+            needs: tuple[tuple[str, Kind], ...] = (("act", "F"), ("wgrad", backward))
+            for name, kind in needs:
                 if Value(name, stage, m) not in written:
                     what = f"the program ends without {Task(stage, kind, m)}, which writes {Value(name, stage, m)}."
                     raise _fault(schedule, rank, len(schedule.ranks[rank]), what)

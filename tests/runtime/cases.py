@@ -1,0 +1,132 @@
+"""Tiny models, and one training step of them by the spmd executor and by the reference, for the tests beside this file."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ppctl.costs import Costs
+from ppctl.mesh import make_mesh
+from ppctl.model.mlp import mlp
+from ppctl.model.stack import init
+from ppctl.model.transformer import transformer
+from ppctl.partition import uniform
+from ppctl.runtime.layout import Layout
+from ppctl.runtime.reference import reference
+from ppctl.runtime.spmd import Options, spmd
+from ppctl.schedule import build
+from ppctl.schedule.ticks import forward_only, ticks
+
+SEQ_LEN, VOCAB_SIZE = 8, 32
+TRANSFORMER = {
+    "d_model": 16,
+    "num_heads": 4,
+    "num_kv_heads": None,
+    "mlp_ratio": 2.0,
+    "activation": "gelu",
+    "vocab_size": VOCAB_SIZE,
+    "tied": False,
+    "rope_theta": 10000.0,
+}
+MLP = {"d_model": 16, "activation": "tanh", "input_dim": 5, "target_dim": 3}
+MODELS = {  # every pair of (tied, activation, grouped queries) occurs
+    "untied gelu": {},
+    "untied swiglu grouped": {"activation": "swiglu", "num_kv_heads": 2},
+    "tied gelu grouped": {"tied": True, "num_kv_heads": 1},
+    "tied swiglu": {"tied": True, "activation": "swiglu"},
+    "mlp": None,
+}
+
+
+def make_stack(model, num_layers, dtype=jnp.float64):
+    changes = MODELS[model]
+    if changes is None:
+        return mlp(num_layers=num_layers, **MLP, dtype=dtype)
+    return transformer(num_layers=num_layers, **(TRANSFORMER | changes), dtype=dtype)
+
+
+def make_params(stack, seed=0):
+    """Initial parameters, each moved a little: initial biases and norms would hide a gradient that goes astray."""
+    leaves, treedef = jax.tree.flatten(init(stack, seed))
+    rng = np.random.default_rng(seed)
+    return jax.tree.unflatten(treedef, [a + 0.1 * rng.standard_normal(a.shape).astype(a.dtype) for a in leaves])
+
+
+def make_batch(model, batch_size, seed=1):
+    rng = np.random.default_rng(seed)
+    if MODELS[model] is None:
+        inputs = rng.standard_normal((batch_size, MLP["input_dim"]))
+        return {"inputs": inputs, "targets": rng.standard_normal((batch_size, MLP["target_dim"]))}
+    tokens = rng.integers(0, VOCAB_SIZE, (2, batch_size, SEQ_LEN), np.int32)
+    return {"inputs": tokens[0], "targets": tokens[1]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run one step. `mesh` is (dp, pp, fsdp)."""
+
+    schedule: str = "gpipe"
+    mesh: tuple[int, int, int] = (1, 4, 1)
+    num_microbatches: int = 8
+    num_chunks: int = 1
+    num_layers: int = 8
+    model: str = "untied gelu"
+    batch_size: int = 64
+    remat: str = "full"
+    unroll: int = 16
+    gather_each_tick: bool = False
+    skip_idle: bool = True
+
+    @property
+    def options(self):
+        return Options(self.remat, self.skip_idle, self.gather_each_tick, self.unroll, jnp.float64)
+
+    def program(self):
+        knobs = {"num_chunks": self.num_chunks} if self.schedule == "interleaved" else {}
+        return build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
+
+    def layout(self):
+        schedule = self.program()
+        return Layout(make_mesh(*self.mesh), uniform(self.num_layers, schedule.num_stages), schedule.rank_of)
+
+
+def staged_step(case, stack=None, *, with_grads=True):
+    """(loss, gradients) of staged parameters and a batch, by the spmd executor."""
+    stack = stack or make_stack(case.model, case.num_layers)
+    program = case.program() if with_grads else forward_only(case.program())
+    return spmd(stack, case.layout(), ticks(program, Costs(), **case.options.lowering), case.options)
+
+
+def run_spmd(case, stack, params, batch):
+    """(loss, gradients) in natural order, by the spmd executor, from parameters and to gradients that are sharded."""
+    layout = case.layout()
+    staged = layout.to_staged(params)
+    shardings = layout.shardings(layout.staged_specs(staged))
+    loss, grads = jax.jit(staged_step(case, stack))(jax.device_put(staged, shardings), batch)
+    for grad, leaf, sharding in zip(*map(jax.tree.leaves, (grads, staged, shardings)), strict=True):
+        assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
+        assert grad.sharding.is_equivalent_to(sharding, grad.ndim)
+    return loss, jax.tree.map(np.asarray, layout.to_natural(grads))
+
+
+@cache
+def run_reference(model, num_layers, batch_size):
+    """(parameters, batch, loss, gradients) by the reference executor; the same for every way to run the step."""
+    stack = make_stack(model, num_layers)
+    params, batch = make_params(stack), make_batch(model, batch_size)
+    step = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)
+    loss, grads = jax.jit(step)(params, batch)
+    return params, batch, float(loss), jax.tree.map(np.asarray, grads)
+
+
+def difference(found, expected):
+    """The largest relative difference of any leaf: max |a - b| / max |b|. NaN counts as infinite."""
+    worst = 0.0
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        error = np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(b))
+        worst = max(worst, float(error) if np.isfinite(error) else np.inf)
+    return worst
