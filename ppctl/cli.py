@@ -33,7 +33,7 @@ from ppctl.errors import ConfigError, PpctlError
 
 COMMANDS = {  # command: module that serves it, one line
     "train": ("ppctl.run", "train a model; metrics and checkpoints go to run.dir, and the same line resumes"),
-    "verify": ("ppctl.run", "show that the pipelined gradients equal those of the un-pipelined model"),
+    "verify": ("ppctl.verify", "show that the pipelined gradients equal those of the un-pipelined model"),
     "bench": ("ppctl.bench", "time the training step beside its prediction and the un-pipelined model"),
 }
 EXAMPLES = {

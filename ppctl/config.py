@@ -165,7 +165,6 @@ class Spmd(Reference):
     """One XLA program: a scan over ticks, one ring permute each way a tick."""
 
     name: str = "spmd"
-    remat: str = "full"
     idle: str = "skip"  # what a rank without a task does in a tick: skip | compute (and mask the result)
     gather: str = "step"  # when parameters are gathered over fsdp: once a step | each tick (less memory, more traffic)
 

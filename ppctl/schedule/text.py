@@ -1,10 +1,19 @@
-"""A schedule as text: the grid that errors print. One row a rank, one column a step."""
+"""A schedule as text: CSV, and the grid that errors print. One row a rank, one column a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ppctl.schedule.ir import Task
+
+
+def to_csv(ranks: Sequence[Sequence[Task]]) -> str:
+    """One line a rank, cells such as 2F0 in program order: what PyTorch's pipelining reads as a compute-only schedule.
+
+    >>> to_csv([[Task(0, "F", 0), Task(0, "B", 0)]])
+    '0F0,0B0\\n'
+    """
+    return "".join(",".join(map(str, tasks)) + "\n" for tasks in ranks)
 
 
 def grid(ranks: Sequence[Sequence[Task]], arrow: tuple[int, int] | None = None, *, width: int = 14) -> str:

@@ -48,10 +48,14 @@ def make_stack(model, num_layers, dtype=jnp.float64):
 
 
 def make_params(stack, seed=0):
-    """Initial parameters, each moved a little: initial biases and norms would hide a gradient that goes astray."""
-    leaves, treedef = jax.tree.flatten(init(stack, seed))
+    """Parameters of the shapes of initial ones, no two entries equal: equal ones would hide a gradient that goes astray."""
     rng = np.random.default_rng(seed)
-    return jax.tree.unflatten(treedef, [a + 0.1 * rng.standard_normal(a.shape).astype(a.dtype) for a in leaves])
+
+    def random(path, leaf):
+        center = 1.0 if path[-1].key == "scale" else 0.0
+        return (center + 0.25 * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(random, jax.eval_shape(lambda: init(stack, seed)))
 
 
 def make_batch(model, batch_size, seed=1):
@@ -104,11 +108,11 @@ def run_spmd(case, stack, params, batch):
     layout = case.layout()
     staged = layout.to_staged(params)
     shardings = layout.shardings(layout.staged_specs(staged))
-    loss, grads = jax.jit(staged_step(case, stack))(jax.device_put(staged, shardings), batch)
+    loss, grads = jax.jit(staged_step(case, stack), in_shardings=(shardings, None))(staged, batch)
     for grad, leaf, sharding in zip(*map(jax.tree.leaves, (grads, staged, shardings)), strict=True):
         assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
         assert grad.sharding.is_equivalent_to(sharding, grad.ndim)
-    return loss, jax.tree.map(np.asarray, layout.to_natural(grads))
+    return loss, layout.to_natural(jax.tree.map(np.asarray, grads))
 
 
 @cache

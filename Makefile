@@ -1,0 +1,43 @@
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: help setup train test check lint smoke golden bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(INSTALLED) ## create .venv and install ppctl with its tests' tools into it
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ppctl needs Python >= 3.11, this is " + sys.version.split()[0] + ". Use: make PYTHON=python3.12 setup")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+train: $(INSTALLED) ## train a small transformer on 8 simulated devices (2 x 4, interleaved); run it again to resume
+	$(BIN)/ppctl train recipes=stdlib_2x4
+
+test: $(INSTALLED) ## all tests
+	$(BIN)/python -m pytest -n 2
+
+check: lint ## format, lint, types and the fast tests
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+lint: $(INSTALLED) ## format, lint and types, without changing a file
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+smoke: $(INSTALLED) ## one short run of each schedule on simulated devices
+	rm -rf runs/smoke
+	$(BIN)/ppctl train --multirun recipes=tiny run.name=smoke schedule=gpipe,1f1b,eager_1f1b,interleaved
+
+golden: $(INSTALLED) ## rewrite the golden schedules and show what changed
+	$(BIN)/python tests/golden.py
+
+bench: $(INSTALLED) ## CPU seconds of a pipelined step beside the un-pipelined one, compile time, memory
+	$(BIN)/ppctl bench recipes=bench
+
+clean: ## remove .venv and what runs left
+	rm -rf .venv runs

@@ -1,0 +1,135 @@
+"""`ppctl bench`: what a pipelined step costs beside the un-pipelined one, and how its program grows.
+
+Machines are shared and noisy, so: CPU seconds of the process, steps of all candidates in turn, ratios taken round by
+round, medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from ppctl.assemble import Parts, assemble, without_pipeline
+from ppctl.config import Config, Interleaved, Schedule
+from ppctl.report import show_json, show_table
+from ppctl.schedule import FAMILIES
+
+Tree = Any
+ROUNDS = 9
+GROWTH = (8, 16, 64)  # microbatches at which programs are compared
+
+
+@dataclass
+class Candidate:
+    """A compiled train step with its state, ready to run again and again."""
+
+    name: str
+    step: jax.stages.Compiled
+    state: Tree
+    batch: Tree
+    compile_cpu_s: float  # trace and compile
+    temp_bytes: int  # of one device
+
+
+def bench(config: Config, *, as_json: bool) -> int:
+    """The exit code 0. Times the config's executor with every remat setting beside the reference, on one batch."""
+    requests = {"reference": without_pipeline(config)}
+    if config.executor.name != "reference":
+        for remat in config.executor.REMAT:
+            requests[f"remat={remat}"] = replace(config, executor=replace(config.executor, remat=remat))
+    # the largest mesh first: it decides how many devices are simulated
+    candidates = [prepare(name, request) for name, request in reversed(requests.items())][::-1]
+    steps = time_steps(candidates)
+    growth = [] if config.executor.name == "reference" else [grow(config, name) for name in FAMILIES]
+    if as_json:
+        show_json({"steps": steps, "growth": growth, "rounds": ROUNDS, "device": jax.devices()[0].device_kind})
+        return 0
+    console = Console()
+    what = f"{config.schedule.name}, {config.schedule.num_microbatches} microbatches, mesh={config.mesh.text}"
+    show_table(
+        console,
+        f"one train step ({what}), medians of {ROUNDS} rounds",
+        ("", "CPU s", "/ reference", "wall s", "compile CPU s", "temp MB a device"),
+        (
+            (
+                row["name"],
+                f"{row['cpu_s']:.3f}",
+                f"{row['cpu_ratio']:.2f}",
+                f"{row['wall_s']:.3f}",
+                f"{row['compile_cpu_s']:.1f}",
+                f"{row['temp_bytes'] / 1e6:.0f}",
+            )
+            for row in steps
+        ),
+    )
+    few, some, many = GROWTH
+    show_table(
+        console,
+        f"the program at {many} microbatches of the same size (remat={config.executor.remat})",
+        ("", f"compile CPU s / at {few}", f"temp memory / at {some}"),
+        ((row["name"], f"{row['compile_ratio']:.2f}", f"{row['temp_ratio']:.2f}") for row in growth),
+    )
+    return 0
+
+
+def prepare(name: str, config: Config) -> Candidate:
+    """The compiled step of `config` and what it runs on."""
+    parts = assemble(config)
+    step, compile_cpu_s = _compile(parts)
+    batch = parts.put(next(parts.data.batches()))
+    return Candidate(name, step, parts.new_state(), batch, compile_cpu_s, _temp_bytes(step))
+
+
+def time_steps(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """For each candidate medians of CPU and wall seconds a step, and of its CPU ratio to the first, round by round."""
+    times: list[list[tuple[float, float]]] = [[] for _ in candidates]
+    for _ in range(ROUNDS + 1):
+        for candidate, taken in zip(candidates, times, strict=True):
+            cpu, wall = time.process_time(), time.perf_counter()
+            candidate.state, _ = jax.block_until_ready(candidate.step(candidate.state, candidate.batch))
+            taken.append((time.process_time() - cpu, time.perf_counter() - wall))
+    first = times[0][1:]  # the first round warms up
+    return [
+        {
+            "name": candidate.name,
+            "cpu_s": statistics.median(cpu for cpu, _ in taken[1:]),
+            "cpu_ratio": statistics.median(cpu / base for (cpu, _), (base, _) in zip(taken[1:], first, strict=True)),
+            "wall_s": statistics.median(wall for _, wall in taken[1:]),
+            "compile_cpu_s": candidate.compile_cpu_s,
+            "temp_bytes": candidate.temp_bytes,
+        }
+        for candidate, taken in zip(candidates, times, strict=True)
+    ]
+
+
+def grow(config: Config, family: str) -> dict[str, Any]:
+    """How trace-and-compile CPU seconds and temp memory of a family grow with the number of microbatches."""
+    rows = config.data.batch_size // config.schedule.num_microbatches
+    compiled = {}
+    for num_microbatches in GROWTH:
+        kind = Interleaved if family == "interleaved" else Schedule
+        schedule = kind(name=family, num_microbatches=num_microbatches)
+        data = replace(config.data, batch_size=rows * num_microbatches)
+        step, cpu_s = _compile(assemble(replace(config, schedule=schedule, data=data)))
+        compiled[num_microbatches] = cpu_s, _temp_bytes(step)
+    few, some, many = (compiled[m] for m in GROWTH)
+    return {"name": family, "compile_ratio": many[0] / few[0], "temp_ratio": many[1] / some[1]}
+
+
+def _compile(parts: Parts) -> tuple[jax.stages.Compiled, float]:
+    began = time.process_time()
+    step = parts.lower_train_step().compile()
+    return step, time.process_time() - began
+
+
+def _temp_bytes(step: jax.stages.Compiled) -> int:
+    """Bytes of temporaries on one device, as the compiler planned them."""
+    memory = step.memory_analysis()
+    assert memory is not None, "every backend of ours reports memory"
+    return memory.temp_size_in_bytes

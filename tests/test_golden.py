@@ -1,0 +1,13 @@
+"""Schedules equal those of the published figures, cell by cell."""
+
+import golden
+import pytest
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_schedule_equals_its_golden_file(name):
+    assert golden.render(name) == (golden.FOLDER / name).read_text()
+
+
+def test_every_golden_file_has_a_case():
+    assert {path.name for path in golden.FOLDER.iterdir()} == set(golden.CASES)
