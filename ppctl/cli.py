@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -107,6 +109,18 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def console_script() -> NoReturn:
+    """Ends the process with the exit code of its command line."""
+    code = main()
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        # Orbax's threads of a save that failed would hold up the exit for minutes, or for ever.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _serve(argv: list[str]) -> int:
@@ -319,4 +333,4 @@ def _debug() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console_script()

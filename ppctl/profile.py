@@ -99,6 +99,7 @@ def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Ite
     tick n. The operations of the branch, told by their scope in the compiled program, then bound the task.
     """
     operations, entries = _scopes(compiled_text)
+    module = compiled_text.removeprefix("HloModule ").split(",", 1)[0]
     ops: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
     starts: dict[tuple, list[float]] = defaultdict(list)
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
@@ -107,8 +108,8 @@ def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Ite
                 if event.name not in operations:
                     continue
                 stats = dict(event.stats)
-                if "device_ordinal" not in stats or "run_id" not in stats:
-                    continue
+                if stats.get("hlo_module") != module or "device_ordinal" not in stats or "run_id" not in stats:
+                    continue  # an evaluation in the window has operations of the same names
                 key = (stats["run_id"], int(stats["device_ordinal"]), operations[event.name])
                 ops[key].append((event.start_ns, event.start_ns + event.duration_ns))
                 if event.name in entries:

@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import yaml
 from rich.console import Console
 
@@ -26,7 +28,7 @@ from ppctl.assemble import Parts, assemble, model_flops, task_costs
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
 from ppctl.costs import peak_flops
-from ppctl.errors import CheckpointError, NonFiniteError
+from ppctl.errors import CheckpointError, ConfigError, NonFiniteError
 from ppctl.metrics import Metrics
 from ppctl.schedule.simulate import peak_activations, simulate
 
@@ -48,12 +50,20 @@ def train(config: Config, *, as_json: bool) -> int:
         start = resume_step(config, parts, checkpoints)
         if config.run.eval_every is not None:
             parts.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+        restored = checkpoints.restore(start, parts.natural_state) if start else None  # refuses another model
+        if start == config.run.num_steps:
+            say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
+            if as_json:
+                print(json.dumps({"status": "finished", "run_dir": config.run.dir, "step": start}))
+            return 0
         for line in describe(parts, start):
             say(line)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        with _writing(run_dir):
+            (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
         step, evaluate, compile_time_s = compile_steps(parts, console)
         say(f"compiled in {compile_time_s:.1f} s")
-        state = parts.to_staged(checkpoints.restore(start, parts.natural_state)) if start else parts.new_state()
+        state = parts.new_state() if restored is None else parts.to_staged(restored)
+        del restored
         with Metrics(
             run_dir,
             num_steps=config.run.num_steps,
@@ -63,7 +73,8 @@ def train(config: Config, *, as_json: bool) -> int:
             console=console,
         ) as metrics:
             loop = _Loop(parts, step, evaluate, compile_time_s, checkpoints, metrics)
-            exit_code = loop.run(state, start)
+            with _stop_requests(console) as stop:
+                exit_code = loop.run(state, start, stop)
     summary = loop.summary(exit_code)
     say(f"{summary['status']} at step {summary['step']}; checkpoints, metrics and logs are in {run_dir}")
     if as_json:
@@ -92,13 +103,11 @@ def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
     meta = checkpoints.meta(latest)
     if meta["data"]["fingerprint"] != parts.data.fingerprint:
         before, now = meta["config"], asdict(config)
+        keys = [("data", key) for key in before["data"] if key != "cache_dir"]
         changed = [
-            f"{part}.{key}: {before[part][key]} then, {now[part].get(key)} now"
-            for part in ("data", "model", "run")
-            for key in before.get(part, {})
-            if key in ("batch_size", "seed", "eval_fraction", "seq_len", "name", "path")
-            and (part, key) != ("run", "name")
-            and before[part][key] != now[part].get(key)
+            f"{part}.{key}: {before[part].get(key)} then, {now[part].get(key)} now"
+            for part, key in (*keys, ("model", "seq_len"), ("run", "seed"))
+            if before[part].get(key) != now[part].get(key)
         ]
         raise CheckpointError(
             f"The checkpoint of step {latest} {where} was trained on other data or another order "
@@ -171,13 +180,25 @@ def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]
 
 
 @contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """A list that receives the signals that ask the run to end. The second one of a kind ends it at once."""
+def _writing(run_dir: Path) -> Iterator[None]:
+    """ConfigError where the body cannot write to run_dir, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be written: {error.strerror}. Free the disk, or use another run.dir."
+        ) from error
+
+
+@contextmanager
+def _stop_requests(console: Console) -> Iterator[list[int]]:
+    """A list that receives the signals that ask the run to end. The second one of a kind ends the process at once."""
     received: list[int] = []
 
     def handle(number: int, _frame: Any) -> None:
         received.append(number)
-        signal.signal(number, before[signal.Signals(number)])
+        signal.signal(number, signal.SIG_DFL)  # Python's own handler would still wait for the step and the save
+        console.show_cursor()  # a progress bar hides it
 
     before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:
@@ -185,6 +206,11 @@ def _stop_requests() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@jax.jit
+def _is_finite(tree: Tree) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 @dataclass
@@ -201,15 +227,14 @@ class _Loop:
     _unread: tuple[int, Tree, float] | None = None  # finished steps, numbers, when dispatched
     _ready_s: float = 0.0
 
-    def run(self, state: Tree, start: int) -> int:
-        """The exit code, after the last step or a request to stop; the last finished step is saved."""
+    def run(self, state: Tree, start: int, stop: list[int]) -> int:
+        """The exit code, after the last step or a signal in `stop`; the last finished step is saved."""
         config = self.parts.config.run
         directory, every, eval_every = Path(config.dir) / "profile", config.checkpoint.every, config.eval_every
         batches = self.parts.data.batches(start)
-        self._flops = model_flops(self.parts)
         window = profile.Window(directory, config.profile.start, config.profile.num_steps)
         self.last = {"step": start}
-        with _stop_requests() as stop, profile.traced(window):
+        with profile.traced(window):
             for step in range(start, config.num_steps):
                 batch = self.parts.put(next(batches))
                 if step == window.start:
@@ -225,15 +250,15 @@ class _Loop:
                 if eval_every is not None and finished % eval_every == 0:
                     self._read()
                     self._evaluate(state, finished)
-                is_last = finished == config.num_steps
-                if stop or is_last or (every is not None and finished % every == 0):
+                leaving = stop[0] if stop else None  # read once: a signal that comes later finds nothing saved
+                if leaving is not None:
+                    self.metrics.note(f"{signal.Signals(leaving).name}: saving step {finished} and leaving")
+                if leaving or finished == config.num_steps or (every is not None and finished % every == 0):
                     self._read()
                     self._save(state, finished)
-                if stop:
-                    name = signal.Signals(stop[0]).name
-                    self.metrics.note(f"{name}: saving step {finished} and leaving")
+                if leaving is not None:
                     self.checkpoints.wait()
-                    return 128 + stop[0]
+                    return 128 + leaving
             self.checkpoints.wait()
         return 0
 
@@ -258,43 +283,59 @@ class _Loop:
         self._ready_s = now
         self.last = {"step": finished, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_time_s": step_time_s}
         self.last |= self._speeds(step_time_s)
-        self.metrics.log(self.last)
+        with _writing(Path(self.parts.config.run.dir)):
+            self.metrics.log(self.last)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            latest = self.checkpoints.latest()
-            kept = "there is no checkpoint yet" if latest is None else f"the checkpoint of step {latest} is good"
-            optim = self.parts.config.optim
-            raise NonFiniteError(
-                f"step {finished}: loss={loss}, grad_norm={grad_norm}. Training stopped; {kept} "
-                f"({self.checkpoints.directory}). Try a smaller optim.lr (now {optim.lr}), more optim.warmup_steps "
-                f"(now {optim.warmup_steps}) or a smaller optim.clip_norm (now {optim.clip_norm})."
-            )
+            # neither depends on the learning rate of this step: the state before it is lost too
+            raise self._non_finite(finished, f"loss={loss}, grad_norm={grad_norm}", newest_good=finished - 2)
+
+    def _non_finite(self, finished: int, what: str, *, newest_good: int) -> NonFiniteError:
+        """The error for step `finished`, with the checkpoint to go back to."""
+        self.checkpoints.wait()
+        good = [step for step in self.checkpoints.steps() if step <= newest_good]
+        kept = f"the checkpoint of step {good[-1]} is good" if good else "there is no checkpoint to go back to"
+        lost = [str(step) for step in self.checkpoints.steps() if step > newest_good]
+        away = f"; move {', '.join(lost)} away, which leads here with any settings" if lost else ""
+        optim = self.parts.config.optim
+        return NonFiniteError(
+            f"step {finished}: {what}. Training stopped; {kept} ({self.checkpoints.directory}){away}. "
+            f"Try a smaller optim.lr (now {optim.lr}), more optim.warmup_steps (now {optim.warmup_steps}) or a "
+            f"smaller optim.clip_norm (now {optim.clip_norm})."
+        )
 
     def _speeds(self, step_time_s: float) -> dict[str, Any]:
+        unit, count, flops, peak, bubble = self._work
+        return {
+            unit: count / step_time_s,
+            "model_flops_per_s": flops / step_time_s,
+            "mfu_fraction": None if peak is None else flops / step_time_s / peak,
+            "compile_time_s": self.compile_time_s,
+            "predicted_bubble_fraction": bubble,
+        }
+
+    @cached_property
+    def _work(self) -> tuple[str, int, int, float | None, float | None]:
+        """Of one step: unit of speed, its number, FLOPs; FLOP/s of all devices; predicted bubble."""
         parts, config = self.parts, self.parts.config
         inputs = parts.batch_shapes["inputs"].shape
         is_text = parts.data.vocab_size is not None
         unit, count = ("tokens_per_s", math.prod(inputs)) if is_text else ("rows_per_s", inputs[0])
         device = parts.mesh.devices.flat[0]
         peak = config.run.peak_flops or peak_flops(device.device_kind, str(parts.dtype))
-        flops_per_s = self._flops / step_time_s
-        bubble = None
-        if parts.ticks is not None:
-            bubble = parts.ticks.bubble_fraction(task_costs(config.executor.remat))
-        return {
-            unit: count / step_time_s,
-            "model_flops_per_s": flops_per_s,
-            "mfu_fraction": None if peak is None else flops_per_s / (peak * parts.mesh.size),
-            "compile_time_s": self.compile_time_s,
-            "predicted_bubble_fraction": bubble,
-        }
+        bubble = None if parts.ticks is None else parts.ticks.bubble_fraction(task_costs(config.executor.remat))
+        return unit, count, model_flops(parts), None if peak is None else peak * parts.mesh.size, bubble
 
     def _evaluate(self, state: Tree, finished: int) -> None:
         assert self.evaluate is not None
         batches = self.parts.data.eval_batches(self.parts.config.run.eval_batches)
         losses = [self.evaluate(state["params"], self.parts.put(batch)) for batch in batches]
-        self.metrics.log_eval(finished, {"eval_loss": sum(map(float, losses)) / len(losses)})
+        with _writing(Path(self.parts.config.run.dir)):
+            self.metrics.log_eval(finished, {"eval_loss": sum(map(float, losses)) / len(losses)})
 
     def _save(self, state: Tree, finished: int) -> None:
+        """Nothing; saves a state whose every number is finite. That of a step's loss says nothing of its update."""
+        if not _is_finite(state):
+            raise self._non_finite(finished, "its update is not finite", newest_good=finished - 1)
         data = self.parts.data
         meta = {
             "step": finished,

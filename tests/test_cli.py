@@ -27,14 +27,14 @@ import json, signal, sys, time, types
 
 def train(config, *, as_json):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    print(json.dumps({"layers": config.model.num_layers, "dir": config.run.dir, "as_json": as_json}), flush=True)
-    if config.run.seed == 9:  # as a run that takes a moment to save when interrupted
-        try:
+    try:
+        print(json.dumps({"layers": config.model.num_layers, "dir": config.run.dir, "as_json": as_json}), flush=True)
+        if config.run.seed == 9:  # a long run
             time.sleep(30)
-        except KeyboardInterrupt:
-            time.sleep(0.5)
-            print("saved", flush=True)
-            return 130
+    except KeyboardInterrupt:  # as a run that takes a moment to save when interrupted
+        time.sleep(0.5)
+        print("saved", flush=True)
+        return 130
     return 1 if config.model.num_layers == 3 else 0
 
 sys.modules["ppctl.run"] = types.ModuleType("ppctl.run")

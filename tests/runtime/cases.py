@@ -19,6 +19,7 @@ from ppctl.runtime.spmd import Options, spmd
 from ppctl.schedule import build
 from ppctl.schedule.ticks import forward_only, ticks
 
+COMPILE_FAST = {"xla_backend_optimization_level": 0}  # the same program in slower machine code: most time is compiling
 SEQ_LEN, VOCAB_SIZE = 8, 32
 TRANSFORMER = {
     "d_model": 16,
@@ -108,7 +109,8 @@ def run_spmd(case, stack, params, batch):
     layout = case.layout()
     staged = layout.to_staged(params)
     shardings = layout.shardings(layout.staged_specs(staged))
-    loss, grads = jax.jit(staged_step(case, stack), in_shardings=(shardings, None))(staged, batch)
+    step = jax.jit(staged_step(case, stack), in_shardings=(shardings, None), compiler_options=COMPILE_FAST)
+    loss, grads = step(staged, batch)
     for grad, leaf, sharding in zip(*map(jax.tree.leaves, (grads, staged, shardings)), strict=True):
         assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
         assert grad.sharding.is_equivalent_to(sharding, grad.ndim)
@@ -121,7 +123,7 @@ def run_reference(model, num_layers, batch_size):
     stack = make_stack(model, num_layers)
     params, batch = make_params(stack), make_batch(model, batch_size)
     step = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)
-    loss, grads = jax.jit(step)(params, batch)
+    loss, grads = jax.jit(step, compiler_options=COMPILE_FAST)(params, batch)
     return params, batch, float(loss), jax.tree.map(np.asarray, grads)
 
 

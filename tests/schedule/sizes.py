@@ -49,7 +49,9 @@ def random_program(seed, *, num_ranks, num_chunks, num_microbatches, split):
 def random_programs():
     """Forty of them, half with the backward split into I and W."""
     return [
-        random_program(seed, num_ranks=1 + seed % 4, num_chunks=1 + seed % 3, num_microbatches=1 + seed % 5, split=split)
+        random_program(
+            seed, num_ranks=1 + seed % 4, num_chunks=1 + seed % 3, num_microbatches=1 + seed % 5, split=split
+        )
         for seed in range(20)
         for split in (False, True)
     ]

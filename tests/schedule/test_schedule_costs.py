@@ -176,7 +176,9 @@ def test_peak_activations_count_the_stashes_between_forward_and_weight_gradient(
         assert peak * schedule.num_chunks == near(max(held))
 
 
-@pytest.mark.parametrize("module", ["ppctl.schedule", "ppctl.schedule.ticks", "ppctl.schedule.simulate", "ppctl.partition"])
+@pytest.mark.parametrize(
+    "module", ["ppctl.schedule", "ppctl.schedule.ticks", "ppctl.schedule.simulate", "ppctl.partition"]
+)
 def test_schedules_need_the_standard_library_only(module):
     code = (
         f"import sys, {module}; "

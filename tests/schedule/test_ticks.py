@@ -80,7 +80,9 @@ class Machine:
         self.num_ranks, self.last = schedule.num_ranks, schedule.num_stages - 1
         slots = {"act": lowered.num_act_slots, "grad": lowered.num_grad_slots, "stash": lowered.num_stash_slots}
         self.slots = {name: [[None] * count for _ in range(self.num_ranks)] for name, count in slots.items()}
-        self.live = {name: [set() for _ in range(self.num_ranks)] for name in slots}  # slots whose value is still needed
+        self.live = {
+            name: [set() for _ in range(self.num_ranks)] for name in slots
+        }  # slots whose value is still needed
         self.losses, self.gradients, self.most_live = [], [], dict.fromkeys(slots, 0)
 
     def write(self, name, rank, slot, value):
