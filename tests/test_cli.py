@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from ppctl import cli
-from ppctl.choices import all_settings
+from ppctl.cli.choices import all_settings
+from ppctl.cli.help import COMMANDS, EXAMPLES, MOST_USED
 from ppctl.config import Config, Interleaved
 from ppctl.errors import CheckpointError, NonFiniteError
 
@@ -61,7 +62,7 @@ def served(monkeypatch):
 
         return serve
 
-    for command, (name, _) in cli.COMMANDS.items():
+    for command, (name, _) in COMMANDS.items():
         module = sys.modules.get(name)
         if not isinstance(module, StandIn):
             module = StandIn(name)
@@ -83,7 +84,7 @@ def test_a_request_reaches_its_command_as_dataclasses(served):
     assert (config.mesh.text, config.run.dir) == ("1x4", "runs/x")
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_served_and_leaves_no_files(command, served, empty_directory):
     before = os.environ.copy(), list(sys.argv)
     assert cli.main([command]) == 0
@@ -284,11 +285,11 @@ def test_debug_shows_the_traceback_of_a_wrong_request(capsys, monkeypatch):
 def test_ppctl_alone_shows_the_commands(argv, capsys):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
-    for command in cli.COMMANDS:
+    for command in COMMANDS:
         assert re.search(rf"^  {command} +\w", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_groups_settings_examples_and_exit_codes(command, capsys):
     assert cli.main([command, "--help"]) == 0
     out = capsys.readouterr().out
@@ -311,7 +312,7 @@ def test_help_of_parts_shows_all_their_settings(capsys):
     assert "swiglu" not in out
 
 
-@pytest.mark.parametrize("line", [line for lines in cli.EXAMPLES.values() for line in lines])
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
 def test_the_examples_of_the_help_compose(line, served, monkeypatch):
     argv = line.split()[1:]
     if "--multirun" in argv:  # each combination is a job; its first one stands for them
@@ -321,7 +322,7 @@ def test_the_examples_of_the_help_compose(line, served, monkeypatch):
 
 def test_the_settings_of_the_help_are_explained():
     plain = ("run.name",)
-    assert [key for key in cli.MOST_USED if not all_settings()[key].about] == list(plain)
+    assert [key for key in MOST_USED if not all_settings()[key].about] == list(plain)
 
 
 def test_cfg_prints_the_composed_config(capsys, served):

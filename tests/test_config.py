@@ -8,9 +8,9 @@ import re
 import pytest
 
 from ppctl import config as c
-from ppctl.choices import PARTS, ROOT, all_settings, default_option, options, schema_of, schemas, settings_of
+from ppctl.cli.choices import PARTS, ROOT, all_settings, default_option, options, schema_of, schemas, settings_of
+from ppctl.cli.compose import compose
 from ppctl.errors import ConfigError
-from ppctl.hydra_glue import compose
 
 # What an option needs besides its name, to be a request that can be served.
 NEEDS = {

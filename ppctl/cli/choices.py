@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ppctl import config
 from ppctl.config import Config, Mesh, Run
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # a wheel carries conf/ and recipes/ inside
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "run")  # the parts that are chosen by name
 GROUPS = (*PARTS, "recipes")

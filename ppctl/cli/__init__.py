@@ -1,0 +1,5 @@
+"""Layer 7: the command line. The only importer of hydra and omegaconf."""
+
+from ppctl.cli.entry import console_script, main
+
+__all__ = ["console_script", "main"]

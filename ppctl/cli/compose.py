@@ -1,0 +1,92 @@
+"""Hydra's side of the command line: overrides in, a checked `Config` out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import hydra
+import yaml
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ppctl import config as settings
+from ppctl.cli.choices import ROOT
+from ppctl.cli.faults import check_keys, check_names, explain, parse_override, refuse
+from ppctl.cli.plugins import Request, register
+from ppctl.config import Config
+from ppctl.errors import ConfigError
+
+
+def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config | int:
+    """The checked request, or an exit code when `flags` ask Hydra for something else (--cfg, --info, --multirun).
+
+    `words` start a sweep's job on a command line. Raises ConfigError for whatever is wrong.
+    """
+    parsed = [parse_override(text) for text in overrides]
+    for override in parsed:
+        refuse(override, multirun="--multirun" in flags)
+    register()
+    request = Request(words)
+    try:
+        _run_hydra(request, [*flags, *overrides])
+        if request.composed is None:
+            return _summary(request.jobs)
+        check_keys(request.composed)
+        check_names(request.composed, request.choices)
+        config = OmegaConf.to_object(request.composed)
+    except SystemExit as stop:  # a signal ended the sweep
+        _summary(request.jobs)
+        return int(stop.code or 0)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
+        # ValueError and OSError: what Hydra raises for a malformed or unreadable file of the user's
+        raise ConfigError(explain(error, parsed)) from error
+    assert isinstance(config, Config)
+    settings.check(config)
+    return config
+
+
+def _run_hydra(request: Request, argv: list[str]) -> None:
+    with _as_if_typed(argv):
+        hydra.main(config_path=str(ROOT / "conf"), config_name="config", version_base="1.3")(request)()
+
+
+@contextmanager
+def _as_if_typed(argv: list[str]) -> Iterator[None]:
+    """Hydra reads sys.argv, and hands exceptions on only when HYDRA_FULL_ERROR is set."""
+    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["ppctl", *argv], "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full
+
+
+def _summary(jobs: list[tuple[str, int, float]]) -> int:
+    """1 if a job failed, else 0; prints one line for each job."""
+    for job, code, seconds in jobs:
+        print(
+            f"ppctl: {'done' if code == 0 else f'exit code {code}':>12}  {seconds:7.1f} s  job {job}", file=sys.stderr
+        )
+    return int(any(code for _, code, _ in jobs))
+
+
+def completions(line: str) -> None:
+    """Prints for bash what may follow `line`, which starts with the program's name and has no command."""
+    register()
+    os.environ["COMP_LINE"] = line
+    # A half-typed line is often wrong, and the prompt is no place for an error.
+    with suppress(HydraException, OmegaConfBaseException, ValueError, SystemExit):
+        _run_hydra(Request([]), ["--shell-completion", "query=bash"])
+
+
+def completion_script() -> None:
+    """Prints what bash evaluates to complete ppctl's command lines."""
+    register()
+    _run_hydra(Request([]), ["--shell-completion", "install=bash"])

@@ -1,0 +1,122 @@
+"""The command line: `ppctl COMMAND [GROUP=OPTION ...] [SETTING=VALUE ...]`.
+
+Nothing of JAX is imported before the request is known to be right, so that a wrong one is refused at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from ppctl.cli.choices import did_you_mean
+from ppctl.cli.help import COMMANDS, help_text, overview
+from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
+from ppctl.config import Config
+from ppctl.errors import ConfigError, PpctlError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code of a command line; `argv` is without the program's name."""
+    try:
+        return _serve(sys.argv[1:] if argv is None else argv)
+    except PpctlError as error:
+        _debug()
+        print(f"ppctl: {_one_line(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _debug()
+        print("ppctl: interrupted.", file=sys.stderr)
+        return 130
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            f"ppctl: this is a bug in ppctl, not in your request: {type(error).__name__}: {_one_line(str(error))}. "
+            f"Please report it with the lines above and: ppctl {' '.join(argv or sys.argv[1:])}",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def console_script() -> NoReturn:
+    """Ends the process with the exit code of its command line."""
+    code = main()
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        # Orbax's threads of a save that failed would hold up the exit for minutes, or for ever.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _serve(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if argv[0] == "--version":
+        print(f"ppctl {version('ppctl')}")
+        return 0
+    if argv[0] in ("--completion", "-sc", "--shell-completion"):  # the last two are what Hydra's bash script calls
+        return _complete(argv[1:], is_query=argv[0] != "--completion")
+    command, *rest = argv
+    if command not in COMMANDS:
+        if "=" in command:
+            raise ConfigError(f"{command}: a command comes first, for example ppctl train {command}.")
+        raise ConfigError(f"{command} is not a command.{did_you_mean(command, COMMANDS)} ({', '.join(COMMANDS)})")
+    asked = parse(rest)
+    if asked.help:
+        print(help_text(command, asked.overrides))
+        return 0
+    if asked.config_dir is not None and not Path(asked.config_dir).is_dir():
+        raise ConfigError(f"--config-dir {asked.config_dir}: there is no such directory.")
+
+    from ppctl.cli.compose import compose
+
+    config = compose(asked.overrides, hydra_flags(asked), words=[command, *job_flags(asked)])
+    return config if isinstance(config, int) else _dispatch(command, config, as_json=asked.json)
+
+
+def _dispatch(command: str, config: Config, *, as_json: bool) -> int:
+    """The exit code of the command. Its module is imported here and not above because it imports JAX."""
+    return getattr(import_module(COMMANDS[command][0]), command)(config, as_json=as_json)
+
+
+def _complete(words: list[str], *, is_query: bool) -> int:
+    """0 after printing bash's completion script, or the candidates for bash's COMP_LINE."""
+    from ppctl.cli import compose
+
+    if not is_query:
+        if words != ["bash"]:
+            raise ConfigError('--completion takes bash: eval "$(ppctl --completion bash)"')
+        compose.completion_script()
+        return 0
+    line = os.environ.get("COMP_LINE", "")
+    before, last = line.split()[1:], ""
+    if before and not line.endswith(" "):
+        last = before.pop()
+    if not before:
+        print(" ".join([*COMMANDS, "--help", "--version"]))
+    elif last.startswith("-"):
+        print(" ".join(option_names()))
+    else:
+        # Hydra knows neither the command nor ppctl's own options.
+        overrides = [word for word in before[1:] if "=" in word and not word.startswith("-")]
+        compose.completions(" ".join(["ppctl", *overrides, last]))
+    return 0
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _debug() -> None:
+    """Prints the traceback of the exception being handled if PPCTL_DEBUG is set."""
+    if os.environ.get("PPCTL_DEBUG", "0") not in ("", "0"):
+        traceback.print_exc()

@@ -1,0 +1,161 @@
+"""The commands of ppctl, and what `--help` says of them, of groups and of settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ppctl.cli.choices import (
+    GROUPS,
+    PARTS,
+    Setting,
+    all_settings,
+    default_option,
+    did_you_mean,
+    options,
+    schema_of,
+    settings_of,
+    shown,
+    wrong_option,
+)
+from ppctl.config import Run
+from ppctl.errors import ConfigError
+
+COMMANDS = {  # command: module that serves it, one line
+    "train": ("ppctl.run", "train a model; metrics and checkpoints go to run.dir, and the same line resumes"),
+    "verify": ("ppctl.verify", "show that the pipelined gradients equal those of the un-pipelined model"),
+    "bench": ("ppctl.bench", "time the training step beside its prediction and the un-pipelined model"),
+}
+EXAMPLES = {
+    "train": (
+        "ppctl train recipes=tiny",
+        "ppctl train model=transformer mesh=2x4 schedule=interleaved schedule.num_microbatches=16",
+        "ppctl train data=text data.path=notes.txt run.name=notes run.num_steps=1000",
+        "ppctl train --multirun schedule=gpipe,eager_1f1b mesh=1x2,1x4",
+    ),
+    "verify": (
+        "ppctl verify mesh=1x4 schedule=1f1b run.dtype=float64 --json",
+        "ppctl verify recipes=tiny schedule=gpipe",
+    ),
+    "bench": (
+        "ppctl bench mesh=1x4 schedule=gpipe",
+        "ppctl bench --multirun schedule=gpipe,interleaved --json",
+    ),
+}
+MOST_USED = (
+    "model.num_layers",
+    "model.d_model",
+    "model.seq_len",
+    "schedule.num_microbatches",
+    "schedule.num_chunks",
+    "executor.remat",
+    "optim.lr",
+    "optim.warmup_steps",
+    "data.batch_size",
+    "run.name",
+    "run.dir",
+    "run.num_steps",
+    "run.seed",
+    "run.dtype",
+    "run.platform",
+    "run.resume",
+    "run.eval_every",
+    "run.checkpoint.every",
+    "run.profile.start",
+)
+FLAGS = """\
+  --json            print the result as JSON on stdout
+  --cfg job         print the composed config as YAML and stop (--resolve: with ${...} filled in)
+  --info TOPIC      where the config comes from: config, defaults, defaults-tree, plugins, searchpath
+  -m, --multirun    run every combination of KEY=A,B,...: each in a process and a run.dir of its own
+  --config-dir DIR  look for groups and recipes in DIR too (DIR/recipes/x.yaml is recipes=x)
+  -h, --help        this text; with part names (`--help model run`): all settings of these"""
+EXIT_CODES = """\
+  0  done
+  1  the check failed (verify), training met a loss that is not finite, a job of a sweep failed, or a bug
+  2  the request is wrong; nothing was started
+  130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
+
+
+def overview() -> str:
+    lines = [f"  {name:7} {about}" for name, (_, about) in COMMANDS.items()]
+    examples = [f"  {lines[0]}" for lines in EXAMPLES.values()]
+    return "\n".join(
+        [
+            "Pipeline-parallel training in JAX.",
+            "",
+            "Usage: ppctl COMMAND [GROUP=OPTION ...] [SETTING=VALUE ...]",
+            "",
+            "Commands:",
+            *lines,
+            "",
+            "Examples:",
+            *examples,
+            "",
+            "`ppctl COMMAND --help` shows groups, settings and options; `ppctl --version` the version.",
+            'Completion in bash: eval "$(ppctl --completion bash)"',
+        ]
+    )
+
+
+def help_text(command: str, words: Sequence[str]) -> str:
+    """The help of a command, or all settings of the parts named by `words` (`model`, `model=mlp`, `run`)."""
+    if words:
+        return "\n\n".join(_part_help(word) for word in words)
+    known = all_settings()
+    groups = [f"  {group:9} {_options_text(group)}" for group in GROUPS]
+    used = _table([known[key] for key in MOST_USED])
+    return "\n".join(
+        [
+            f"ppctl {command}: {COMMANDS[command][1]}.",
+            "",
+            f"Usage: ppctl {command} [GROUP=OPTION ...] [SETTING=VALUE ...] [--json]",
+            "",
+            "Groups (the first option is the default):",
+            *groups,
+            "",
+            f"Settings most used, with defaults (all of a part: ppctl {command} --help model; all: --cfg job):",
+            used,
+            "",
+            "Options:",
+            FLAGS,
+            "",
+            "Examples:",
+            *(f"  {line}" for line in EXAMPLES[command]),
+            "",
+            "Exit codes:",
+            EXIT_CODES,
+        ]
+    )
+
+
+def _options_text(group: str) -> str:
+    if group == "mesh":
+        return f"{default_option('mesh')} | any DPxPP or DPxPPxFSDP: data-parallel rows x pipeline ranks x shards"
+    return " | ".join(options(group)) if group != "recipes" else ", ".join(options(group)) + " (complete runs)"
+
+
+def _part_help(word: str) -> str:
+    """All settings of a part, for each of its options unless `word` names one."""
+    key, _, option = word.partition("=")
+    part = key.split(".")[0]
+    if part == "run":
+        return f"run: {Run.__doc__}\n{_table(settings_of('run', Run).values())}"
+    if part not in PARTS:
+        raise ConfigError(f"{part} is not a part with settings.{did_you_mean(part, [*PARTS, 'run'])}")
+    one = part == "mesh" or (option and part == key)
+    names = [option or default_option(part)] if one else options(part)
+    if part != "mesh" and not set(names) <= set(options(part)):
+        raise ConfigError(wrong_option(part, option, options(part)))
+    schemas = {name: schema_of(part, name) for name in names}
+    return "\n\n".join(
+        f"{part}={name}: {cls.__doc__}\n{_table(settings_of(part, cls).values())}" for name, cls in schemas.items()
+    )
+
+
+def _table(settings: Iterable[Setting]) -> str:
+    rows = [
+        (f"{s.key}={'...' if s.default == '???' else shown(s.default)}", s.about.replace("None", "null"))
+        for s in settings
+    ]
+    width = max(len(left) for left, _ in rows)
+    return "\n".join(f"  {left:{width}}  {about}".rstrip() for left, about in rows)

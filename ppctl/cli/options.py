@@ -1,0 +1,59 @@
+"""The command line's own options: everything that is not GROUP=OPTION or SETTING=VALUE."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from ppctl.cli.choices import did_you_mean
+from ppctl.errors import ConfigError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="ppctl", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job", "hydra", "all"])
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-i", "--info", choices=["config", "defaults", "defaults-tree", "plugins", "searchpath"])
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-cd", "--config-dir")
+    return parser
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """The options and overrides in `words`, in any order; ConfigError for options that there are not."""
+    asked, unknown = _parser().parse_known_intermixed_args(words)
+    if unknown:
+        known, bad = option_names(), unknown[0].partition("=")[0]
+        raise ConfigError(f"{bad} is not an option.{did_you_mean(bad, known)} ({', '.join(known)})")
+    modes = [f"--{name}" for name in ("cfg", "info", "multirun") if getattr(asked, name)]
+    if len(modes) > 1:
+        raise ConfigError(f"{' and '.join(modes)} exclude each other.")
+    if asked.resolve and asked.cfg is None:
+        raise ConfigError("--resolve only goes with --cfg.")
+    return asked
+
+
+def hydra_flags(asked: argparse.Namespace) -> list[str]:
+    flags = ["--multirun"] * asked.multirun + ["--resolve"] * asked.resolve
+    for name in ("cfg", "info", "config_dir"):
+        if getattr(asked, name) is not None:
+            flags += [f"--{name.replace('_', '-')}", getattr(asked, name)]
+    return flags
+
+
+def job_flags(asked: argparse.Namespace) -> list[str]:
+    """The options that each job of a sweep shares with the sweep."""
+    return ["--json"] * asked.json + (["--config-dir", asked.config_dir] if asked.config_dir else [])
+
+
+def option_names() -> list[str]:
+    """Every option, for completion and for what looks like it."""
+    return [name for action in _parser()._actions for name in action.option_strings]
