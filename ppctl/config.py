@@ -346,6 +346,34 @@ class Config:
     run: Run = field(default_factory=Run)
 
 
+@dataclass
+class Costs:
+    """Seconds of one microbatch through 1/p of the model, as `ppctl schedule` assumes them. A chunk costs 1/V of it."""
+
+    name: str = "unit"
+    forward_s: float = 1.0  # F
+    input_grad_s: float = 1.0  # I; a full backward B is I and W
+    weight_grad_s: float = 1.0  # W
+    transfer_s: float = 0.0  # one activation or gradient from a rank to the next
+
+    def check(self) -> None:
+        for key in ("forward_s", "input_grad_s", "weight_grad_s", "transfer_s"):
+            _at_least(f"costs.{key}", getattr(self, key), 0)
+        if self.forward_s + self.input_grad_s + self.weight_grad_s == 0:
+            raise ConfigError("costs.forward_s=costs.input_grad_s=costs.weight_grad_s=0: give one of them a time.")
+
+
+@dataclass
+class ScheduleConfig(Config):
+    """A composed request of `ppctl schedule`: of a training's parts, mesh and schedule matter; costs are its own."""
+
+    costs: Costs = field(default_factory=Costs)
+
+    def check(self) -> None:
+        for part in (self.mesh, self.schedule, self.costs):
+            part.check()
+
+
 def check(config: Config) -> None:
     """Nothing, or ConfigError for the first setting or combination that is impossible."""
     for part in (config.model, config.mesh, config.schedule, config.executor, config.optim, config.data, config.run):

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Mesh, Run
+from ppctl.config import Config, Costs, Mesh, Run
 
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # a wheel carries conf/ and recipes/ inside
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "run")  # the parts that are chosen by name
 GROUPS = (*PARTS, "recipes")
+DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on; costs are no part of the others
+DEFAULT_COSTS = "unit"
 MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # any sizes will do; these are for listings
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -45,11 +47,13 @@ def options(group: str) -> list[str]:
 
 
 def default_option(group: str) -> str:
-    """The option that conf/config.yaml names for `group`.
+    """The option that conf/config.yaml names for `group`; for costs, the one that `ppctl schedule` chooses.
 
     >>> default_option("mesh")
     '2x4'
     """
+    if group == "costs":
+        return DEFAULT_COSTS
     found = re.search(rf"^  - {group}: (\S+)", (ROOT / "conf/config.yaml").read_text(), re.MULTILINE)
     assert found is not None, group
     return found[1]
@@ -100,7 +104,7 @@ def _comments(cls: type) -> dict[str, str]:
 
 def all_settings() -> dict[str, Setting]:
     """Every setting of every shipped option; where options share a key, the default option's."""
-    found = settings_of("run", Run)
+    found = settings_of("run", Run) | settings_of("costs", Costs)
     for part in PARTS:
         for option in reversed(options(part)):
             found |= settings_of(part, schema_of(part, option))

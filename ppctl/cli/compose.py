@@ -9,16 +9,38 @@ from contextlib import contextmanager, suppress
 
 import hydra
 import yaml
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppctl import config as settings
-from ppctl.cli.choices import ROOT
+from ppctl.cli.choices import DEFAULT_COSTS, DRAWN, ROOT
 from ppctl.cli.faults import check_keys, check_names, explain, parse_override, refuse
 from ppctl.cli.plugins import Request, register
-from ppctl.config import Config
+from ppctl.config import Config, ScheduleConfig
 from ppctl.errors import ConfigError
+
+
+def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
+    """The checked request of `ppctl schedule`. Raises ConfigError for whatever is wrong.
+
+    Only the parts that a schedule depends on are converted and checked; a recipe may leave others incomplete.
+    """
+    parsed = [parse_override(text) for text in overrides]
+    for override in parsed:
+        refuse(override, multirun=False, drawing=True)
+    chosen = [] if any(override.key_or_group == "costs" for override in parsed) else [f"costs={DEFAULT_COSTS}"]
+    register(ScheduleConfig)
+    request = Request([])
+    with _in_one_line(parsed):
+        _run_hydra(request, [*flags, *chosen, *overrides])
+        assert request.composed is not None
+        check_keys(request.composed)
+        check_names(request.composed, request.choices)
+        config = ScheduleConfig(**{part: OmegaConf.to_object(request.composed[part]) for part in DRAWN})
+    config.check()
+    return config
 
 
 def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config | int:
@@ -28,25 +50,33 @@ def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config 
     """
     parsed = [parse_override(text) for text in overrides]
     for override in parsed:
-        refuse(override, multirun="--multirun" in flags)
-    register()
+        refuse(override, multirun="--multirun" in flags, drawing=False)
+    register(Config)
     request = Request(words)
     try:
-        _run_hydra(request, [*flags, *overrides])
-        if request.composed is None:
-            return _summary(request.jobs)
-        check_keys(request.composed)
-        check_names(request.composed, request.choices)
-        config = OmegaConf.to_object(request.composed)
+        with _in_one_line(parsed):
+            _run_hydra(request, [*flags, *overrides])
+            if request.composed is None:
+                return _summary(request.jobs)
+            check_keys(request.composed)
+            check_names(request.composed, request.choices)
+            config = OmegaConf.to_object(request.composed)
     except SystemExit as stop:  # a signal ended the sweep
         _summary(request.jobs)
         return int(stop.code or 0)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
-        # ValueError and OSError: what Hydra raises for a malformed or unreadable file of the user's
-        raise ConfigError(explain(error, parsed)) from error
     assert isinstance(config, Config)
     settings.check(config)
     return config
+
+
+@contextmanager
+def _in_one_line(parsed: list[Override]) -> Iterator[None]:
+    """Hydra's and OmegaConf's errors in here become ConfigErrors."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
+        # ValueError and OSError: what Hydra raises for a malformed or unreadable file of the user's
+        raise ConfigError(explain(error, parsed)) from error
 
 
 def _run_hydra(request: Request, argv: list[str]) -> None:
@@ -77,9 +107,9 @@ def _summary(jobs: list[tuple[str, int, float]]) -> int:
     return int(any(code for _, code, _ in jobs))
 
 
-def completions(line: str) -> None:
+def completions(line: str, *, drawing: bool) -> None:
     """Prints for bash what may follow `line`, which starts with the program's name and has no command."""
-    register()
+    register(ScheduleConfig if drawing else Config)
     os.environ["COMP_LINE"] = line
     # A half-typed line is often wrong, and the prompt is no place for an error.
     with suppress(HydraException, OmegaConfBaseException, ValueError, SystemExit):
@@ -88,5 +118,5 @@ def completions(line: str) -> None:
 
 def completion_script() -> None:
     """Prints what bash evaluates to complete ppctl's command lines."""
-    register()
+    register(Config)
     _run_hydra(Request([]), ["--shell-completion", "install=bash"])

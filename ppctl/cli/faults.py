@@ -21,10 +21,12 @@ from omegaconf.errors import (
 
 from ppctl import config as settings
 from ppctl.cli.choices import (
+    DRAWN,
     GROUPS,
     PARTS,
     all_settings,
     default_option,
+    did_you_mean,
     options,
     shown,
     unknown_key,
@@ -56,10 +58,17 @@ def parse_override(text: str) -> Override:
     return override
 
 
-def refuse(override: Override, *, multirun: bool) -> None:
-    """ConfigError for an override that Hydra would take, but that ppctl cannot serve or can explain better."""
+def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
+    """ConfigError for an override that Hydra would take, but that ppctl cannot serve or can explain better.
+
+    drawing: the request is one of `ppctl schedule`.
+    """
     key, line = override.key_or_group, str(override.input_line)
     group = key.split(".")[0]
+    if drawing:
+        _refuse_for_drawing(group, line)
+    elif group == "costs":
+        raise ConfigError(f"{line}: costs are assumed by `ppctl schedule` alone; no other command has such a setting.")
     if override.is_delete():
         raise ConfigError(f"{line}: nothing can be removed. Give {key} another value instead.")
     if line.startswith("+") and (key in GROUPS or key in all_settings()):
@@ -71,14 +80,23 @@ def refuse(override: Override, *, multirun: bool) -> None:
         )
     if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ConfigError(f"{line}: a sweep over {key} needs a list of values: {key}=a,b.")
-    if key in GROUPS:
+    if key in (*GROUPS, "costs"):
         for value in _values(override):
-            if not isinstance(value, str) and not (isinstance(value, dict) and key in PARTS):
+            if not isinstance(value, str) and not (isinstance(value, dict) and key != "recipes"):
                 raise ConfigError(wrong_option(key, shown(value), options(key)))
-    if group in PARTS and key == f"{group}.name":
+    if group in (*PARTS, "costs") and key == f"{group}.name":
         raise ConfigError(f"{line}: the choice of {group} sets its name. Use {line.replace('.name', '', 1)}.")
     if key.replace("/", ".").startswith("hydra.launcher"):
         raise ConfigError(f"{line}: a sweep has one launcher, because each of its jobs must be a process of its own.")
+
+
+def _refuse_for_drawing(group: str, line: str) -> None:
+    """ConfigError for an override of what no schedule depends on, and which would be ignored."""
+    parts = (*DRAWN, "recipes")
+    if group in (*PARTS, "run") and group not in parts:
+        raise ConfigError(f"{line}: no schedule depends on {group}. Leave it out (parts: {', '.join(parts)}).")
+    if group not in parts and not group.startswith("hydra"):
+        raise ConfigError(f"{group} is not a part of a drawing.{did_you_mean(group, parts)} ({', '.join(parts)})")
 
 
 def _values(override: Override) -> list[Any]:
@@ -125,8 +143,8 @@ def check_names(cfg: DictConfig, choices: dict[str, Any]) -> None:
 def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
     """The option and dataclass of each part of a composed config, as far as it got."""
     found: dict[str, tuple[str, type]] = {"run": ("", settings.Run)}
-    for part in PARTS:
-        node = None if OmegaConf.is_missing(cfg, part) else cfg.get(part)
+    for part in (*PARTS, "costs"):
+        node = None if part not in cfg or OmegaConf.is_missing(cfg, part) else cfg.get(part)
         if isinstance(node, DictConfig) and dataclasses.is_dataclass(cls := OmegaConf.get_type(node)):
             option = "x".join(str(size) for size in node.values()) if cls is Mesh else str(node.get("name"))
             found[part] = (option, cls)

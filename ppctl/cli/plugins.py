@@ -156,14 +156,14 @@ def run_process(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def register() -> None:
-    """Makes schemas, source, search path and launcher known to Hydra. Doing it twice changes nothing."""
+def register(root: type[Config]) -> None:
+    """Makes schemas, source, search path and launcher known to Hydra, for configs of class `root`. Twice is once."""
     store = ConfigStore.instance()
     for name, cls in schemas().items():
         store.store(name=f"schema_{name}", node=cls, provider="ppctl")
     # The parts are missing rather than config.py's defaults, so that a group that was not chosen cannot hide.
     missing: dict[str, Any] = dict.fromkeys(PARTS, MISSING)
-    store.store(name="schema_config", node=Config(**missing), provider="ppctl")
+    store.store(name="schema_config", node=root(**missing), provider="ppctl")
     plugins = Plugins.instance()  # imports the hydra_plugins package if some other plugin brought it
     # Hydra takes launchers from importable modules of the hydra_plugins package only.
     package = sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
