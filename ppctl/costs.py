@@ -58,24 +58,75 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one microbatch through one stage. The defaults are the unit of the pipeline papers: F = I = W = 1.
+    """What one microbatch costs. The defaults are the unit of the pipeline papers: F = I = W = 1, free transfers.
+
+    Each of the first four is a number, for one microbatch through 1/p of the model (of which each of a rank's V chunks
+    costs 1/V), or a tuple with the cost of each stage in model order.
 
     >>> Costs().backward_s
     2.0
+    >>> Costs(forward_s=(1.0, 3.0)).seconds("F", 1, num_chunks=2)
+    3.0
     """
 
-    forward_s: float = 1.0  # F
-    input_grad_s: float = 1.0  # I
-    weight_grad_s: float = 1.0  # W
-    transfer_s: float = 0.0  # one activation or gradient from a rank to the next
+    forward_s: float | tuple[float, ...] = 1.0  # F
+    input_grad_s: float | tuple[float, ...] = 1.0  # I
+    weight_grad_s: float | tuple[float, ...] = 1.0  # W
+    transfer_s: float = 0.0  # latency of one activation or gradient from a rank to the next
+    activation_bytes: float | tuple[float, ...] = 0.0  # what a forward keeps for its backward
+    transfer_bytes: float = 0.0  # size of one activation or gradient that crosses ranks
+    transfer_bytes_per_s: float | None = None  # bandwidth of a hop; None: no limit
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not 0 <= value < math.inf:  # written so that NaN fails
-                raise ConfigError(f"{field.name}={value} is not a time. Use a finite number of seconds, at least 0.")
+            if field.name == "transfer_bytes_per_s":
+                if value is not None and not 0 < value < math.inf:  # written so that NaN fails
+                    raise ConfigError(f"{field.name}={value} is not a bandwidth. Use a number above 0, or None.")
+                continue
+            what, unit = ("time", "seconds") if field.name.endswith("_s") else ("size", "bytes")
+            for number in value if isinstance(value, tuple) else (value,):
+                if not 0 <= number < math.inf:  # written so that NaN fails
+                    raise ConfigError(
+                        f"{field.name}={number} is not a {what}. Use a finite number of {unit}, at least 0."
+                    )
 
     @property
     def backward_s(self) -> float:
-        """Seconds of a full backward: B = I + W."""
+        """Seconds of a full backward through 1/p of the model: B = I + W. Only where both are numbers."""
+        assert not isinstance(self.input_grad_s, tuple), "costs of each stage: see seconds"
+        assert not isinstance(self.weight_grad_s, tuple), "costs of each stage: see seconds"
         return self.input_grad_s + self.weight_grad_s
+
+    @property
+    def hop_s(self) -> float:
+        """Seconds from the end of a task until its value can be read on the next rank."""
+        if self.transfer_bytes_per_s is None:
+            return self.transfer_s
+        return self.transfer_s + self.transfer_bytes / self.transfer_bytes_per_s
+
+    def seconds(self, kind: str, stage: int, num_chunks: int) -> float:
+        """Seconds of one task of `kind` (F, B, I or W)."""
+        if kind == "B":
+            if isinstance(self.input_grad_s, tuple) or isinstance(self.weight_grad_s, tuple):
+                return self.seconds("I", stage, num_chunks) + self.seconds("W", stage, num_chunks)
+            return self.backward_s / num_chunks
+        return _of_stage({"F": self.forward_s, "I": self.input_grad_s, "W": self.weight_grad_s}[kind], stage, num_chunks)
+
+    def stage_bytes(self, stage: int, num_chunks: int) -> float:
+        """Bytes that one forward of `stage` keeps for its backward."""
+        return _of_stage(self.activation_bytes, stage, num_chunks)
+
+    def check(self, num_stages: int) -> None:
+        """Nothing, or ConfigError where a tuple has not one entry a stage."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, tuple) and len(value) != num_stages:
+                raise ConfigError(
+                    f"{field.name} has {len(value)} entries for {num_stages} stages. Give one for each stage, or a "
+                    "number for 1/p of the model."
+                )
+
+
+def _of_stage(cost: float | tuple[float, ...], stage: int, num_chunks: int) -> float:
+    return cost[stage] if isinstance(cost, tuple) else cost / num_chunks

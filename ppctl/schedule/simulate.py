@@ -1,72 +1,125 @@
-"""What a schedule costs: when each task runs, how long ranks idle, how many activations they hold."""
+"""What a schedule costs: when each task runs, how long ranks idle, which tasks wait for which."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ppctl.costs import Costs
-from ppctl.schedule.ir import Schedule, Task, Value, reads, writes
-from ppctl.schedule.validate import walk
+from ppctl.schedule.ir import KINDS, Schedule, Task, Value, reads, writes
+from ppctl.schedule.memory import memory_steps, peak_activations, peak_bytes
+from ppctl.schedule.walk import timed_walk
+
+__all__ = ["Timeline", "duration_s", "peak_activations", "simulate"]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of every task in seconds, as free-running ranks would execute them."""
+    """Start and end of every task in seconds, as free-running ranks would execute them, and what follows from them."""
 
     schedule: Schedule
+    costs: Costs
     start_s: dict[Task, float]
     end_s: dict[Task, float]
 
-    @property
+    @cached_property
     def makespan_s(self) -> float:
+        """From the first start to the last end: a step with a barrier before the optimizer."""
         return max(self.end_s.values())
+
+    @cached_property
+    def period_s(self) -> float:
+        """The longest time any rank takes from its first start to its last end: a step without that barrier."""
+        return max(self.end_s[tasks[-1]] - self.start_s[tasks[0]] for tasks in self.schedule.ranks)
+
+    @cached_property
+    def bubble_fractions(self) -> tuple[float, ...]:
+        """For each rank, the idle share of the makespan, 0..1."""
+        busy = (sum(self.end_s[task] - self.start_s[task] for task in tasks) for tasks in self.schedule.ranks)
+        return tuple(1 - busy_s / self.makespan_s for busy_s in busy)
 
     @property
     def bubble_fraction(self) -> float:
         """Idle share of all ranks between 0 and the makespan, 0..1."""
-        busy = sum(self.end_s[task] - start for task, start in self.start_s.items())
-        return 1 - busy / (self.makespan_s * self.schedule.num_ranks)
+        return sum(self.bubble_fractions) / self.schedule.num_ranks
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """For each rank, the most activations held at once, in units of one microbatch through 1/p of the model."""
+        return peak_activations(self.schedule)
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """For each rank, the most bytes of activations held at once."""
+        return peak_bytes(self.schedule, self.costs)
+
+    def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """(seconds, activations held from then on) whenever that changes on `rank`; units of `peak_activations`."""
+        num_chunks = self.schedule.num_chunks
+        curve: list[tuple[float, float]] = []
+        live = 0
+        for task, change in memory_steps(self.schedule.ranks[rank]):
+            live += change
+            at_s = self.start_s[task] if change > 0 else self.end_s[task]
+            curve.append((at_s, live / num_chunks))
+        return tuple(curve)
+
+    def waits_for(self, task: Task) -> Task | None:
+        """The task whose end set the start of `task`: the one before it on its rank, or one that writes what it reads.
+
+        None for a task that starts at 0.
+        """
+        start_s, rank_of = self.start_s[task], self.schedule.rank_of
+        if start_s == 0:
+            return None
+        before = self._before.get(task)
+        if before is not None and self.end_s[before] == start_s:
+            return before
+        for value in reads(task, self.schedule.num_stages):
+            writer = self._writer(value)
+            hop_s = 0.0 if rank_of[writer.stage] == rank_of[task.stage] else self.costs.hop_s
+            if self.end_s[writer] + hop_s == start_s:
+                return writer
+        raise AssertionError(f"{task} starts at {start_s} for no reason")
+
+    @cached_property
+    def critical_path(self) -> tuple[Task, ...]:
+        """A chain of tasks from 0 to the makespan, each waiting for the one before it."""
+        task: Task | None = max(self.end_s, key=self.end_s.__getitem__)
+        path = []
+        while task is not None:
+            path.append(task)
+            task = self.waits_for(task)
+        return tuple(reversed(path))
+
+    @cached_property
+    def _before(self) -> dict[Task, Task]:
+        return {
+            task: before
+            for tasks in self.schedule.ranks
+            for before, task in zip(tasks, tasks[1:], strict=False)
+        }  # fmt: skip
+
+    def _writer(self, value: Value) -> Task:
+        tasks = (Task(value.stage, kind, value.microbatch) for kind in KINDS)
+        return next(t for t in tasks if t in self.end_s and value in writes(t, self.schedule.num_stages))
 
 
 def duration_s(task: Task, costs: Costs, num_chunks: int) -> float:
-    """Seconds of one task. `costs` are those of 1/p of the model; a chunk costs 1/V of them."""
-    by_kind = {"F": costs.forward_s, "B": costs.backward_s, "I": costs.input_grad_s, "W": costs.weight_grad_s}
-    return by_kind[task.kind] / num_chunks
+    """Seconds of one task on a rank of `num_chunks` stages."""
+    return costs.seconds(task.kind, task.stage, num_chunks)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of free-running ranks: a task starts when its rank is free and its values have arrived.
 
-    A value that crosses ranks arrives `costs.transfer_s` after it was written.
+    A value that crosses ranks arrives `costs.hop_s` after it was written; hops do not slow each other down.
     """
-    written_s: dict[Value, float] = {}
+    costs.check(schedule.num_stages)
+    num_chunks = schedule.num_chunks
     start_s: dict[Task, float] = {}
     end_s: dict[Task, float] = {}
-    free_s = [0.0] * schedule.num_ranks
-    rank_of, num_stages = schedule.rank_of, schedule.num_stages
-    for rank, _, task in walk(schedule):
-        start = free_s[rank]
-        for value in reads(task, num_stages):
-            hop_s = costs.transfer_s if rank_of[value.stage] != rank else 0.0
-            start = max(start, written_s[value] + hop_s)
-        end = start + duration_s(task, costs, schedule.num_chunks)
-        start_s[task], end_s[task], free_s[rank] = start, end, end
-        for value in writes(task, num_stages):
-            written_s[value] = end
-    return Timeline(schedule, start_s, end_s)
-
-
-def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """For each rank, the most activations held at once, in units of one microbatch through 1/p of the model.
-
-    A chunk's stash counts 1/V from its forward to the end of its full or weight-gradient backward.
-    """
-    peaks = []
-    for tasks in schedule.ranks:
-        live = peak = 0
-        for task in tasks:
-            live += task.kind == "F"
-            peak = max(peak, live)
-            live -= task.kind in "BW"
-        peaks.append(peak / schedule.num_chunks)
-    return tuple(peaks)
+    seconds = lambda kind, stage: costs.seconds(kind, stage, num_chunks)  # noqa: E731
+    for _, _, task, start, end in timed_walk(schedule, seconds, costs.hop_s):
+        start_s[task], end_s[task] = start, end
+    return Timeline(schedule, costs, start_s, end_s)

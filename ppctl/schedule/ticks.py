@@ -83,7 +83,7 @@ def lockstep_s(cells: tuple[tuple[Cell, ...], ...], costs: Costs, num_chunks: in
     def cell_s(cell: Cell) -> float:
         return sum(duration_s(task, costs, num_chunks) for task in cell if task is not None)
 
-    return sum(max(map(cell_s, row)) + costs.transfer_s for row in cells)
+    return sum(max(map(cell_s, row)) + costs.hop_s for row in cells)
 
 
 def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_forward: bool = False) -> Ticks:
