@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from ppctl.cli import schedule
 from ppctl.cli.choices import did_you_mean
 from ppctl.cli.help import COMMANDS, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
@@ -58,7 +59,7 @@ def console_script() -> NoReturn:
 
 def _serve(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview())
+        print(overview({"schedule": (schedule.ABOUT, schedule.EXAMPLES[0])}))
         return 0
     if argv[0] == "--version":
         print(f"ppctl {version('ppctl')}")
@@ -66,10 +67,13 @@ def _serve(argv: list[str]) -> int:
     if argv[0] in ("--completion", "-sc", "--shell-completion"):  # the last two are what Hydra's bash script calls
         return _complete(argv[1:], is_query=argv[0] != "--completion")
     command, *rest = argv
+    if command == "schedule":
+        return schedule.serve(rest)
     if command not in COMMANDS:
+        known = [*COMMANDS, "schedule"]
         if "=" in command:
             raise ConfigError(f"{command}: a command comes first, for example ppctl train {command}.")
-        raise ConfigError(f"{command} is not a command.{did_you_mean(command, COMMANDS)} ({', '.join(COMMANDS)})")
+        raise ConfigError(f"{command} is not a command.{did_you_mean(command, known)} ({', '.join(known)})")
     asked = parse(rest)
     if asked.help:
         print(help_text(command, asked.overrides))
@@ -102,13 +106,15 @@ def _complete(words: list[str], *, is_query: bool) -> int:
     if before and not line.endswith(" "):
         last = before.pop()
     if not before:
-        print(" ".join([*COMMANDS, "--help", "--version"]))
+        print(" ".join([*COMMANDS, "schedule", "--help", "--version"]))
     elif last.startswith("-"):
-        print(" ".join(option_names()))
+        print(" ".join(schedule.option_names() if before[0] == "schedule" else option_names()))
+    elif before == ["schedule"]:
+        print(" ".join(schedule.SUBCOMMANDS))
     else:
         # Hydra knows neither the command nor ppctl's own options.
         overrides = [word for word in before[1:] if "=" in word and not word.startswith("-")]
-        compose.completions(" ".join(["ppctl", *overrides, last]))
+        compose.completions(" ".join(["ppctl", *overrides, last]), drawing=before[0] == "schedule")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ppctl.cli.choices import (
     GROUPS,
@@ -76,9 +76,13 @@ EXIT_CODES = """\
   130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
 
 
-def overview() -> str:
-    lines = [f"  {name:7} {about}" for name, (_, about) in COMMANDS.items()]
-    examples = [f"  {lines[0]}" for lines in EXAMPLES.values()]
+def overview(others: Mapping[str, tuple[str, str]]) -> str:
+    """What `ppctl --help` prints; `others` are the commands besides COMMANDS: what they do, and an example."""
+    abouts = {name: about for name, (_, about) in COMMANDS.items()} | {
+        name: about for name, (about, _) in others.items()
+    }
+    lines = [f"  {name:8} {about}" for name, about in abouts.items()]
+    examples = [f"  {lines[0]}" for lines in EXAMPLES.values()] + [f"  {example}" for _, example in others.values()]
     return "\n".join(
         [
             "Pipeline-parallel training in JAX.",
@@ -103,7 +107,7 @@ def help_text(command: str, words: Sequence[str]) -> str:
         return "\n\n".join(_part_help(word) for word in words)
     known = all_settings()
     groups = [f"  {group:9} {_options_text(group)}" for group in GROUPS]
-    used = _table([known[key] for key in MOST_USED])
+    used = setting_table([known[key] for key in MOST_USED])
     return "\n".join(
         [
             f"ppctl {command}: {COMMANDS[command][1]}.",
@@ -139,7 +143,7 @@ def _part_help(word: str) -> str:
     key, _, option = word.partition("=")
     part = key.split(".")[0]
     if part == "run":
-        return f"run: {Run.__doc__}\n{_table(settings_of('run', Run).values())}"
+        return f"run: {Run.__doc__}\n{setting_table(settings_of('run', Run).values())}"
     if part not in PARTS:
         raise ConfigError(f"{part} is not a part with settings.{did_you_mean(part, [*PARTS, 'run'])}")
     one = part == "mesh" or (option and part == key)
@@ -148,11 +152,13 @@ def _part_help(word: str) -> str:
         raise ConfigError(wrong_option(part, option, options(part)))
     schemas = {name: schema_of(part, name) for name in names}
     return "\n\n".join(
-        f"{part}={name}: {cls.__doc__}\n{_table(settings_of(part, cls).values())}" for name, cls in schemas.items()
+        f"{part}={name}: {cls.__doc__}\n{setting_table(settings_of(part, cls).values())}"
+        for name, cls in schemas.items()
     )
 
 
-def _table(settings: Iterable[Setting]) -> str:
+def setting_table(settings: Iterable[Setting]) -> str:
+    """A line for each setting: name, default and what it is."""
     rows = [
         (f"{s.key}={'...' if s.default == '???' else shown(s.default)}", s.about.replace("None", "null"))
         for s in settings

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import NoReturn
 
 from ppctl.cli.choices import did_you_mean
 from ppctl.errors import ConfigError
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}.")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="ppctl", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="ppctl", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -30,15 +33,20 @@ def _parser() -> argparse.ArgumentParser:
 def parse(words: list[str]) -> argparse.Namespace:
     """The options and overrides in `words`, in any order; ConfigError for options that there are not."""
     asked, unknown = _parser().parse_known_intermixed_args(words)
-    if unknown:
-        known, bad = option_names(), unknown[0].partition("=")[0]
-        raise ConfigError(f"{bad} is not an option.{did_you_mean(bad, known)} ({', '.join(known)})")
+    refuse_unknown(unknown, option_names())
     modes = [f"--{name}" for name in ("cfg", "info", "multirun") if getattr(asked, name)]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} exclude each other.")
     if asked.resolve and asked.cfg is None:
         raise ConfigError("--resolve only goes with --cfg.")
     return asked
+
+
+def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:
+    """ConfigError if there are unknown options."""
+    if unknown:
+        bad = unknown[0].partition("=")[0]
+        raise ConfigError(f"{bad} is not an option.{did_you_mean(bad, known)} ({', '.join(known)})")
 
 
 def hydra_flags(asked: argparse.Namespace) -> list[str]:

@@ -1,0 +1,216 @@
+"""`ppctl schedule show|list|compare|check`: words in, requests composed, handed to `ppctl.look`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ppctl.cli.choices import DRAWN, did_you_mean, options, schema_of, settings_of
+from ppctl.cli.help import setting_table
+from ppctl.cli.options import Parser, refuse_unknown
+from ppctl.config import Costs, ScheduleConfig
+from ppctl.errors import ConfigError
+
+ABOUT = "draw, list, compare and check schedules from costs alone; starts no JAX"
+SUBCOMMANDS = {
+    "show": "one schedule: chart, bubble and memory of each rank",
+    "list": "every family at one size, with its makespan, bubble and memory beside the lower bound",
+    "compare": "several schedules in one table; their charts below each other in html",
+    "check": "whether a CSV file holds a valid schedule: exit code 0, or 1 and where the fault is",
+}
+EXAMPLES = (
+    "ppctl schedule show mesh=1x4",
+    "ppctl schedule show schedule=1f1b mesh=1x8 schedule.num_microbatches=32 --out 1f1b.html",
+    "ppctl schedule list mesh=1x8 schedule.num_microbatches=32 costs.transfer_s=0.1",
+    "ppctl schedule compare gpipe 1f1b interleaved:num_chunks=4 mesh=1x8 schedule.num_microbatches=32",
+    "ppctl schedule show schedule=gpipe mesh=1x4 --format csv --out gpipe.csv",
+    "ppctl schedule check gpipe.csv",
+)
+USAGE = """\
+Usage: ppctl schedule show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
+       ppctl schedule list    [GROUP=OPTION ...] [SETTING=VALUE ...] [--json]
+       ppctl schedule compare NAME[:KNOB=VALUE,...] ... [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
+       ppctl schedule check   FILE.csv"""
+FLAGS = """\
+  --format F        text (default), html, svg, png, json, csv or perfetto (compare: text, html, json; list: text, json)
+  --json            the same as --format json
+  --out FILE        write to FILE instead of stdout; its ending chooses the format if --format does not
+  --config-dir DIR  look for groups (DIR/costs/x.yaml is costs=x) and recipes in DIR too
+  -h, --help        this text"""
+
+
+def serve(words: list[str]) -> int:
+    """The exit code of `ppctl schedule WORDS`."""
+    asked = _parse(words)
+    if asked.help or not words:
+        print(help_text())
+        return 0
+    if not asked.words or asked.words[0] not in SUBCOMMANDS:
+        what = f"{asked.words[0]} is not something that `ppctl schedule` does" if asked.words else "Say what to do"
+        hint = did_you_mean(asked.words[0], SUBCOMMANDS) if asked.words else ""
+        raise ConfigError(f"{what}.{hint} ({', '.join(SUBCOMMANDS)})")
+    subcommand, *rest = asked.words
+    overrides = [word for word in rest if re.match(r"[^:=]+=|=", word)]
+    names = [word for word in rest if word not in overrides]
+    out = None if asked.out is None else Path(asked.out)
+    return _SERVE[subcommand](asked, names, overrides, out)
+
+
+def _show(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+    from ppctl import look
+
+    form = _format(asked, look.SHOW_FORMATS, out)
+    if form == "png" and out is None:
+        raise ConfigError("--format png is not text. Add --out FILE.png.")
+    if not names:
+        return look.show(look.draw(_compose(asked, overrides)), form, out)
+    path = _one_file("show", names)
+    bad = next((word for word in overrides if not word.startswith("costs")), None)
+    if bad:
+        raise ConfigError(f"{bad}: {path} says what the schedule is. Only costs can be set beside a file.")
+    return look.show(look.price(look.read(path), _compose(asked, overrides).costs, path.name), form, out)
+
+
+def _list(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+    from ppctl import look
+
+    if names:
+        raise ConfigError(f"{names[0]} is not KEY=VALUE. `ppctl schedule list` lists every family.")
+    config = _compose(asked, overrides)
+    given = {word.partition("=")[0] for word in overrides}
+    return look.list_families(config, _families(config, given), _format(asked, look.LIST_FORMATS, out), out)
+
+
+def _compare(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+    from ppctl import look
+
+    if not names:
+        raise ConfigError("Name the schedules to compare, for example: ppctl schedule compare gpipe 1f1b interleaved")
+    form = _format(asked, look.COMPARE_FORMATS, out)
+    chosen = next((word for word in overrides if word.startswith("schedule=")), None)
+    if chosen:
+        raise ConfigError(f"{chosen}: `ppctl schedule compare` takes the names alone: {chosen.partition('=')[2]}")
+    owns = {name: _knobs(name.partition(":")[0]) for name in names}
+    for word in overrides:
+        key = word.partition("=")[0]
+        if key.startswith("schedule.") and not any(own is None or key in own for own in owns.values()):
+            raise ConfigError(f"{word}: none of {', '.join(names)} has such a setting.")
+    drawings = []
+    for name, own in owns.items():
+        family, _, knobs = name.partition(":")
+        shared = [w for w in overrides if own is None or not w.startswith("schedule.") or w.partition("=")[0] in own]
+        extra = [f"schedule.{knob}" for knob in knobs.split(",") if knob]
+        drawings.append(look.draw(_compose(asked, [f"schedule={family}", *shared, *extra])))
+    return look.compare(drawings, form, out)
+
+
+def _check(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+    from ppctl import look
+
+    if overrides or out or asked.format or asked.json:
+        raise ConfigError("`ppctl schedule check` takes a file and nothing else.")
+    return look.check(_one_file("check", names))
+
+
+_SERVE = {"show": _show, "list": _list, "compare": _compare, "check": _check}
+
+
+def _one_file(subcommand: str, names: Sequence[str]) -> Path:
+    if len(names) != 1:
+        raise ConfigError(f"`ppctl schedule {subcommand}` takes one file, not {len(names)}: FILE.csv")
+    if not names[0].endswith(".csv"):
+        hint = f" Did you mean schedule={names[0]}?" if names[0] in options("schedule") else ""
+        raise ConfigError(f"{names[0]} is neither KEY=VALUE nor a FILE.csv.{hint}")
+    return Path(names[0])
+
+
+def _compose(asked: argparse.Namespace, overrides: list[str]) -> ScheduleConfig:
+    from ppctl.cli.compose import compose_drawing
+
+    flags = [] if asked.config_dir is None else ["--config-dir", asked.config_dir]
+    return compose_drawing(overrides, flags)
+
+
+def _knobs(family: str) -> set[str] | None:
+    """The settings of a shipped schedule, `schedule.` included; None for one that only composing can find."""
+    if family not in options("schedule"):
+        return None
+    return set(settings_of("schedule", schema_of("schedule", family)))
+
+
+def _families(config: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
+    """The request with each shipped schedule in turn: what was given of its settings, else its defaults."""
+    found = []
+    for family in options("schedule"):
+        cls = schema_of("schedule", family)
+        same = {"schedule.num_microbatches"} | (given & set(settings_of("schedule", cls)))
+        values = {key.partition(".")[2]: getattr(config.schedule, key.partition(".")[2]) for key in same}
+        found.append(ScheduleConfig(mesh=config.mesh, schedule=cls(name=family, **values), costs=config.costs))
+    return found
+
+
+def _format(asked: argparse.Namespace, known: Sequence[str], out: Path | None) -> str:
+    """The format asked for: --format or --json, else the ending of --out, else text."""
+    if asked.json and asked.format not in (None, "json"):
+        raise ConfigError(f"--json and --format {asked.format} exclude each other.")
+    form = "json" if asked.json else asked.format
+    if form is None and out is not None:
+        form = {".txt": "text"}.get(out.suffix, out.suffix[1:])
+        if form not in known:
+            raise ConfigError(f"--out {out}: its ending is not a format. Add --format, one of {', '.join(known)}.")
+    form = form or "text"
+    if form not in known:
+        raise ConfigError(f"--format {form} is not one of {', '.join(known)}.{did_you_mean(form, known)}")
+    return form
+
+
+def help_text() -> str:
+    """What `ppctl schedule --help` prints."""
+    costs = [*settings_of("costs", Costs).values()]
+    return "\n".join(
+        [
+            f"ppctl schedule: {ABOUT}.",
+            "",
+            *(f"  {name:8} {about}" for name, about in SUBCOMMANDS.items()),
+            "",
+            USAGE,
+            "",
+            f"Groups: {', '.join(DRAWN)}, recipes. A recipe's mesh and schedule count, the rest of it does not matter.",
+            f"Schedules: {', '.join(options('schedule'))} (settings of each: ppctl train --help schedule)",
+            f"Costs: {', '.join(options('costs'))}",
+            setting_table(costs),
+            "",
+            "Options:",
+            FLAGS,
+            "",
+            "Examples:",
+            *(f"  {line}" for line in EXAMPLES),
+        ]
+    )
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    asked, unknown = parser.parse_known_intermixed_args(words)
+    refuse_unknown(unknown, option_names())
+    if asked.config_dir is not None and not Path(asked.config_dir).is_dir():
+        raise ConfigError(f"--config-dir {asked.config_dir}: there is no such directory.")
+    return asked
+
+
+def option_names() -> list[str]:
+    """Every option of `ppctl schedule`."""
+    return [name for action in _parser()._actions for name in action.option_strings]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="ppctl schedule", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--format")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out")
+    parser.add_argument("-cd", "--config-dir")
+    return parser

@@ -1,0 +1,85 @@
+"""What every format draws: one schedule with its timeline, its name and its bound. Also the same as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ppctl.schedule.ir import KINDS, Kind, Schedule
+from ppctl.schedule.simulate import Timeline
+
+KIND_NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input-gradient backward",
+    "W": "weight-gradient backward",
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One schedule, priced. `label` tells it from others beside it; no schedule of its kind beats `lower_bound_s`."""
+
+    label: str
+    timeline: Timeline
+    lower_bound_s: float
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds that occur, in the order of KINDS."""
+        present = {task.kind for task in self.timeline.start_s}
+        return tuple(kind for kind in KINDS if kind in present)
+
+    @property
+    def title(self) -> str:
+        """Name and size in words."""
+        schedule = self.schedule
+        ranks = f"{schedule.num_ranks} rank" + "s" * (schedule.num_ranks != 1)
+        return f"{self.label}: {ranks}, {schedule.num_microbatches} microbatch" + "es" * (
+            schedule.num_microbatches != 1
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Makespan, bound, period, bubble and memory in one line."""
+        timeline = self.timeline
+        return (
+            f"makespan {number(timeline.makespan_s)} s (at least {number(self.lower_bound_s)} s), "
+            f"period {number(timeline.period_s)} s, bubble {timeline.bubble_fraction:.1%}, "
+            f"peak {number(max(timeline.peak_activations))} activations"
+        )
+
+
+def number(value: float) -> str:
+    """A number with up to five digits and no zeros at its end.
+
+    >>> number(28.5), number(0.1 + 0.2), number(3000)
+    ('28.5', '0.3', '3000')
+    """
+    return f"{value:.5g}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def document(drawing: Drawing) -> dict[str, Any]:
+    """The drawing as numbers, for scripts. Lists run over ranks; activations are those of 1/p of the model."""
+    timeline, schedule = drawing.timeline, drawing.schedule
+    return {
+        "schedule": schedule.name,
+        "label": drawing.label,
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        "num_chunks": schedule.num_chunks,
+        "costs": asdict(timeline.costs),
+        "makespan_s": timeline.makespan_s,
+        "period_s": timeline.period_s,
+        "lower_bound_s": drawing.lower_bound_s,
+        "bubble_fraction": timeline.bubble_fractions,
+        "peak_activations": timeline.peak_activations,
+        "rank_of": schedule.rank_of,
+        "ranks": [list(map(str, tasks)) for tasks in schedule.ranks],
+        "start_s": [[timeline.start_s[task] for task in tasks] for tasks in schedule.ranks],
+        "end_s": [[timeline.end_s[task] for task in tasks] for tasks in schedule.ranks],
+    }

@@ -1,0 +1,22 @@
+"""The colours of kinds and chunks, the same in every format."""
+
+from __future__ import annotations
+
+from ppctl.schedule.ir import Kind
+
+# Four hues that people with any kind of colour blindness tell apart: Okabe and Ito, Color Universal Design, 2008.
+# All of them carry dark letters, so that kinds differ by letter too.
+COLOURS: dict[Kind, str] = {"F": "#56b4e9", "B": "#e69f00", "I": "#22a884", "W": "#cc79a7"}
+INK = "#10151c"  # letters in cells
+LIGHTEST = 0.55  # share of white in the last chunk
+
+
+def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
+    """The colour of a kind in a chunk: the first chunk has the full colour, the last one the most white.
+
+    >>> shade("F", 0, 2), shade("F", 1, 2)
+    ('#56b4e9', '#b3ddf5')
+    """
+    white = LIGHTEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
+    red, green, blue = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in (red, green, blue))

@@ -1,0 +1,177 @@
+"""`ppctl schedule`: schedules drawn, listed, compared and checked, from costs alone. Loads no jax."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ppctl import config as settings
+from ppctl.costs import Costs
+from ppctl.draw.drawing import Drawing, document
+from ppctl.draw.html import page
+from ppctl.draw.image import image
+from ppctl.draw.perfetto import trace
+from ppctl.draw.terminal import COLUMNS, show_gantt, summary_rows
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.report import show_json, show_table
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.registry import FAMILIES, build
+from ppctl.schedule.simulate import simulate
+from ppctl.schedule.text import from_csv, to_csv
+
+SHOW_FORMATS = ("text", "html", "svg", "png", "json", "csv", "perfetto")
+COMPARE_FORMATS = ("text", "html", "json")
+LIST_FORMATS = ("text", "json")
+FILE_WIDTH = 200  # columns of a text that goes to a file
+
+
+def show(drawing: Drawing, form: str, out: Path | None) -> int:
+    """0 after drawing one schedule in one of SHOW_FORMATS, to a file or to stdout."""
+    if form == "text":
+        return _print(lambda console: show_gantt(console, drawing), out)
+    content: str | bytes
+    if form in ("svg", "png"):
+        content = image(drawing, form)
+    elif form == "html":
+        content = page([drawing])
+    elif form == "csv":
+        content = to_csv(drawing.schedule.ranks)
+    else:
+        content = json.dumps(document(drawing) if form == "json" else trace(drawing)) + "\n"
+    return _deliver(content, out)
+
+
+def compare(drawings: Sequence[Drawing], form: str, out: Path | None) -> int:
+    """0 after showing several schedules in one table, in one of COMPARE_FORMATS; html has their charts too."""
+    if form == "text":
+        title = f"{len(drawings)} schedules, {_size(drawings[0].schedule)}"
+        return _print(lambda console: show_table(console, title, COLUMNS, summary_rows(drawings)), out)
+    if form == "html":
+        return _deliver(page(drawings), out)
+    return _deliver(json.dumps([document(drawing) for drawing in drawings]) + "\n", out)
+
+
+def list_families(
+    config: settings.ScheduleConfig, each: Sequence[settings.ScheduleConfig], form: str, out: Path | None
+) -> int:
+    """0 after showing every family, priced at the size of `config`, with its formulas; those that refuse it, why."""
+    drawings, refused = [], {}
+    for one in each:
+        try:
+            drawings.append((draw(one), formulas(one.schedule.name)))
+        except ScheduleError as error:
+            refused[one.schedule.name] = " ".join(str(error).split())
+    if form == "json":
+        rows = [
+            {key: value for key, value in document(drawing).items() if key not in ("ranks", "start_s", "end_s")}
+            | {"formulas": text}
+            for drawing, text in drawings
+        ]
+        return _deliver(json.dumps({"schedules": rows, "refused": refused}) + "\n", out)
+    title = f"{config.mesh.pp} ranks, {config.schedule.num_microbatches} microbatches, {_prices(config.costs)}"
+    rows = [(*row, text) for row, (_, text) in zip(summary_rows([d for d, _ in drawings]), drawings, strict=True)]
+
+    def draw_on(console: Console) -> None:
+        show_table(console, title, (*COLUMNS, "formulas"), rows)
+        for text in refused.values():
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    return _print(draw_on, out)
+
+
+def check(path: Path) -> int:
+    """0 if the CSV file holds a valid schedule, else 1 after printing the fault with the grid and an arrow."""
+    try:
+        schedule = read(path)
+    except ScheduleError as error:
+        print(f"ppctl: {error}", file=sys.stderr)
+        return 1
+    kinds = "".join(sorted({task.kind for tasks in schedule.ranks for task in tasks}))
+    print(f"{path}: valid: {_size(schedule)}, {schedule.num_stages} stages, kinds {kinds}")
+    return 0
+
+
+def read(path: Path) -> Schedule:
+    """The schedule in a CSV file; ConfigError if it cannot be read, ScheduleError if it is not a valid schedule."""
+    try:
+        return from_csv(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{path} cannot be read: {reason}.") from None
+
+
+def draw(config: settings.ScheduleConfig) -> Drawing:
+    """The schedule that a request asks for, priced with its costs."""
+    schedule = build(config.schedule.name, config.mesh.pp, config.schedule.num_microbatches, **config.schedule.knobs())
+    knobs = "".join(f", {value} {key.removeprefix('num_')}" for key, value in config.schedule.knobs().items())
+    return price(schedule, config.costs, config.schedule.name + knobs)
+
+
+def formulas(family: str) -> str:
+    """What the docstring of a family states in closed form: its bubble or makespan, and its peak of activations.
+
+    >>> formulas("gpipe")
+    'Bubble (p-1)(F+B); peak activations m on every rank'
+    """
+    text = inspect.getdoc(FAMILIES[family]) or ""
+    paragraph = " ".join(text.split("\n\n")[1].partition("\nSource:")[0].split())
+    found = re.match(r".*?peak activations.*?(?=[.;:] |\.$|$)", paragraph, re.IGNORECASE)
+    return found[0] if found else paragraph
+
+
+def price(schedule: Schedule, costs: settings.Costs, label: str) -> Drawing:
+    """The drawing of a schedule with these costs."""
+    seconds = Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
+    return Drawing(label, simulate(schedule, seconds), _bound(schedule, seconds))
+
+
+def _bound(s, c):
+    p, V, m = s.num_ranks, s.num_chunks, s.num_microbatches
+    split = any(t.kind == "W" for t in s.ranks[0])
+    return m * (c.forward_s + c.backward_s) + (p - 1) * (
+        (c.forward_s / V + c.transfer_s) if split else ((c.forward_s + c.backward_s) / V + 2 * c.transfer_s)
+    )
+
+
+def _prices(costs: settings.Costs) -> str:
+    return f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} c={costs.transfer_s:g} s"
+
+
+def _size(schedule: Schedule) -> str:
+    return f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
+
+
+def _print(draw_on, out: Path | None) -> int:
+    """0 after `draw_on(console)`, on the terminal or in a text file."""
+    if out is None:
+        draw_on(Console())
+        return 0
+    text = io.StringIO()
+    draw_on(Console(file=text, width=FILE_WIDTH, color_system=None))
+    return _deliver(text.getvalue(), out)
+
+
+def _deliver(content: str | bytes, out: Path | None) -> int:
+    """0 after writing `content` to a file or to stdout; bytes are for a file only."""
+    if out is None:
+        if isinstance(content, bytes):
+            sys.stdout.buffer.write(content)
+        else:
+            print(content, end="")
+        return 0
+    try:
+        if isinstance(content, bytes):
+            out.write_bytes(content)
+        else:
+            out.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}.") from None
+    print(f"ppctl: wrote {out} ({out.stat().st_size:,} bytes)", file=sys.stderr)
+    return 0
