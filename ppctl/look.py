@@ -20,7 +20,7 @@ from ppctl.draw.image import image
 from ppctl.draw.perfetto import trace
 from ppctl.draw.terminal import COLUMNS, show_gantt, summary_rows
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.report import show_json, show_table
+from ppctl.report import show_table
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.registry import FAMILIES, build
 from ppctl.schedule.simulate import simulate
@@ -76,11 +76,13 @@ def list_families(
         ]
         return _deliver(json.dumps({"schedules": rows, "refused": refused}) + "\n", out)
     title = f"{config.mesh.pp} ranks, {config.schedule.num_microbatches} microbatches, {_prices(config.costs)}"
-    rows = [(*row, text) for row, (_, text) in zip(summary_rows([d for d, _ in drawings]), drawings, strict=True)]
+    rows = summary_rows([drawing for drawing, _ in drawings])
+    width = max((len(drawing.schedule.name) for drawing, _ in drawings), default=0)
+    lines = [f"{drawing.schedule.name:{width}}  {text}" for drawing, text in drawings]
 
     def draw_on(console: Console) -> None:
-        show_table(console, title, (*COLUMNS, "formulas"), rows)
-        for text in refused.values():
+        show_table(console, title, COLUMNS, rows)
+        for text in [*lines, "", *refused.values()]:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     return _print(draw_on, out)

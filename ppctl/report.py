@@ -19,7 +19,8 @@ def show_table(console: Console, title: str, columns: Sequence[str], rows: Itera
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console.print(table, soft_wrap=True)
+    width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    console.print(table, width=width, soft_wrap=True)
 
 
 def show_json(document: Any) -> None:

@@ -17,7 +17,7 @@ COLUMNS = ("schedule", "makespan s", "bound s", "period s", "bubble", "peak acti
 
 
 def show_gantt(console: Console, drawing: Drawing) -> None:
-    """Nothing; prints the chart as wide as the terminal. Bubbles are dots; without colour, dashes fill a task's time."""
+    """Nothing; prints the chart as wide as the terminal. Bubbles are dots; without colour, dashes fill a task."""
     timeline, schedule = drawing.timeline, drawing.schedule
     labels = [f"rank {rank}" for rank in range(schedule.num_ranks)]
     left, right = max(map(len, labels)), len("  bubble    peak")
