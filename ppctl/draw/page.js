@@ -7,6 +7,7 @@ let end = 0, view = [0, 1], rowScale = 1, focus = null, ink = {}, queued = false
 
 const num = (x) => String(Number(x.toPrecision(5)));
 const percent = (x) => (100 * x).toFixed(1) + "%";
+const packed = (hex) => new Uint32Array(Uint8Array.of(...[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)), 255).buffer)[0];
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
 async function unpack(text) {
@@ -31,14 +32,14 @@ async function decode(c) {
   c.peak = Math.max(...c.peaks);
   c.ranks = c.num_tasks.length;
   c.shown = c.peaks.indexOf(c.peak); // the rank of the memory curve
-  c.rgb = c.colours.map((row) => row.map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16))));
+  c.packed = c.colours.flat().map(packed);
 }
 
 // --- geometry -------------------------------------------------------------------------------------------------------
 
 function layout(c) {
   const w = c.gantt.clientWidth, room = clamp(innerHeight * 0.62, 240, 900);
-  c.left = 14 + 7 * String(c.ranks - 1).length;
+  c.left = 12 + 7 * Math.max(String(c.ranks - 1).length, num(c.peak).length);
   c.right = w > 640 ? 168 : 4;
   c.wide = Math.max(w - c.left - c.right, 20);
   c.row = clamp(clamp(room / c.ranks, 4, 26) * rowScale, 2, Math.min(40, 15000 / c.ranks / devicePixelRatio));
@@ -109,7 +110,7 @@ function row(c, pen, r) {
   pen.fillRect(c.left, y, c.wide, h);
   const i = firstAfter(c.end, c.first[r], c.first[r + 1], view[0]);
   const last = firstAfter(c.start, i, c.first[r + 1], view[1]);
-  if (last - i > c.wide * 0.6) mixed(c, pen, i, last, y, h);
+  if (last - i > c.wide * 0.6) stacked(c, pen, i, last, y, h);
   else {
     const letter = Math.min(12, h - 3), wide = letter * 0.61;
     pen.font = letter + "px " + MONO;
@@ -118,10 +119,10 @@ function row(c, pen, r) {
       const x = Math.max(toX(c, c.start[t]), c.left), w = Math.min(toX(c, c.end[t]), right) - x;
       pen.fillStyle = c.colours[c.kind[t]][c.chunk_of[c.stage[t]]];
       pen.fillRect(x, y, Math.max(w - (w > 4 ? 1 : 0), 0.5), h);
-      if (letter < 7 || w < wide + 2) continue;
+      if (letter < 7 || w < wide + 4) continue;
       const kind = c.kinds[c.kind[t]], full = kind + c.mb[t];
       pen.fillStyle = c.ink;
-      pen.fillText(full.length * wide + 2 <= w ? full : kind, x + w / 2, y + h / 2 + 0.5);
+      pen.fillText(full.length * wide + 3 <= w ? full : kind, x + w / 2, y + h / 2 + 0.5);
     }
   }
   const every = Math.ceil(13 / c.row);
@@ -143,29 +144,30 @@ function bar(pen, x, y, h, share, text, said) {
   pen.fillText(text, x + 2, y + h / 2 + 0.5);
 }
 
-// A row with more tasks than pixels: each pixel has the mean colour of what runs in it.
-function mixed(c, pen, i, last, y, h) {
-  const n = Math.ceil(c.wide), sums = new Float32Array(4 * n), scale = c.wide / (view[1] - view[0]);
+// A row with more tasks than pixels: each pixel is a stack of what runs in it, by kind and chunk, idle time at the bottom.
+function stacked(c, pen, i, last, y, h) {
+  const n = Math.ceil(c.wide), high = Math.max(Math.round(h * devicePixelRatio), 4), chunks = c.colours[0].length;
+  const kinds = c.kinds.length * chunks, sums = new Float32Array(kinds * n), scale = c.wide / (view[1] - view[0]);
   for (let t = i; t < last; t++) {
     const a = Math.max((c.start[t] - view[0]) * scale, 0), b = Math.min((c.end[t] - view[0]) * scale, n);
-    const [red, green, blue] = c.rgb[c.kind[t]][c.chunk_of[c.stage[t]]];
-    for (let p = Math.floor(a); p < b; p++) {
-      const share = Math.min(b, p + 1) - Math.max(a, p), at = 4 * p;
-      sums[at] += share * red; sums[at + 1] += share * green; sums[at + 2] += share * blue; sums[at + 3] += share;
-    }
+    const k = c.kind[t] * chunks + c.chunk_of[c.stage[t]];
+    for (let x = Math.floor(a); x < b; x++) sums[x * kinds + k] += Math.min(b, x + 1) - Math.max(a, x);
   }
-  const canvas = mixed.canvas ??= document.createElement("canvas");
+  const canvas = (stacked.canvas ??= document.createElement("canvas"));
   canvas.width = n;
-  canvas.height = 1;
-  const line = canvas.getContext("2d"), image = line.createImageData(n, 1);
-  for (let at = 0; at < 4 * n; at += 4) {
-    const busy = Math.min(sums[at + 3], 1), idle = 1 - busy;
-    for (let k = 0; k < 3; k++) image.data[at + k] = sums[at + k] + idle * ink.idleRGB[k];
-    image.data[at + 3] = 255;
+  canvas.height = high;
+  const line = canvas.getContext("2d"), image = line.createImageData(n, high), pixels = new Uint32Array(image.data.buffer);
+  for (let x = 0; x < n; x++) {
+    let share = 0, from = 0;
+    for (let k = 0; k <= kinds; k++) {
+      share += k < kinds ? sums[x * kinds + k] : 1;
+      const to = Math.min(Math.round(share * high), high), colour = k < kinds ? c.packed[k] : ink.idlePacked;
+      for (; from < to; from++) pixels[from * n + x] = colour;
+    }
   }
   line.putImageData(image, 0, 0);
   pen.imageSmoothingEnabled = false;
-  pen.drawImage(canvas, 0, 0, n, 1, c.left, y, n, h);
+  pen.drawImage(canvas, 0, 0, n, high, c.left, y, n, h);
 }
 
 function box(c, i) {
@@ -202,7 +204,8 @@ function memory(c) {
   pen.textBaseline = "middle";
   pen.textAlign = "left";
   pen.fillStyle = ink.soft;
-  pen.fillText(`Memory of rank ${r}: peak ${num(c.peaks[r])} activations (largest of all ranks: ${num(c.peak)})`, c.left, 10, c.wide);
+  const what = c.wide > 420 ? ` activations (largest of all ranks: ${num(c.peak)})` : "";
+  pen.fillText(`Memory of rank ${r}: peak ${num(c.peaks[r])}${what}`, c.left, 10, c.wide);
   pen.strokeStyle = ink.line;
   pen.lineWidth = 1;
   for (const v of [0, c.peak]) {
@@ -216,7 +219,9 @@ function memory(c) {
   area.moveTo(x, base);
   area.lineTo(x, toY(v));
   const to = (x1, v1) => { for (const p of [shape, area]) { p.lineTo(x1, toY(v)); p.lineTo(x1, toY(v1)); } v = v1; };
-  for (; low < c.point[r + 1] && c.when[low] <= view[1]; low++) to(toX(c, c.when[low]), c.live[low]);
+  for (; low < c.point[r + 1] && c.when[low] <= view[1]; low++) {
+    if (c.when[low + 1] !== c.when[low] || low + 1 === c.point[r + 1]) to(toX(c, c.when[low]), c.live[low]);
+  }
   to(right, v);
   area.lineTo(right, base);
   pen.fillStyle = ink.fill;

@@ -87,7 +87,7 @@ function go(c, task) { // focus a task, in view, with its tip beside it
   const span = view[1] - view[0];
   if (c.start[task] < view[0] || c.end[task] > view[1]) pan((c.start[task] + c.end[task]) / 2 - span / 2 - view[0]);
   const edge = c.gantt.getBoundingClientRect(), b = box(c, task);
-  tip(...describe(c, task), edge.left + b.x + b.w, edge.top + b.y + b.h / 2);
+  tip(...describe(c, task), edge.left + b.x, Math.min(edge.bottom - 10, innerHeight - 150)); // below the chart if that is in sight
   redraw();
 }
 

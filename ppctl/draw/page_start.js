@@ -47,7 +47,7 @@ function legend() {
 function readInk() {
   const style = getComputedStyle(document.documentElement);
   for (const key of ["ink", "soft", "line", "idle", "curve", "fill"]) ink[key] = style.getPropertyValue("--" + key).trim();
-  ink.idleRGB = [1, 3, 5].map((i) => parseInt(ink.idle.slice(i, i + 2), 16));
+  ink.idlePacked = packed(ink.idle);
 }
 
 async function start() {
