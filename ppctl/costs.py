@@ -111,7 +111,9 @@ class Costs:
             if isinstance(self.input_grad_s, tuple) or isinstance(self.weight_grad_s, tuple):
                 return self.seconds("I", stage, num_chunks) + self.seconds("W", stage, num_chunks)
             return self.backward_s / num_chunks
-        return _of_stage({"F": self.forward_s, "I": self.input_grad_s, "W": self.weight_grad_s}[kind], stage, num_chunks)
+        return _of_stage(
+            {"F": self.forward_s, "I": self.input_grad_s, "W": self.weight_grad_s}[kind], stage, num_chunks
+        )
 
     def stage_bytes(self, stage: int, num_chunks: int) -> float:
         """Bytes that one forward of `stage` keeps for its backward."""

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from ppctl.errors import ScheduleError
+from ppctl.schedule.checks import at_least, hops_floor, multiple_of_ranks
 from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.placement import loop
-from ppctl.schedule.sizes import at_least, hops_floor, multiple_of_ranks
 
 
 def interleaved(

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from ppctl.schedule.checks import at_least
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.placement import loop
-from ppctl.schedule.sizes import at_least
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from ppctl.schedule.checks import hops_floor
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.placement import loop
-from ppctl.schedule.sizes import hops_floor
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:

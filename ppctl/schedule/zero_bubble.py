@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+from ppctl.schedule.checks import at_least, multiple_of_ranks
 from ppctl.schedule.interleaved import chunk_order
 from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.placement import loop
-from ppctl.schedule.sizes import at_least, multiple_of_ranks
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
