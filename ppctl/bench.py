@@ -18,7 +18,7 @@ from rich.console import Console
 from ppctl.assemble import Parts, assemble, without_pipeline
 from ppctl.config import Config, Interleaved, Schedule
 from ppctl.report import show_json, show_table
-from ppctl.schedule import FAMILIES
+from ppctl.schedule import LOOPED_WHOLE
 
 Tree = Any
 ROUNDS = 9
@@ -46,7 +46,7 @@ def bench(config: Config, *, as_json: bool) -> int:
     # the largest mesh first: it decides how many devices are simulated
     candidates = [prepare(name, request) for name, request in reversed(requests.items())][::-1]
     steps = time_steps(candidates)
-    growth = [] if config.executor.name == "reference" else [grow(config, name) for name in FAMILIES]
+    growth = [] if config.executor.name == "reference" else [grow(config, name) for name in LOOPED_WHOLE]
     if as_json:
         show_json({"steps": steps, "growth": growth, "rounds": ROUNDS, "device": jax.devices()[0].device_kind})
         return 0

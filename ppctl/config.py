@@ -117,7 +117,7 @@ class Mesh:
 
 @dataclass
 class Schedule:
-    """A schedule family without knobs of its own (gpipe, 1f1b, eager_1f1b)."""
+    """A schedule family without knobs of its own (gpipe, 1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v)."""
 
     name: str = "gpipe"
     num_microbatches: int = 8  # microbatches a step, on each data-parallel row
@@ -131,10 +131,25 @@ class Schedule:
 
 
 @dataclass
-class Interleaved(Schedule):
-    """Megatron-LM's interleaved 1F1B: each rank holds `num_chunks` stages."""
+class Eager1F1B(Schedule):
+    """1F1B with a longer warm-up: `warmup_hops` forwards for each rank behind this one."""
 
-    name: str = "interleaved"
+    name: str = "eager_1f1b"
+    warmup_hops: float = 2.0  # 1: fewest activations (1F1B) .. 2: hides transfers
+
+    def check(self) -> None:
+        super().check()
+        _hops(self.warmup_hops)
+
+    def knobs(self) -> dict[str, Any]:
+        return {"warmup_hops": self.warmup_hops}
+
+
+@dataclass
+class Chunked(Schedule):
+    """A family whose ranks hold `num_chunks` stages each (looped_bfs, interleaved_zb)."""
+
+    name: str = "looped_bfs"
     num_chunks: int = 2  # stages a rank
 
     def check(self) -> None:
@@ -143,6 +158,58 @@ class Interleaved(Schedule):
 
     def knobs(self) -> dict[str, Any]:
         return {"num_chunks": self.num_chunks}
+
+
+@dataclass
+class Interleaved(Chunked):
+    """Megatron-LM's interleaved 1F1B: each rank holds `num_chunks` stages."""
+
+    name: str = "interleaved"
+    warmup_hops: float = 2.0  # 1: fewest activations .. 2: hides transfers
+    group_size: int | None = None  # microbatches through a chunk before the next one; None: mesh.pp, the fewest
+
+    def check(self) -> None:
+        super().check()
+        _hops(self.warmup_hops)
+        _at_least("schedule.group_size", self.group_size, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        return super().knobs() | {"warmup_hops": self.warmup_hops, "group_size": self.group_size}
+
+
+@dataclass
+class Gis(Chunked):
+    """PipeOffload's group-interleaved schedule."""
+
+    name: str = "gis"
+    group_size: int | None = None  # microbatches through a chunk before the next one; None: half of mesh.pp, the fewest
+
+    def check(self) -> None:
+        super().check()
+        _at_least("schedule.group_size", self.group_size, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        return super().knobs() | {"group_size": self.group_size}
+
+
+@dataclass
+class Hanayo(Schedule):
+    """Hanayo: each rank holds two stages a wave."""
+
+    name: str = "hanayo"
+    num_waves: int = 1  # times down the ranks and back up
+
+    def check(self) -> None:
+        super().check()
+        _at_least("schedule.num_waves", self.num_waves, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        return {"num_waves": self.num_waves}
+
+
+def _hops(warmup_hops: float) -> None:
+    if not 1 <= warmup_hops <= 2:  # written so that NaN fails
+        raise ConfigError(f"schedule.warmup_hops={warmup_hops} must lie in [1, 2].")
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import subprocess
 import sys
 
@@ -57,7 +56,10 @@ def test_a_full_backward_costs_both_of_its_parts():
     assert Costs(input_grad_s=0.25, weight_grad_s=0.5).backward_s == 0.75
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Costs) if re.fullmatch("[a-z_]+(?<!_per)_s", f.name)])
+TIMES = [f.name for f in dataclasses.fields(Costs) if f.name.endswith("_s") and "bytes" not in f.name]
+
+
+@pytest.mark.parametrize("name", TIMES)
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
 def test_a_cost_that_is_not_a_time_is_refused(name, value):
     with pytest.raises(ConfigError) as error:

@@ -1,7 +1,19 @@
 """Pipeline schedules as pure data: generated, validated, priced, lowered to ticks. Standard library only."""
 
 from ppctl.schedule.ir import Schedule, Task, Value, reads, writes
-from ppctl.schedule.registry import FAMILIES, build
+from ppctl.schedule.registry import FAMILIES, LOOPED_WHOLE, advice, build
 from ppctl.schedule.validate import validate, walk
 
-__all__ = ["FAMILIES", "Schedule", "Task", "Value", "build", "reads", "validate", "walk", "writes"]
+__all__ = [
+    "FAMILIES",
+    "LOOPED_WHOLE",
+    "Schedule",
+    "Task",
+    "Value",
+    "advice",
+    "build",
+    "reads",
+    "validate",
+    "walk",
+    "writes",
+]

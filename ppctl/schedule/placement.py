@@ -10,3 +10,21 @@ def loop(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
     (0, 1, 0, 1)
     """
     return tuple(s % num_ranks for s in range(num_ranks * num_chunks))
+
+
+def v_shape(num_ranks: int) -> tuple[int, ...]:
+    """rank_of for two chunks a rank, down and back up: stage s on rank min(s, 2p-1-s) (2405.15362, figure 3).
+
+    >>> v_shape(3)
+    (0, 1, 2, 2, 1, 0)
+    """
+    return waves(num_ranks, 1)
+
+
+def waves(num_ranks: int, num_waves: int) -> tuple[int, ...]:
+    """rank_of for 2w chunks a rank, w times down and back up (Hanayo, 2308.15762, figure 4).
+
+    >>> waves(2, 2)
+    (0, 1, 1, 0, 0, 1, 1, 0)
+    """
+    return (*range(num_ranks), *reversed(range(num_ranks))) * num_waves

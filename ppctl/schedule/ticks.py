@@ -86,6 +86,25 @@ def lockstep_s(cells: tuple[tuple[Cell, ...], ...], costs: Costs, num_chunks: in
     return sum(max(map(cell_s, row)) + costs.hop_s for row in cells)
 
 
+def runs_on_ring(schedule: Schedule) -> bool:
+    """Whether `ticks` can lower `schedule`, that is whether the spmd executor can run it: looped, whole backwards."""
+    return _why_not_on_ring(schedule) is None
+
+
+def _why_not_on_ring(schedule: Schedule) -> str | None:
+    num_ranks = schedule.num_ranks
+    for stage, (here, there) in enumerate(zip(schedule.rank_of, schedule.rank_of[1:], strict=False)):
+        if there != (here + 1) % num_ranks:
+            return (
+                f"{schedule.name}: stages {stage} and {stage + 1} are on ranks {here} and {there}, but the spmd ring "
+                f"goes from rank {here} to {(here + 1) % num_ranks}. Use a schedule with looped placement."
+            )
+    split = next((task for tasks in schedule.ranks for task in tasks if task.kind in "IW"), None)
+    if split is not None:
+        return f"{schedule.name}: {split} splits the backward, and the spmd executor runs whole ones (B)."
+    return None
+
+
 def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_forward: bool = False) -> Ticks:
     """`schedule` in the tick shape that is faster for `costs`, with slots for every value.
 
@@ -95,16 +114,9 @@ def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_
     A schedule of forwards alone keeps nothing.
     ScheduleError for a schedule that a ring cannot carry, or that splits its backward.
     """
-    num_ranks = schedule.num_ranks
-    for stage, (here, there) in enumerate(zip(schedule.rank_of, schedule.rank_of[1:], strict=False)):
-        if there != (here + 1) % num_ranks:
-            raise ScheduleError(
-                f"{schedule.name}: stages {stage} and {stage + 1} are on ranks {here} and {there}, but the spmd ring "
-                f"goes from rank {here} to {(here + 1) % num_ranks}. Use a schedule with looped placement."
-            )
-    split = next((task for tasks in schedule.ranks for task in tasks if task.kind in "IW"), None)
-    if split is not None:
-        raise ScheduleError(f"{schedule.name}: {split} splits the backward, and the spmd executor runs whole ones (B).")
+    reason = _why_not_on_ring(schedule)
+    if reason is not None:
+        raise ScheduleError(reason)
     shapes: tuple[Shape, ...] = ("pair", "one")
     packed = {shape: pack(schedule, shape) for shape in shapes}
     shape = min(shapes, key=lambda name: lockstep_s(packed[name], costs, schedule.num_chunks))

@@ -89,7 +89,7 @@ class Case:
         return Options(self.remat, self.skip_idle, self.gather_each_tick, self.unroll, jnp.float64)
 
     def program(self):
-        knobs = {"num_chunks": self.num_chunks} if self.schedule == "interleaved" else {}
+        knobs = {"num_chunks": self.num_chunks} if self.schedule in ("interleaved", "looped_bfs") else {}
         return build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
 
     def layout(self):

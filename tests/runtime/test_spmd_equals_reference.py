@@ -12,12 +12,12 @@ import pytest
 from cases import COMPILE_FAST, MODELS, Case, difference, make_stack, run_reference, run_spmd, staged_step
 
 from ppctl.runtime.reference import reference
-from ppctl.schedule import FAMILIES
+from ppctl.schedule import LOOPED_WHOLE
 
 TOLERANCE = 1e-10
 
 FACTORS = {
-    "schedule": [(name, V) for name in FAMILIES for V in ((1, 2, 4) if name == "interleaved" else (1,))],
+    "schedule": [(name, V) for name in LOOPED_WHOLE for V in ((1, 2, 4) if name in ("interleaved", "looped_bfs") else (1,))],
     "mesh": [(1, 4, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 3, 1), (1, 8, 1)],
     "remat": ["none", "layer", "full"],
     "layers": ["even", "uneven"],
@@ -81,7 +81,7 @@ def case_of(values):
 def name_of(case):
     mesh = "x".join(map(str, case.mesh))
     flags = ["scan"] * (case.unroll == 0) + ["gather"] * case.gather_each_tick + ["compute"] * (not case.skip_idle)
-    chunks = str(case.num_chunks) * (case.schedule == "interleaved")
+    chunks = str(case.num_chunks) * (case.schedule in ("interleaved", "looped_bfs"))
     return " ".join([case.schedule + chunks, mesh, f"L{case.num_layers}", case.remat, case.model, *flags])
 
 

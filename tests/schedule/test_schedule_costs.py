@@ -9,10 +9,10 @@ import sys
 from functools import cache
 
 import pytest
-from sizes import SIZES, TINY, make, random_programs
+from sizes import FAMILIES, SIZES, TINY, make, random_programs
 
 from ppctl.costs import Costs
-from ppctl.schedule import FAMILIES, reads, writes
+from ppctl.schedule import reads, writes
 from ppctl.schedule.simulate import duration_s, peak_activations, simulate
 
 # without transfers; F < B, F = B, F > B, and numbers that are no integers
