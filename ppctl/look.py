@@ -18,11 +18,10 @@ from ppctl.draw.drawing import Drawing, document
 from ppctl.draw.html import page
 from ppctl.draw.image import image
 from ppctl.draw.perfetto import trace
-from ppctl.draw.terminal import COLUMNS, show_gantt, summary_rows
+from ppctl.draw.terminal import show_gantt, show_summary
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.report import show_table
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.registry import FAMILIES, build
+from ppctl.schedule.registry import FAMILIES, advice, build
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.text import from_csv, to_csv
 
@@ -52,7 +51,7 @@ def compare(drawings: Sequence[Drawing], form: str, out: Path | None) -> int:
     """0 after showing several schedules in one table, in one of COMPARE_FORMATS; html has their charts too."""
     if form == "text":
         title = f"{len(drawings)} schedules, {_size(drawings[0].schedule)}"
-        return _print(lambda console: show_table(console, title, COLUMNS, summary_rows(drawings)), out)
+        return _print(lambda console: show_summary(console, title, drawings), out)
     if form == "html":
         return _deliver(page(drawings), out)
     return _deliver(json.dumps([document(drawing) for drawing in drawings]) + "\n", out)
@@ -62,8 +61,8 @@ def list_families(
     config: settings.ScheduleConfig, each: Sequence[settings.ScheduleConfig], form: str, out: Path | None
 ) -> int:
     """0 after showing every family, priced at the size of `config`, with its formulas; those that refuse it, why."""
-    drawings, refused = [], {}
-    for one in each:
+    drawings, refused, order = [], {}, list(FAMILIES)
+    for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
             drawings.append((draw(one), formulas(one.schedule.name)))
         except ScheduleError as error:
@@ -76,12 +75,11 @@ def list_families(
         ]
         return _deliver(json.dumps({"schedules": rows, "refused": refused}) + "\n", out)
     title = f"{config.mesh.pp} ranks, {config.schedule.num_microbatches} microbatches, {_prices(config.costs)}"
-    rows = summary_rows([drawing for drawing, _ in drawings])
     width = max((len(drawing.schedule.name) for drawing, _ in drawings), default=0)
     lines = [f"{drawing.schedule.name:{width}}  {text}" for drawing, text in drawings]
 
     def draw_on(console: Console) -> None:
-        show_table(console, title, COLUMNS, rows)
+        show_summary(console, title, [drawing for drawing, _ in drawings])
         for text in [*lines, "", *refused.values()]:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -112,8 +110,22 @@ def read(path: Path) -> Schedule:
 def draw(config: settings.ScheduleConfig) -> Drawing:
     """The schedule that a request asks for, priced with its costs."""
     schedule = build(config.schedule.name, config.mesh.pp, config.schedule.num_microbatches, **config.schedule.knobs())
-    knobs = "".join(f", {value} {key.removeprefix('num_')}" for key, value in config.schedule.knobs().items())
-    return price(schedule, config.costs, config.schedule.name + knobs)
+    return price(schedule, config.costs, label(config.schedule))
+
+
+def label(schedule: settings.Schedule) -> str:
+    """Name and knobs: the number of chunks, and what is not the default.
+
+    >>> label(settings.Interleaved(num_chunks=4))
+    'interleaved, num_chunks=4'
+    """
+    default = type(schedule)(name=schedule.name).knobs()
+    told = [
+        f"{key}={value}"
+        for key, value in schedule.knobs().items()
+        if value is not None and (key == "num_chunks" or value != default[key])
+    ]
+    return ", ".join([schedule.name, *told])
 
 
 def formulas(family: str) -> str:
@@ -124,14 +136,14 @@ def formulas(family: str) -> str:
     """
     text = inspect.getdoc(FAMILIES[family]) or ""
     paragraph = " ".join(text.split("\n\n")[1].partition("\nSource:")[0].split())
-    found = re.match(r".*?peak activations.*?(?=[.;:] |\.$|$)", paragraph, re.IGNORECASE)
+    found = re.match(r".*?peak activations.*?(?=[.;] |\.$|$)", paragraph, re.IGNORECASE)
     return found[0] if found else paragraph
 
 
 def price(schedule: Schedule, costs: settings.Costs, label: str) -> Drawing:
     """The drawing of a schedule with these costs."""
     seconds = Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
-    return Drawing(label, simulate(schedule, seconds), _bound(schedule, seconds))
+    return Drawing(label, simulate(schedule, seconds), _bound(schedule, seconds), advice(schedule, seconds))
 
 
 def _bound(s, c):

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.segment import Segments
 from rich.table import Table
 
 
@@ -19,8 +20,9 @@ def show_table(console: Console, title: str, columns: Sequence[str], rows: Itera
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    width = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    console.print(table, width=width, soft_wrap=True)
+    # print() would cut the table at the console's width, so it is laid out before
+    width = console.measure(table, options=console.options.update(width=10_000)).maximum
+    console.print(Segments(console.render(table, console.options.update(width=width))), soft_wrap=True, end="")
 
 
 def show_json(document: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import hydra
 import yaml
@@ -38,7 +39,8 @@ def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
         assert request.composed is not None
         check_keys(request.composed)
         check_names(request.composed, request.choices)
-        config = ScheduleConfig(**{part: OmegaConf.to_object(request.composed[part]) for part in DRAWN})
+        parts: dict[str, Any] = {part: OmegaConf.to_object(request.composed[part]) for part in DRAWN}
+        config = ScheduleConfig(**parts)
     config.check()
     return config
 

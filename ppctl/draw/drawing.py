@@ -23,6 +23,7 @@ class Drawing:
     label: str
     timeline: Timeline
     lower_bound_s: float
+    advice: str | None = None  # what speaks against it at these costs
 
     @property
     def schedule(self) -> Schedule:
@@ -76,6 +77,7 @@ def document(drawing: Drawing) -> dict[str, Any]:
         "makespan_s": timeline.makespan_s,
         "period_s": timeline.period_s,
         "lower_bound_s": drawing.lower_bound_s,
+        "advice": drawing.advice,
         "bubble_fraction": timeline.bubble_fractions,
         "peak_activations": timeline.peak_activations,
         "rank_of": schedule.rank_of,

@@ -48,6 +48,7 @@ def chart(drawing: Drawing) -> dict[str, Any]:
         "label": drawing.label,
         "title": drawing.title,
         "verdict": drawing.verdict,
+        "advice": drawing.advice,
         "makespan_s": timeline.makespan_s,
         "period_s": timeline.period_s,
         "lower_bound_s": drawing.lower_bound_s,

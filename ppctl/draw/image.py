@@ -20,6 +20,7 @@ def image(drawing: Drawing, form: str) -> bytes:
     """The bytes of a figure WIDTH_IN wide, with a row of ROW_IN for each rank; `form` is png or svg."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window system is asked for
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     timeline, schedule = drawing.timeline, drawing.schedule
     if schedule.num_ranks > MAX_RANKS:
@@ -47,7 +48,7 @@ def image(drawing: Drawing, form: str) -> bytes:
     axes.set_yticks(range(0, schedule.num_ranks, 1 if schedule.num_ranks <= 64 else 8))
     axes.set_title(f"{drawing.title}\n{drawing.verdict}", loc="left", fontsize=10)
     names = [f"{kind} {KIND_NAMES[kind]}" for kind in drawing.kinds]
-    handles = [axes.barh([0], [0], color=shade(kind, 0, 1)) for kind in drawing.kinds]
+    handles = [Patch(color=shade(kind, 0, 1)) for kind in drawing.kinds]
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
     out = io.BytesIO()
     # a fixed date and fixed ids: the same schedule gives the same bytes
@@ -67,4 +68,5 @@ def _letters(axes, drawing: Drawing, points_per_s: float) -> None:
         text = f"{task.kind}{task.microbatch}"
         if room:
             text, rank = text if len(text) <= room else task.kind, schedule.rank_of[task.stage]
-            axes.text((start_s + end_s) / 2, rank, text, ha="center", va="center", fontsize=7, color=INK)
+            letters = axes.text((start_s + end_s) / 2, rank, text, ha="center", va="center", fontsize=7, color=INK)
+            letters.set_in_layout(False)

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ppctl.draw.drawing import KIND_NAMES, Drawing, number
 from ppctl.draw.palette import INK, shade
+from ppctl.report import show_table
 from ppctl.schedule.ir import Task
 
 MAX_RANKS = 32  # rows shown; of more ranks, the first and the last half
@@ -30,6 +31,8 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
 
     say(drawing.title)
     say(drawing.verdict)
+    if drawing.advice:
+        say(drawing.advice)
     say("")
     say(" " * (left + 2 + width) + "  bubble    peak")
     for rank in _shown(schedule.num_ranks):
@@ -45,9 +48,9 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
     say(_legend(drawing, scale))
 
 
-def summary_rows(drawings: Sequence[Drawing]) -> list[tuple[str, ...]]:
-    """The row of each drawing under COLUMNS."""
-    return [
+def show_summary(console: Console, title: str, drawings: Sequence[Drawing]) -> None:
+    """Nothing; prints a table with a row for each drawing, then what speaks against any of them."""
+    rows = (
         (
             drawing.label,
             number(drawing.timeline.makespan_s),
@@ -57,7 +60,11 @@ def summary_rows(drawings: Sequence[Drawing]) -> list[tuple[str, ...]]:
             number(max(drawing.timeline.peak_activations)),
         )
         for drawing in drawings
-    ]
+    )
+    show_table(console, title, COLUMNS, rows)
+    for drawing in drawings:
+        if drawing.advice:
+            console.print(f"{drawing.label}: {drawing.advice}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _columns_per_s(drawing: Drawing, room: int) -> float:
