@@ -73,6 +73,8 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
         raise ConfigError(f"{line}: nothing can be removed. Give {key} another value instead.")
     if line.startswith("+") and (key in GROUPS or key in all_settings()):
         raise ConfigError(f"{line}: {key} is there already. Drop the +: {line.lstrip('+')}")
+    if override.is_sweep_override() and drawing:
+        raise ConfigError(f"{line} gives several values. `ppctl schedule compare` shows schedules beside each other.")
     if override.is_sweep_override() and not multirun:
         raise ConfigError(
             f"{line} gives several values. Add --multirun for a run of each, or quote the value if it is one: "

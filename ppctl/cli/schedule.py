@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,8 +31,9 @@ EXAMPLES = (
 )
 USAGE = """\
 Usage: ppctl schedule show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
-       ppctl schedule list    [GROUP=OPTION ...] [SETTING=VALUE ...] [--json]
-       ppctl schedule compare NAME[:KNOB=VALUE,...] ... [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
+       ppctl schedule list    [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
+       ppctl schedule compare NAME[:KNOB=VALUE,...] ... [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F]
+                              [--out FILE]
        ppctl schedule check   FILE.csv"""
 FLAGS = """\
   --format F        text (default), html, svg, png, json, csv or perfetto (compare: text, html, json; list: text, json)
@@ -178,7 +180,8 @@ def help_text() -> str:
             USAGE,
             "",
             f"Groups: {', '.join(DRAWN)}, recipes. A recipe's mesh and schedule count, the rest of it does not matter.",
-            f"Schedules: {', '.join(options('schedule'))} (settings of each: ppctl train --help schedule)",
+            *textwrap.wrap(f"Schedules: {', '.join(options('schedule'))}", 120, subsequent_indent="  "),
+            "  (settings of each: ppctl train --help schedule)",
             f"Costs: {', '.join(options('costs'))}",
             setting_table(costs),
             "",

@@ -92,9 +92,10 @@ def _row(
             column = first
         room = end - column
         text = f"{task.kind}{task.microbatch}"
-        chunk = schedule.chunk_of[task.stage]
-        colour = shade(task.kind, chunk, schedule.num_chunks)
-        yield (text if len(text) <= room else task.kind).ljust(room, pad), Style(color=INK, bgcolor=colour)
+        # judged by the time it takes, not by the columns it happens to get, so that equal tasks look alike
+        fits = len(text) <= min(room, (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9)
+        colour = shade(task.kind, schedule.chunk_of[task.stage], schedule.num_chunks)
+        yield (text if fits else task.kind).ljust(room, pad), Style(color=INK, bgcolor=colour)
         column = end
     yield "." * (width - column), "dim"
 
