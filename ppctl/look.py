@@ -20,6 +20,7 @@ from ppctl.draw.image import image
 from ppctl.draw.perfetto import trace
 from ppctl.draw.terminal import show_gantt, show_summary
 from ppctl.errors import ConfigError, ScheduleError
+from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.registry import FAMILIES, advice, build
 from ppctl.schedule.simulate import simulate
@@ -143,14 +144,14 @@ def formulas(family: str) -> str:
 def price(schedule: Schedule, costs: settings.Costs, label: str) -> Drawing:
     """The drawing of a schedule with these costs."""
     seconds = Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
-    return Drawing(label, simulate(schedule, seconds), _bound(schedule, seconds), advice(schedule, seconds))
-
-
-def _bound(s, c):
-    p, V, m = s.num_ranks, s.num_chunks, s.num_microbatches
-    split = any(t.kind == "W" for t in s.ranks[0])
-    return m * (c.forward_s + c.backward_s) + (p - 1) * (
-        (c.forward_s / V + c.transfer_s) if split else ((c.forward_s + c.backward_s) / V + 2 * c.transfer_s)
+    timeline = simulate(schedule, seconds)
+    return Drawing(
+        label,
+        timeline,
+        lower_bound_s=makespan_bound_s(schedule, seconds),
+        period_bound_s=period_bound_s(schedule, seconds),
+        peak_bounds=peak_activations_bound(schedule, seconds, timeline.period_s),
+        advice=advice(schedule, seconds),
     )
 
 

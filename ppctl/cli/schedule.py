@@ -12,7 +12,7 @@ from ppctl.cli.choices import DRAWN, did_you_mean, options, schema_of, settings_
 from ppctl.cli.help import setting_table
 from ppctl.cli.options import Parser, refuse_unknown
 from ppctl.config import Costs, ScheduleConfig
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, ScheduleError
 
 ABOUT = "draw, list, compare and check schedules from costs alone; starts no JAX"
 SUBCOMMANDS = {
@@ -72,7 +72,12 @@ def _show(asked: argparse.Namespace, names: list[str], overrides: list[str], out
     bad = next((word for word in overrides if not word.startswith("costs")), None)
     if bad:
         raise ConfigError(f"{bad}: {path} says what the schedule is. Only costs can be set beside a file.")
-    return look.show(look.price(look.read(path), _compose(asked, overrides).costs, path.name), form, out)
+    costs = _compose(asked, overrides).costs
+    try:
+        schedule = look.read(path)
+    except ScheduleError as error:
+        raise ScheduleError(f"{str(error).partition(chr(10))[0]} `ppctl schedule check {path}` shows where.") from None
+    return look.show(look.price(schedule, costs, path.name), form, out)
 
 
 def _list(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:

@@ -18,11 +18,13 @@ KIND_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """One schedule, priced. `label` tells it from others beside it; no schedule of its kind beats `lower_bound_s`."""
+    """One schedule, priced. `label` tells it from others beside it; no other order of its tasks beats the bounds."""
 
     label: str
     timeline: Timeline
     lower_bound_s: float
+    period_bound_s: float
+    peak_bounds: tuple[float, ...]  # for each rank, of any order with this period
     advice: str | None = None  # what speaks against it at these costs
 
     @property
@@ -77,9 +79,11 @@ def document(drawing: Drawing) -> dict[str, Any]:
         "makespan_s": timeline.makespan_s,
         "period_s": timeline.period_s,
         "lower_bound_s": drawing.lower_bound_s,
+        "period_lower_bound_s": drawing.period_bound_s,
         "advice": drawing.advice,
         "bubble_fraction": timeline.bubble_fractions,
         "peak_activations": timeline.peak_activations,
+        "peak_activations_lower_bound": drawing.peak_bounds,
         "rank_of": schedule.rank_of,
         "ranks": [list(map(str, tasks)) for tasks in schedule.ranks],
         "start_s": [[timeline.start_s[task] for task in tasks] for tasks in schedule.ranks],

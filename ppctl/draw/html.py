@@ -52,6 +52,8 @@ def chart(drawing: Drawing) -> dict[str, Any]:
         "makespan_s": timeline.makespan_s,
         "period_s": timeline.period_s,
         "lower_bound_s": drawing.lower_bound_s,
+        "period_bound_s": drawing.period_bound_s,
+        "peak_bound": max(drawing.peak_bounds),
         "hop_s": timeline.costs.hop_s,
         "bubble_fraction": timeline.bubble_fraction,
         "bubbles": timeline.bubble_fractions,

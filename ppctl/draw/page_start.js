@@ -29,9 +29,11 @@ function section(c) {
 
 function summary() {
   const rows = charts.map((c) => [
-    c.label, num(c.makespan_s), num(c.lower_bound_s), num(c.period_s), percent(c.bubble_fraction), num(c.peak),
+    c.label, num(c.makespan_s), num(c.lower_bound_s), num(c.period_s), num(c.period_bound_s),
+    percent(c.bubble_fraction), num(c.peak), num(c.peak_bound),
   ]);
-  return table(["schedule", "makespan s", "bound s", "period s", "bubble", "peak activations"], rows);
+  const columns = ["makespan s", "at least", "period s", "at least", "bubble", "peak activations", "at least"];
+  return table(["schedule", ...columns], rows);
 }
 
 function legend() {

@@ -14,7 +14,7 @@ from ppctl.report import show_table
 from ppctl.schedule.ir import Task
 
 MAX_RANKS = 32  # rows shown; of more ranks, the first and the last half
-COLUMNS = ("schedule", "makespan s", "bound s", "period s", "bubble", "peak activations")
+COLUMNS = ("schedule", "makespan s", "at least", "period s", "at least", "bubble", "peak activations", "at least")
 
 
 def show_gantt(console: Console, drawing: Drawing) -> None:
@@ -56,8 +56,10 @@ def show_summary(console: Console, title: str, drawings: Sequence[Drawing]) -> N
             number(drawing.timeline.makespan_s),
             number(drawing.lower_bound_s),
             number(drawing.timeline.period_s),
+            number(drawing.period_bound_s),
             f"{drawing.timeline.bubble_fraction:.1%}",
             number(max(drawing.timeline.peak_activations)),
+            number(max(drawing.peak_bounds)),
         )
         for drawing in drawings
     )

@@ -1,0 +1,84 @@
+"""The html page in a real browser without a window: it draws, answers keys, and asks the network for nothing."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from ppctl.config import Costs, Mesh, ScheduleConfig
+from ppctl.config import Schedule as Plain
+from ppctl.draw.html import page
+from ppctl.look import draw
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome on PATH (apt-get install chromium)"),
+]
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+FLAGS += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+FLAGS += ("--virtual-time-budget=6000",)
+
+# Appended to the page: presses keys on the first chart, and writes down what the page then says.
+SCRIPT = """
+<script>
+setTimeout(() => {
+  const canvas = document.querySelector("canvas.gantt");
+  canvas.focus();
+  for (const key of KEYS) canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  draw(charts[0]);
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const colours = new Set();
+  for (let i = 0; i < pixels.length; i += 4) colours.add(pixels.slice(i, i + 3).join(","));
+  const loads = performance.getEntriesByType("resource").length;
+  const said = { tip: $("tip").innerText, view, loads, colours: [...colours] };
+  document.body.append(element("pre", { id: "said" }, JSON.stringify(said)));
+}, 1000);
+</script></body>"""
+
+
+def browse(tmp_path, family, keys, p=4, m=8, **costs):
+    """(what the page says after these keys, the page's DOM)."""
+    drawing = draw(ScheduleConfig(mesh=Mesh(1, p), schedule=Plain(family, m), costs=Costs(**costs)))
+    file = tmp_path / "page.html"
+    file.write_text(page([drawing]).replace("</body>", SCRIPT.replace("KEYS", json.dumps(keys))), encoding="utf-8")
+    assert BROWSER is not None
+    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,800", "--dump-dom"]
+    done = subprocess.run([*command, f"file://{file}"], capture_output=True, text=True, timeout=60, check=True)
+    said = re.search(r'<pre id="said">(.*?)</pre>', done.stdout)
+    assert said is not None, done.stdout[-2000:]
+    return json.loads(html.unescape(said[1])), done.stdout
+
+
+def test_the_page_draws_every_kind_and_loads_nothing(tmp_path):
+    said, dom = browse(tmp_path, "zb_h1", [])
+    assert 'data-ready="yes"' in dom
+    for colour in ("86,180,233", "34,168,132", "204,121,167"):  # F, I, W
+        assert colour in said["colours"]
+    assert said["loads"] == 0
+    assert said["tip"] == ""
+
+
+def test_keys_go_from_task_to_task_and_to_what_it_waits_for(tmp_path):
+    said, _ = browse(tmp_path, "1f1b", ["ArrowRight", "ArrowDown", "ArrowRight", "ArrowRight"], transfer_s=0.5)
+    assert said["tip"].splitlines()[0] == "1F2"
+    said, _ = browse(tmp_path, "1f1b", ["ArrowRight", "ArrowDown", "ArrowDown", "w"], transfer_s=0.5)
+    assert said["tip"].splitlines()[0] == "1F0"
+    assert "waits for 0F0 on rank 0, until 1 s and 0.5 s of transfer" in said["tip"]
+
+
+def test_zooming_halves_the_view_and_zero_shows_all(tmp_path):
+    said, _ = browse(tmp_path, "gpipe", ["+", "+"])
+    assert said["view"][1] - said["view"][0] == pytest.approx(33 / 4)
+    said, _ = browse(tmp_path, "gpipe", ["+", "ArrowRight", "0", "Escape"])
+    assert said["view"] == [0, 33]
+
+
+def test_more_tasks_than_pixels_keep_the_colours_of_their_kinds(tmp_path):
+    said, _ = browse(tmp_path, "1f1b", [], p=16, m=1024)
+    assert {"86,180,233", "230,159,0"} <= set(said["colours"])
