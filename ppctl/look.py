@@ -133,7 +133,7 @@ def formulas(family: str) -> str:
     """What the docstring of a family states in closed form: its bubble or makespan, and its peak of activations.
 
     >>> formulas("gpipe")
-    'Bubble (p-1)(F+B); peak activations m on every rank'
+    'Bubble (p-1)(F+B); bubble fraction (p-1)/(m+p-1); peak activations m on every rank'
     """
     text = inspect.getdoc(FAMILIES[family]) or ""
     paragraph = " ".join(text.split("\n\n")[1].partition("\nSource:")[0].split())

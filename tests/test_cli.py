@@ -95,7 +95,7 @@ def test_every_command_is_served_and_leaves_no_files(command, served, empty_dire
 
 FAULTS = [
     # the command line itself
-    ("trian", r"trian is not a command. Did you mean train\? \(train, verify, bench\)"),
+    ("trian", r"trian is not a command. Did you mean train\? \(train, verify, bench, schedule\)"),
     ("tune", "tune is not a command. .*train, verify, bench"),
     ("model=mlp", "model=mlp: a command comes first, for example ppctl train model=mlp"),
     ("train --jsn", "--jsn is not an option. Did you mean --json"),

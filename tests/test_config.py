@@ -61,6 +61,7 @@ def test_no_override_composes_to_the_defaults():
 
 def test_every_part_of_config_py_is_behind_some_choice():
     shipped = {schema_of(part, option) for part, option in CHOICES}
+    shipped |= {schema_of("costs", option) for option in options("costs")}  # of `ppctl schedule`
     named = {cls for cls in schemas().values() if "name" in {f.name for f in dataclasses.fields(cls)}}
     assert named - {c.Run, c.Data} <= shipped
 

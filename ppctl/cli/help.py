@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from ppctl.cli.choices import (
@@ -106,7 +107,11 @@ def help_text(command: str, words: Sequence[str]) -> str:
     if words:
         return "\n\n".join(_part_help(word) for word in words)
     known = all_settings()
-    groups = [f"  {group:9} {_options_text(group)}" for group in GROUPS]
+    groups = [
+        line
+        for group in GROUPS
+        for line in textwrap.wrap(f"  {group:9} {_options_text(group)}", 120, subsequent_indent=" " * 12)
+    ]
     used = setting_table([known[key] for key in MOST_USED])
     return "\n".join(
         [
