@@ -118,7 +118,7 @@ def label(schedule: settings.Schedule) -> str:
     """Name and knobs: the number of chunks, and what is not the default.
 
     >>> label(settings.Interleaved(num_chunks=4))
-    'interleaved, num_chunks=4'
+    'interleaved (num_chunks=4)'
     """
     default = type(schedule)(name=schedule.name).knobs()
     told = [
@@ -126,7 +126,7 @@ def label(schedule: settings.Schedule) -> str:
         for key, value in schedule.knobs().items()
         if value is not None and (key == "num_chunks" or value != default[key])
     ]
-    return ", ".join([schedule.name, *told])
+    return schedule.name + (f" ({', '.join(told)})" if told else "")
 
 
 def formulas(family: str) -> str:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -374,10 +373,10 @@ def test_a_wrong_request_loads_no_jax_and_is_fast():
     code = (
         "import sys; from ppctl.cli import main; c = main(['train', 'model.layrs=3']); print(c, 'jax' in sys.modules)"
     )
-    start = time.monotonic()
+    before = os.times().children_user
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False"]
-    assert time.monotonic() - start < 2
+    assert os.times().children_user - before < 2  # CPU seconds: a busy machine does not count
 
 
 def test_the_console_script_and_the_module_are_the_same_program():

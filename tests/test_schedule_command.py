@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -150,12 +149,12 @@ def test_compare_puts_schedules_in_one_table(capsys):
     assert {label: (row[0], row[1], row[2], row[3], row[4], row[5]) for label, row in found.items()} == {
         "gpipe": ("117", "117", "117", "96", "17.9%", "32"),
         "1f1b": ("117", "117", "117", "96", "17.9%", "8"),
-        "interleaved, num_chunks=2": ("106.5", "106.5", "106.5", "96", "9.9%", "11.5"),
-        "interleaved, num_chunks=4": ("101.25", "101.25", "101.25", "96", "5.2%", "9.75"),
+        "interleaved (num_chunks=2)": ("106.5", "106.5", "106.5", "96", "9.9%", "11.5"),
+        "interleaved (num_chunks=4)": ("101.25", "101.25", "101.25", "96", "5.2%", "9.75"),
     }
     assert all(float(row[6]) <= float(row[5]) for row in found.values())
     said = ask_json(capsys, line)
-    assert [one["label"] for one in said][2:] == ["interleaved, num_chunks=2", "interleaved, num_chunks=4"]
+    assert [one["label"] for one in said][2:] == ["interleaved (num_chunks=2)", "interleaved (num_chunks=4)"]
 
 
 def test_compare_gives_a_setting_to_those_that_have_it(capsys):
@@ -178,7 +177,7 @@ def test_a_narrow_terminal_cuts_no_table(capsys, monkeypatch):
 def test_list_has_every_family_and_says_why_one_is_missing(capsys):
     out = ask(capsys, "list mesh=1x4 schedule.num_microbatches=8")
     for family in FAMILIES:
-        assert re.search(rf"^ {family}[, ].*\d%", out, re.MULTILINE), family  # its row
+        assert re.search(rf"^ {family} .*\d%", out, re.MULTILINE), family  # its row
         assert re.search(rf"^{family} +\S.*(F|p|m)", out, re.MULTILINE), family  # its formulas
     said = ask_json(capsys, "list mesh=1x4 schedule.num_microbatches=10")
     assert "num_microbatches=10 is not a multiple of num_ranks=4" in said["refused"]["interleaved"]
@@ -291,8 +290,15 @@ def test_a_chart_of_1024_ranks_is_instant_and_loads_neither_jax_nor_matplotlib()
         "c = main('schedule show schedule=1f1b mesh=1x1024 --out x.html'.split()); "
         "print(c, [name for name in ('jax', 'numpy', 'flax', 'matplotlib') if name in sys.modules])"
     )
-    start = time.monotonic()
+    before = os.times().children_user
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == "0 []\n"
-    assert time.monotonic() - start < 4
+    assert os.times().children_user - before < 3  # CPU seconds: a busy machine does not count
+
+
+def test_a_reader_that_goes_away_is_no_bug():
+    command = f"{sys.executable} -m ppctl.cli schedule show schedule=gpipe mesh=1x64 --json | head -c 10"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, env=environment)
+    assert (done.stdout, done.stderr) == ('{"schedule', "")

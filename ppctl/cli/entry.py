@@ -6,6 +6,7 @@ Nothing of JAX is imported before the request is known to be right, so that a wr
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -26,7 +27,12 @@ from ppctl.errors import ConfigError, PpctlError
 def main(argv: list[str] | None = None) -> int:
     """The exit code of a command line; `argv` is without the program's name."""
     try:
-        return _serve(sys.argv[1:] if argv is None else argv)
+        code = _serve(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of `ppctl ... | head` has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
+        return 128 + signal.SIGPIPE
     except PpctlError as error:
         _debug()
         print(f"ppctl: {_one_line(str(error))}", file=sys.stderr)

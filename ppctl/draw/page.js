@@ -42,7 +42,7 @@ function layout(c) {
   c.left = 12 + 7 * Math.max(String(c.ranks - 1).length, num(c.peak).length);
   c.right = w > 640 ? 168 : 4;
   c.wide = Math.max(w - c.left - c.right, 20);
-  c.row = clamp(clamp(room / c.ranks, 4, 26) * rowScale, 2, Math.min(40, 15000 / c.ranks / devicePixelRatio));
+  c.row = clamp(clamp(room / c.ranks, c.ranks > 200 ? 2 : 4, 26) * rowScale, 2, Math.min(40, 15000 / c.ranks / devicePixelRatio));
   size(c.gantt, w, AXIS + c.row * c.ranks);
   size(c.memory, w, MEMORY);
 }
@@ -144,10 +144,13 @@ function bar(pen, x, y, h, share, text, said) {
   pen.fillText(text, x + 2, y + h / 2 + 0.5);
 }
 
-// A row with more tasks than pixels: each pixel is a stack of what runs in it, by kind and chunk, idle time at the bottom.
+// A row with more tasks than pixels: short stretches of time become stacks of what runs in them, by kind
+// and chunk, idle time at the bottom.
 function stacked(c, pen, i, last, y, h) {
-  const n = Math.ceil(c.wide), high = Math.max(Math.round(h * devicePixelRatio), 4), chunks = c.colours[0].length;
-  const kinds = c.kinds.length * chunks, sums = new Float32Array(kinds * n), scale = c.wide / (view[1] - view[0]);
+  // wide enough for a few tasks each, or the shares would flicker from one to the next
+  const bin = clamp(Math.ceil((6 * c.wide) / (last - i)), 1, 6), n = Math.ceil(c.wide / bin);
+  const high = Math.max(Math.round(h * devicePixelRatio), 4), chunks = c.colours[0].length;
+  const kinds = c.kinds.length * chunks, sums = new Float32Array(kinds * n), scale = c.wide / (view[1] - view[0]) / bin;
   for (let t = i; t < last; t++) {
     const a = Math.max((c.start[t] - view[0]) * scale, 0), b = Math.min((c.end[t] - view[0]) * scale, n);
     const k = c.kind[t] * chunks + c.chunk_of[c.stage[t]];
@@ -167,7 +170,7 @@ function stacked(c, pen, i, last, y, h) {
   }
   line.putImageData(image, 0, 0);
   pen.imageSmoothingEnabled = false;
-  pen.drawImage(canvas, 0, 0, n, high, c.left, y, n, h);
+  pen.drawImage(canvas, 0, 0, c.wide / bin, high, c.left, y, c.wide, h);
 }
 
 function box(c, i) {
