@@ -148,7 +148,7 @@ function bar(pen, x, y, h, share, text, said) {
 // and chunk, idle time at the bottom.
 function stacked(c, pen, i, last, y, h) {
   // wide enough for a few tasks each, or the shares would flicker from one to the next
-  const bin = clamp(Math.ceil((6 * c.wide) / (last - i)), 1, 6), n = Math.ceil(c.wide / bin);
+  const bin = clamp(Math.ceil((3 * c.wide) / (last - i)), 1, 3), n = Math.ceil(c.wide / bin);
   const high = Math.max(Math.round(h * devicePixelRatio), 4), chunks = c.colours[0].length;
   const kinds = c.kinds.length * chunks, sums = new Float32Array(kinds * n), scale = c.wide / (view[1] - view[0]) / bin;
   for (let t = i; t < last; t++) {
