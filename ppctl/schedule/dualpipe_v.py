@@ -8,9 +8,9 @@ from ppctl.schedule.program import Program
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """DualPipeV: one direction of DualPipe folded into a V, weight gradients split off only where ranks would idle.
 
-    Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= 2p; peak activations p + 1/2 (below 2p, m at most). p = num_ranks.
-    The forward and the backward that DualPipe runs at once stand next to each other here. Fewer microbatches than 2p run
-    in the order of 2p without the others.
+    Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= 2p; peak activations p + 1/2, and m at most. p = num_ranks. The
+    forward and the backward that DualPipe runs at once stand next to each other here. Fewer microbatches than 2p run in
+    the order of 2p without the others.
     Source: DeepSeek-V3, arXiv 2412.19437, figure 5; DualPipeV by Sea AI Lab ("cut in half") and
     github.com/deepseek-ai/DualPipe, whose eight steps these are.
     """

@@ -18,8 +18,8 @@ def interleaved(
 
     Bubble (p-1)(F+B)/V; peak activations p + (h-1)(p-1)/V at most (units: one microbatch through 1/p of the model).
     p = num_ranks, V = num_chunks, h = warmup_hops in [1, 2]: rank r's warm-up is floor(h(p-1-r)) + (V-1)g chunks. h = 2
-    hides transfers, h = 1 holds p activations. g = group_size >= p microbatches pass through a chunk before the next one;
-    None is p. More hide more latency, for g-p more activations with V chunks (times (V-1)/V).
+    hides transfers, h = 1 holds p activations. g = group_size >= p microbatches pass through a chunk before the next
+    one, None is p: more hide more latency and hold (g-p)(V-1)/V more.
     ScheduleError unless num_microbatches fills groups of g, the last one of p at least.
     Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; h by simulation; g: Megatron-LM's
     microbatch_group_size_per_vp_stage.

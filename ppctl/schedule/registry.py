@@ -1,7 +1,7 @@
 """Every schedule family that ppctl ships. A generator that is not here is not shipped.
 
-Not here: Chimera and DualPipe, which hold each stage on two ranks. `rank_of` gives a stage one, and a second copy would be
-a special case in validation, transfers and memory; DualPipeV is DualPipe without it.
+Not here: Chimera and DualPipe, which hold each stage on two ranks. `rank_of` gives a stage one, and a second copy would
+be a special case in validation, transfers and memory; DualPipeV is DualPipe without it.
 """
 
 from __future__ import annotations

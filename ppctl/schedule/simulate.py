@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from ppctl.costs import Costs
 from ppctl.schedule.ir import KINDS, Schedule, Task, Value, reads, writes
@@ -94,11 +95,7 @@ class Timeline:
 
     @cached_property
     def _before(self) -> dict[Task, Task]:
-        return {
-            task: before
-            for tasks in self.schedule.ranks
-            for before, task in zip(tasks, tasks[1:], strict=False)
-        }  # fmt: skip
+        return {task: before for tasks in self.schedule.ranks for before, task in pairwise(tasks)}
 
     def _writer(self, value: Value) -> Task:
         tasks = (Task(value.stage, kind, value.microbatch) for kind in KINDS)

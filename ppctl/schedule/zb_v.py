@@ -10,8 +10,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-V: two chunks a rank, placed down and back up, so that no rank idles and none holds more than p activations.
 
     Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= p; period m(F+I+W) at m >= 2p-1, and (p-1)(I-W) longer for
-    I >= F >= W. Peak activations min(m, p) on every rank. p = num_ranks. Fewer microbatches than 2p-1 run in the order of
-    2p-1 without the others, weight gradients moved into the gaps that these leave.
+    I >= F >= W. Peak activations min(m, p) on every rank. p = num_ranks. Fewer microbatches than 2p-1 run in the order
+    of 2p-1 without the others, weight gradients moved into the gaps that these leave.
     Source: Qi et al. 2023, arXiv 2401.10241, section 6 and figure 6.
     """
     full = max(2 * num_ranks - 1, num_microbatches)

@@ -1,0 +1,93 @@
+"""What no schedule can beat: lower bounds on time and memory.
+
+Closed forms for stages of equal cost, and their general form for any placement and costs of each stage.
+"""
+
+from __future__ import annotations
+
+from ppctl.costs import Costs
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.simulate import duration_s
+
+
+def whole_makespan_bound_s(num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs) -> float:
+    """The least makespan with whole backwards: m(F+B) + (p-1)((F+B)/V + 2c). The last rank waits for a forward through
+    the others, and they for its last backward.
+
+    >>> whole_makespan_bound_s(8, 32, 2, Costs())
+    106.5
+    """
+    forward_s = costs.seconds("F", 0, 1)
+    hops = (num_ranks - 1) * ((forward_s + costs.backward_s) / num_chunks + 2 * costs.hop_s)
+    return num_microbatches * (forward_s + costs.backward_s) + hops
+
+
+def split_makespan_bound_s(num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs) -> float:
+    """The least makespan with split backwards: m(F+I+W) + (p-1)(F/V + c). A rank may end with weight gradients.
+
+    >>> split_makespan_bound_s(8, 32, 2, Costs())
+    99.5
+    """
+    forward_s = costs.seconds("F", 0, 1)
+    hops = (num_ranks - 1) * (forward_s / num_chunks + costs.hop_s)
+    return num_microbatches * (forward_s + costs.backward_s) + hops
+
+
+def period_bound_s(schedule: Schedule, costs: Costs) -> float:
+    """The least period: the work of the busiest rank."""
+    return max(_work_s(schedule, costs))
+
+
+def makespan_bound_s(schedule: Schedule, costs: Costs) -> float:
+    """The least makespan of any order of these tasks on these ranks.
+
+    For each rank: forwards until the first of its stages can start, its work, and input gradients from the first of its
+    stages back to stage 0, unless weight gradients may end its program.
+    """
+    before_s = _chain_s(schedule, costs, ("F",))
+    after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))
+    may_end_with_w = [any(task.kind == "W" for task in tasks) for tasks in schedule.ranks]
+    return max(
+        min(before_s[s] for s in stages) + work_s + (0.0 if ends else min(after_s[s] for s in stages))
+        for stages, work_s, ends in zip(schedule.stages_of, _work_s(schedule, costs), may_end_with_w, strict=True)
+    )
+
+
+def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) -> tuple[float, ...]:
+    """For each rank, the least peak of activations of any order that ends within `period_s` of its start.
+
+    Sum of lifespans over period (the building-block argument of arXiv 2405.15362): an activation lives at least through
+    the forwards after it, the input gradients back to it, and its own weight gradient.
+    """
+    kind = _backward_kind(schedule)
+    trip_s = _chain_s(schedule, costs, ("F", kind))
+    num_chunks, num_stages = schedule.num_chunks, schedule.num_stages
+    whole_s = (
+        trip_s[-1] + costs.seconds("F", num_stages - 1, num_chunks) + costs.seconds(kind, num_stages - 1, num_chunks)
+    )
+    own_w_s = [costs.seconds("W", s, num_chunks) if kind == "I" else 0.0 for s in range(num_stages)]
+    lives_s = [whole_s - trip_s[s] + own_w_s[s] for s in range(num_stages)]
+    return tuple(
+        schedule.num_microbatches * sum(lives_s[s] for s in stages) / num_chunks / period_s
+        for stages in schedule.stages_of
+    )  # fmt: skip
+
+
+def _work_s(schedule: Schedule, costs: Costs) -> list[float]:
+    return [sum(duration_s(task, costs, schedule.num_chunks) for task in tasks) for tasks in schedule.ranks]
+
+
+def _backward_kind(schedule: Schedule) -> str:
+    """What a gradient must pass through at each stage: I where any backward is split, else B."""
+    return "I" if any(task.kind == "I" for tasks in schedule.ranks for task in tasks) else "B"
+
+
+def _chain_s(schedule: Schedule, costs: Costs, kinds: tuple[str, ...]) -> list[float]:
+    """For each stage, the seconds of one microbatch's `kinds` of all stages before it, and of the hops between them."""
+    total_s, chain_s = 0.0, [0.0]
+    for stage in range(schedule.num_stages - 1):
+        crosses = schedule.rank_of[stage] != schedule.rank_of[stage + 1]
+        for kind in kinds:
+            total_s += costs.seconds(kind, stage, schedule.num_chunks) + crosses * costs.hop_s
+        chain_s.append(total_s)
+    return chain_s
