@@ -263,7 +263,7 @@ def test_a_split_backward_is_refused():
 
 
 def test_ranks_that_wait_for_each_other_are_refused():
-    ranks = ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    stuck = by_ranks(*ranks)
+    programs = ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
+    ranks = tuple(tuple(map(Task.parse, program.split())) for program in programs)
     with pytest.raises(ScheduleError, match=r"waits for .*, which no rank can write any more"):
-        ticks(stuck, COSTS)
+        ticks(Schedule("stuck", ranks, (0, 1), 2), COSTS)
