@@ -11,6 +11,8 @@ import jax
 import pytest
 
 from ppctl import cli, profile
+from ppctl.assemble import assemble
+from ppctl.config import MLP, Config, Mesh, Regression, Schedule
 from ppctl.metrics import Metrics
 from ppctl.schedule import build
 
@@ -45,7 +47,7 @@ def tasks(run_dir):
 @pytest.mark.parametrize(
     ("name", "words", "pp", "microbatches", "chunks", "last_forward"),
     [
-        # an evaluation of the same number of ticks in the window, and a save
+        # with evaluations and saves in the window
         ("gpipe", "mesh=1x1 run.eval_every=1 run.eval_batches=1 run.checkpoint.every=1", 1, 4, 1, True),
         ("1f1b", "mesh=1x2 executor.remat=full", 2, 4, 1, False),
         ("interleaved", "mesh=2x2x1", 2, 2, 2, True),
@@ -79,6 +81,31 @@ def test_each_task_of_each_traced_step_is_one_event(tmp_path, name, words, pp, m
         for event in events:
             args = event["args"]
             assert event["name"] == f"{args['stage']}{args['kind']}{args['microbatch']}"
+
+
+def test_operations_of_another_program_are_no_tasks(tmp_path):
+    """An evaluation may have operations of the same names: here a second program has all of them."""
+    config = Config(
+        model=MLP(num_layers=2, d_model=8),
+        data=Regression(batch_size=8, num_rows=512),
+        mesh=Mesh(1, 2),
+        schedule=Schedule(num_microbatches=2),
+    )
+    parts = assemble(config)
+
+    def other(state, batch):
+        return parts.train_step(state, batch)
+
+    programs = [jax.jit(f).lower(parts.staged_state, parts.batch_shapes).compile() for f in (parts.train_step, other)]
+    state, batch = parts.new_state(), parts.put(next(parts.data.batches()))
+    window = profile.Window(tmp_path, 0, 1)
+    with profile.traced(window), window.step(0):
+        for program in programs:
+            jax.block_until_ready(program(state, batch))
+    path = profile.write_tasks(tmp_path, programs[0].as_text(), parts.ticks, parts.mesh)
+    events = json.loads(path.read_text())["traceEvents"]
+    found = [event["name"] for event in events if event["ph"] == "X"]
+    assert sorted(found) == sorted(str(task) for tasks in parts.schedule.ranks for task in tasks)
 
 
 @pytest.mark.slow

@@ -47,6 +47,17 @@ from ppctl.checkpoint import Checkpoints
 Checkpoints.wait = lambda self: time.sleep(60)
 cli.console_script()
 """
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+from ppctl import cli
+
+def interrupt(event, args):
+    if event == "import" and args[0] == "{module}" and "jax" in sys.modules:
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(interrupt)
+cli.console_script()
+"""
 
 
 class Process:
@@ -209,6 +220,15 @@ def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(tmp_p
     assert len(was_killed_in) == 7
     assert f"resuming after step {latest(run_dir)}" in complete(run_dir)
     assert_same_run(run_dir, uninterrupted)
+
+
+@pytest.mark.parametrize("module", ["numpy.linalg", "jaxlib.xla_client", "flax.nnx", "orbax.checkpoint"])
+def test_ctrl_c_while_jax_is_imported_ends_the_process_with_one_line(tmp_path, module):
+    """Raised there, a KeyboardInterrupt would become an ImportError, or be lost."""
+    with Process(tmp_path / "run", program=("-c", INTERRUPTED_IMPORT.format(module=module))) as process:
+        assert process.end(timeout_s=30) == 130
+    assert process.lines == ["ppctl: interrupted.\n"]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
