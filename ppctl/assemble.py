@@ -162,10 +162,7 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     schedule, lowered, partition = plan(config)
     dtype_name = config.run.dtype or default_dtype
     start_jax(config, dtype_name)
-    try:
-        mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.fsdp)
-    except RuntimeError as error:  # a platform that JAX does not have
-        raise ConfigError(f"run.platform={config.run.platform}: {str(error).splitlines()[0]}") from error
+    mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.fsdp)
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))

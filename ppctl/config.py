@@ -250,8 +250,8 @@ class Optim:
 
     name: str = "adamw"
     lr: float = 2e-3  # peak
-    min_lr_fraction: float = 0.1  # of the peak, at the last step
-    warmup_steps: int = 20  # from 0 to the peak
+    min_lr_fraction: float = 0.1  # of the peak, where the cosine ends, at run.num_steps
+    warmup_steps: int = 20  # of linear growth to the peak
     weight_decay: float = 0.1
     b1: float = 0.9
     b2: float = 0.95

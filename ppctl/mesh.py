@@ -13,7 +13,16 @@ DATA_AXES = ("dp", "fsdp")  # the batch is divided over both
 
 def make_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
     """A mesh of the first dp*pp*fsdp devices, in an order that suits the hardware. ConfigError when there are fewer."""
-    need, devices = dp * pp * fsdp, jax.devices()
+    need = dp * pp * fsdp
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform's plugin is not installed
+        platforms: str = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue] made at run time
+        reason = str(error).split("\n")[0] or "there are no such devices, or JAX's plugin for them is not installed"
+        raise ConfigError(
+            f"JAX cannot start on {platforms}: {reason}. Use run.platform=cpu, or install ppctl[cuda12], ppctl[cuda13] "
+            "or ppctl[tpu]."
+        ) from error
     if need > len(devices):
         kind = devices[0].platform
         raise ConfigError(

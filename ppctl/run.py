@@ -239,10 +239,11 @@ class _Loop:
                 batch = self.parts.put(next(batches))
                 if step == window.start:
                     self._read()  # no step before the window in its trace
+                dispatched_s = time.perf_counter()
                 with window.step(step):
                     state, numbers = self.train_step(state, batch)
                 self._read()
-                self._unread = (step + 1, numbers, time.perf_counter())
+                self._unread = (step + 1, numbers, dispatched_s)
                 finished = step + 1
                 if window.is_due(finished):
                     self._read()
@@ -251,10 +252,10 @@ class _Loop:
                     self._read()
                     self._evaluate(state, finished)
                 leaving = stop[0] if stop else None  # read once: a signal that comes later finds nothing saved
-                if leaving is not None:
-                    self.metrics.note(f"{signal.Signals(leaving).name}: saving step {finished} and leaving")
                 if leaving or finished == config.num_steps or (every is not None and finished % every == 0):
                     self._read()
+                    if leaving is not None:
+                        self.metrics.note(f"{signal.Signals(leaving).name}: saving step {finished} and leaving")
                     self._save(state, finished)
                 if leaving is not None:
                     self.checkpoints.wait()

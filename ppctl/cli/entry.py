@@ -14,6 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from ppctl.cli import schedule
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def console_script() -> NoReturn:
     """Ends the process with the exit code of its command line."""
+    signal.signal(signal.SIGINT, _end_at_once)
     code = main()
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         # Orbax's threads of a save that failed would hold up the exit for minutes, or for ever.
@@ -61,6 +63,21 @@ def console_script() -> NoReturn:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    """Answers Ctrl-C until a command sets a handler of its own, as training does.
+
+    JAX takes no KeyboardInterrupt: raised in its import it becomes an ImportError, in its garbage collector's callback
+    it is lost, while it compiles the process may crash when it exits.
+    """
+    if "jax" not in sys.modules:
+        raise KeyboardInterrupt
+    if _is_debugging():
+        traceback.print_stack(frame)
+    show_cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a spinner hides it
+    os.write(2, show_cursor + b"ppctl: interrupted.\n")
+    os._exit(128 + number)
 
 
 def _serve(argv: list[str]) -> int:
@@ -130,5 +147,9 @@ def _one_line(text: str) -> str:
 
 def _debug() -> None:
     """Prints the traceback of the exception being handled if PPCTL_DEBUG is set."""
-    if os.environ.get("PPCTL_DEBUG", "0") not in ("", "0"):
+    if _is_debugging():
         traceback.print_exc()
+
+
+def _is_debugging() -> bool:
+    return os.environ.get("PPCTL_DEBUG", "0") not in ("", "0")

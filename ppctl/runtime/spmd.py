@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -113,14 +113,13 @@ class _Device:
         names = dict(zip(COLUMNS, range(len(COLUMNS)), strict=True))
         # for each tick, whether any rank runs a forward, and whether any runs a backward
         runs = [tuple(any(line[names[kind]] for line in row) for kind in "fb") for row in self.ticks.table]
-        if self.options.skip_idle:  # a branch not taken costs nothing: one scan, one compiled body
-            runs = [tuple(map(any, zip(*runs, strict=True)))] * len(runs)
-        low = 0
-        for (forward, backward), group in groupby(runs):
-            high = low + len(list(group))
-            tick = partial(self._tick, forward, backward, names)
+        cuts = {0, len(runs)}
+        if not self.options.skip_idle:  # what is masked costs as much as a task: warm-up and cool-down apart
+            forwards, backwards = ([t for t, run in enumerate(runs) if run[kind]] for kind in (0, 1))
+            cuts |= {*backwards[:1], *(t + 1 for t in forwards[-1:])}
+        for low, high in pairwise(sorted(cuts)):
+            tick = partial(self._tick, *map(any, zip(*runs[low:high], strict=True)), names)
             carry, _ = jax.lax.scan(tick, carry, table[low:high])
-            low = high
         loss, number, ends, layers = carry["sums"]
         if not self.ticks.has_backward:
             return loss, number, None

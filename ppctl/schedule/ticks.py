@@ -14,6 +14,7 @@ from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
 from ppctl.schedule.ir import Schedule, Task, Value, reads, writes
 from ppctl.schedule.simulate import duration_s
+from ppctl.schedule.validate import walk
 
 Shape = Literal["one", "pair"]  # one task a tick | an F, then a B
 
@@ -124,7 +125,10 @@ def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_
 
 
 def pack(schedule: Schedule, shape: Shape) -> tuple[tuple[Cell, ...], ...]:
-    """The tasks of every rank in ticks, in program order and as early as the ring allows; [tick][rank]."""
+    """The tasks of every rank in ticks, in program order and as early as the ring allows; [tick][rank].
+
+    ScheduleError when the ranks wait for each other.
+    """
     num_stages = schedule.num_stages
     written: dict[Value, int] = {}  # value -> tick
     at = [0] * schedule.num_ranks
@@ -149,6 +153,9 @@ def pack(schedule: Schedule, shape: Shape) -> tuple[tuple[Cell, ...], ...]:
             forward = take(rank, "F", len(cells))
             backward = take(rank, "B", len(cells)) if forward is None or shape == "pair" else None
             row.append(Cell(forward, backward))
+        if not any(map(any, row)):  # what is missing now would be missing for ever: the walk says what it is
+            for _ in walk(schedule):
+                pass
         cells.append(tuple(row))
     return tuple(cells)
 

@@ -1,4 +1,4 @@
-"""Tiny models, and one training step of them by the spmd executor and by the reference, for the tests beside this file."""
+"""Tiny models, and one step of each by the spmd executor and by the reference, for the tests beside this file."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -49,7 +49,7 @@ def make_stack(model, num_layers, dtype=jnp.float64):
 
 
 def make_params(stack, seed=0):
-    """Parameters of the shapes of initial ones, no two entries equal: equal ones would hide a gradient that goes astray."""
+    """Random parameters of a model's shapes: initial norms and biases are all alike, which would hide mistakes."""
     rng = np.random.default_rng(seed)
 
     def random(path, leaf):

@@ -84,7 +84,7 @@ def test_a_tick_moves_one_activation_and_one_gradient_and_nothing_else(schedule,
 
 
 def test_warm_up_and_cool_down_move_one_value_a_tick_where_idle_ranks_compute():
-    _, loops = collectives(Case("gpipe", (1, 4, 1), model="mlp", skip_idle=False))
+    _, loops = collectives(Case("eager_1f1b", (1, 4, 1), model="mlp", skip_idle=False))
     assert loops == [{"collective-permute": 1}, {"collective-permute": 2}, {"collective-permute": 1}]
 
 
@@ -148,7 +148,7 @@ def sizes(case):
 
 
 @pytest.mark.parametrize("skip_idle", [True, False], ids=["skip", "compute"])
-@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("pp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @programs
 def test_program_size_does_not_depend_on_the_number_of_microbatches(schedule, num_chunks, pp, skip_idle):
     def at(m):

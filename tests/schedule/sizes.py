@@ -1,6 +1,9 @@
 """Four schedule families over a grid of sizes, and programs in random order, for the tests beside this file."""
 
 import random
+from itertools import groupby
+
+import pytest
 
 from ppctl.schedule import Schedule, Task, build, reads, writes
 from ppctl.schedule.placement import loop
@@ -26,6 +29,12 @@ def grid(ranks=range(1, 9), rounds=(1, 2, 3), chunks=(1, 2, 3, 4)):
 
 SIZES = grid()
 TINY = grid(ranks=(1, 2, 3, 4), rounds=(1, 2), chunks=(1, 2))
+
+
+def by_ranks(sizes):
+    """The sizes of each family and number of ranks, as one parameter of a test."""
+    groups = groupby(sizes, key=lambda size: size[:2])
+    return [pytest.param(list(group), id=f"{family} p={p}") for (family, p), group in groups]
 
 
 def make(family, p, m, V):

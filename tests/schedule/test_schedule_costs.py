@@ -1,15 +1,16 @@
 """What schedules cost: closed forms, published numbers, and a brute-force simulator.
 
-p = ranks, m = microbatches, V = chunks a rank, c = seconds of a transfer; F, B = seconds of one microbatch through 1/p of
-the model, forward and backward.
+p = ranks, m = microbatches, V = chunks a rank, c = seconds of a transfer; F, B = seconds of one microbatch through 1/p
+of the model, forward and backward.
 """
 
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 
 import pytest
-from sizes import FAMILIES, SIZES, TINY, make, random_programs
+from sizes import FAMILIES, SIZES, TINY, by_ranks, make, random_programs
 
 from ppctl.costs import Costs
 from ppctl.schedule import reads, writes
@@ -49,17 +50,17 @@ def peaks(family, p, m, V):
 def test_the_bubble_is_the_closed_form(family, costs):
     for size in SIZES:
         if size[0] == family:
-            _, p, m, _ = size
             timeline = simulate(make(*size), costs)
-            busy = m * (costs.forward_s + costs.backward_s)
+            busy = size[2] * (costs.forward_s + costs.backward_s)
             bubble = bubble_s(*size, costs)
             assert timeline.makespan_s == near(busy + bubble), size
             assert timeline.bubble_fraction == pytest.approx(bubble / (busy + bubble), rel=1e-12, abs=1e-12), size
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_peak_activations_are_the_closed_form(size):
-    assert list(peak_activations(make(*size))) == near(peaks(*size))
+@pytest.mark.parametrize("sizes", by_ranks(SIZES))
+def test_peak_activations_are_the_closed_form(sizes):
+    for size in sizes:
+        assert list(peak_activations(make(*size))) == near(peaks(*size))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,10 +149,11 @@ def longest_path(schedule, costs):
 ODD = Costs(1.25, 0.875, 1.5, 0.375)
 
 
-@pytest.mark.parametrize("size", TINY, ids=str)
-def test_the_simulator_agrees_with_longest_paths(size):
-    schedule = make(*size)
-    assert simulate(schedule, ODD).end_s == near(longest_path(schedule, ODD))
+@pytest.mark.parametrize("sizes", by_ranks(TINY))
+def test_the_simulator_agrees_with_longest_paths(sizes):
+    for size in sizes:
+        schedule = make(*size)
+        assert simulate(schedule, ODD).end_s == near(longest_path(schedule, ODD))
 
 
 @pytest.mark.parametrize("schedule", random_programs(), ids=lambda s: f"{s.num_ranks}x{s.num_microbatches}")
@@ -162,7 +164,7 @@ def test_the_simulator_agrees_with_longest_paths_on_any_order(schedule):
     tasks_s = sum(duration_s(task, ODD, schedule.num_chunks) for program in schedule.ranks for task in program)
     assert timeline.bubble_fraction == near(1 - tasks_s / (timeline.makespan_s * schedule.num_ranks))
     for program in schedule.ranks:  # one task at a time
-        for task, after in zip(program, program[1:], strict=False):
+        for task, after in pairwise(program):
             assert timeline.end_s[task] <= timeline.start_s[after]
 
 

@@ -6,27 +6,44 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from sizes import SIZES, TINY, make, random_programs
+from sizes import SIZES, TINY, by_ranks, make, random_programs
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule import FAMILIES, Schedule, Task, build, validate
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_every_size_of_every_family_is_valid_and_complete(size):
-    _, p, m, V = size
-    schedule = validate(make(*size))
-    assert (schedule.num_ranks, schedule.num_stages, schedule.num_chunks) == (p, p * V, V)
-    tasks = Counter(task for rank in schedule.ranks for task in rank)
-    assert tasks == Counter(Task(s, kind, i) for s in range(p * V) for kind in "FB" for i in range(m))
-    for rank, program in enumerate(schedule.ranks):
-        assert {task.stage for task in program} == set(schedule.stages_of[rank])
-        assert [schedule.rank_of[s] for s in schedule.stages_of[rank]] == [rank] * V
+@pytest.mark.parametrize("sizes", by_ranks(SIZES))
+def test_every_size_of_every_family_is_valid_and_complete(sizes):
+    for size in sizes:
+        _, p, m, V = size
+        schedule = validate(make(*size))
+        assert (schedule.num_ranks, schedule.num_stages, schedule.num_chunks) == (p, p * V, V)
+        tasks = Counter(task for rank in schedule.ranks for task in rank)
+        assert tasks == Counter(Task(s, kind, i) for s in range(p * V) for kind in "FB" for i in range(m))
+        for rank, program in enumerate(schedule.ranks):
+            assert {task.stage for task in program} == set(schedule.stages_of[rank])
+            assert [schedule.rank_of[s] for s in schedule.stages_of[rank]] == [rank] * V
 
 
 @pytest.mark.parametrize("schedule", random_programs(), ids=lambda s: f"{s.num_ranks}x{s.num_microbatches}")
 def test_any_order_that_ranks_can_run_is_valid(schedule):
     assert validate(schedule) is schedule
+
+
+ORDERS = {  # p = 2, m = 4; by hand from the papers' figures
+    "gpipe": ["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0", "1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0"],
+    "1f1b": ["0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"],
+    "eager_1f1b": ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"],
+    "interleaved": [
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    ],
+}
+
+
+@pytest.mark.parametrize("family", ORDERS)
+def test_two_ranks_run_four_microbatches_in_the_published_order(family):
+    assert [" ".join(map(str, program)) for program in build(family, 2, 4).ranks] == ORDERS[family]
 
 
 # --- mutants ---------------------------------------------------------------------------------------------------------
@@ -57,57 +74,61 @@ def fault_of(schedule):
     return rank, step, what
 
 
-@pytest.mark.parametrize("size", TINY, ids=str)
-def test_a_dropped_task_is_refused_with_the_value_that_nothing_writes(size):
-    schedule = make(*size)
-    for rank, step, task in places(schedule):
-        program = schedule.ranks[rank][:step] + schedule.ranks[rank][step + 1 :]
-        value = f"{'act' if task.kind == 'F' else 'wgrad'}({task.stage},{task.microbatch})"
-        at_rank, at_step, what = fault_of(with_rank(schedule, rank, program))
-        assert (at_rank, at_step) == (rank, len(program))
-        assert value in what
-        assert str(task) in what
-
-
-@pytest.mark.parametrize("size", TINY, ids=str)
-def test_a_repeated_task_is_refused_where_it_is_repeated(size):
-    schedule, rng = make(*size), random.Random(0)
-    for rank, step, task in places(schedule):
-        program = list(schedule.ranks[rank])
-        second = rng.randint(step + 1, len(program))
-        program.insert(second, task)
-        at_rank, at_step, what = fault_of(with_rank(schedule, rank, program))
-        assert (at_rank, at_step) == (rank, second)
-        name = "act" if task.kind == "F" else "grad"
-        assert what == f"{task} writes {name}({task.stage},{task.microbatch}), which {task} writes too."
-
-
-@pytest.mark.parametrize("size", [size for size in TINY if size[1] > 1], ids=str)
-def test_a_task_on_a_rank_that_does_not_hold_its_stage_is_refused(size):
-    schedule, rng = make(*size), random.Random(0)
-    for rank, step, task in places(schedule):
-        program = schedule.ranks[rank][:step] + schedule.ranks[rank][step + 1 :]
-        other = rng.choice([r for r in range(schedule.num_ranks) if r != rank])
-        moved = list(schedule.ranks[other])
-        where = rng.randint(0, len(moved))
-        moved.insert(where, task)
-        found = fault_of(with_rank(with_rank(schedule, rank, program), other, moved))
-        assert found == (other, where, f"{task} is on rank {other}, but stage {task.stage} is on rank {rank}.")
-
-
-@pytest.mark.parametrize("size", TINY, ids=str)
-def test_a_backward_before_its_forward_is_refused_as_a_deadlock(size):
-    schedule = make(*size)
-    for rank, step, task in places(schedule):
-        if task.kind == "B":
-            program = list(schedule.ranks[rank])
-            first = program.index(Task(task.stage, "F", task.microbatch))
-            program[first], program[step] = task, program[first]
-            # the ranks may come to a stand at an earlier cell that waits for this one
+@pytest.mark.parametrize("sizes", by_ranks(TINY))
+def test_a_dropped_task_is_refused_with_the_value_that_nothing_writes(sizes):
+    for size in sizes:
+        schedule = make(*size)
+        for rank, step, task in places(schedule):
+            program = schedule.ranks[rank][:step] + schedule.ranks[rank][step + 1 :]
+            value = f"{'act' if task.kind == 'F' else 'wgrad'}({task.stage},{task.microbatch})"
             at_rank, at_step, what = fault_of(with_rank(schedule, rank, program))
-            assert re.fullmatch(r"\d+[FB]\d+ waits for \w+\(\d+,\d+\), which no rank can write any more.", what)
-            waiting = with_rank(schedule, rank, program).ranks[at_rank][at_step]
-            assert what.startswith(str(waiting))
+            assert (at_rank, at_step) == (rank, len(program))
+            assert value in what
+            assert str(task) in what
+
+
+@pytest.mark.parametrize("sizes", by_ranks(TINY))
+def test_a_repeated_task_is_refused_where_it_is_repeated(sizes):
+    for size in sizes:
+        schedule, rng = make(*size), random.Random(0)
+        for rank, step, task in places(schedule):
+            program = list(schedule.ranks[rank])
+            second = rng.randint(step + 1, len(program))
+            program.insert(second, task)
+            at_rank, at_step, what = fault_of(with_rank(schedule, rank, program))
+            assert (at_rank, at_step) == (rank, second)
+            name = "act" if task.kind == "F" else "grad"
+            assert what == f"{task} writes {name}({task.stage},{task.microbatch}), which {task} writes too."
+
+
+@pytest.mark.parametrize("sizes", by_ranks([size for size in TINY if size[1] > 1]))
+def test_a_task_on_a_rank_that_does_not_hold_its_stage_is_refused(sizes):
+    for size in sizes:
+        schedule, rng = make(*size), random.Random(0)
+        for rank, step, task in places(schedule):
+            program = schedule.ranks[rank][:step] + schedule.ranks[rank][step + 1 :]
+            other = rng.choice([r for r in range(schedule.num_ranks) if r != rank])
+            moved = list(schedule.ranks[other])
+            where = rng.randint(0, len(moved))
+            moved.insert(where, task)
+            found = fault_of(with_rank(with_rank(schedule, rank, program), other, moved))
+            assert found == (other, where, f"{task} is on rank {other}, but stage {task.stage} is on rank {rank}.")
+
+
+@pytest.mark.parametrize("sizes", by_ranks(TINY))
+def test_a_backward_before_its_forward_is_refused_as_a_deadlock(sizes):
+    for size in sizes:
+        schedule = make(*size)
+        for rank, step, task in places(schedule):
+            if task.kind == "B":
+                program = list(schedule.ranks[rank])
+                first = program.index(Task(task.stage, "F", task.microbatch))
+                program[first], program[step] = task, program[first]
+                # the ranks may come to a stand at an earlier cell that waits for this one
+                at_rank, at_step, what = fault_of(with_rank(schedule, rank, program))
+                assert re.fullmatch(r"\d+[FB]\d+ waits for \w+\(\d+,\d+\), which no rank can write any more.", what)
+                waiting = with_rank(schedule, rank, program).ranks[at_rank][at_step]
+                assert what.startswith(str(waiting))
 
 
 def test_ranks_that_wait_for_each_other_are_refused_with_the_task_and_the_value():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from sizes import grid, make
+from sizes import by_ranks, grid, make
 
 from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
@@ -47,25 +47,27 @@ def check_cells(schedule, cells):
 
 
 @pytest.mark.parametrize("shape", ["one", "pair"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_ticks_run_every_task_once_in_program_order_after_what_it_reads(size, shape):
-    schedule = make(*size)
-    for program in (schedule, forward_only(schedule)):
-        cells = pack(program, shape)
-        check_cells(program, cells)
-        if shape == "one":
-            assert all(None in cell for row in cells for cell in row)
+@pytest.mark.parametrize("sizes", by_ranks(SIZES))
+def test_ticks_run_every_task_once_in_program_order_after_what_it_reads(sizes, shape):
+    for size in sizes:
+        schedule = make(*size)
+        for program in (schedule, forward_only(schedule)):
+            cells = pack(program, shape)
+            check_cells(program, cells)
+            if shape == "one":
+                assert all(None in cell for row in cells for cell in row)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_cheaper_shape_is_taken(size):
-    schedule = make(*size)
-    for costs in (COSTS, FORWARD_BACKWARD, Costs(1, 1, 1, 5)):
-        cheapest = min(lockstep_s(pack(schedule, shape), costs, schedule.num_chunks) for shape in ("one", "pair"))
-        lowered = ticks(schedule, costs)
-        assert lowered.makespan_s(costs) == cheapest
-        assert lowered.cells == pack(schedule, lowered.shape)
-        assert lowered.num_ticks == len(lowered.cells) == len(lowered.table)
+@pytest.mark.parametrize("sizes", by_ranks(SIZES))
+def test_the_cheaper_shape_is_taken(sizes):
+    for size in sizes:
+        schedule = make(*size)
+        for costs in (COSTS, FORWARD_BACKWARD, Costs(1, 1, 1, 5)):
+            cheapest = min(lockstep_s(pack(schedule, shape), costs, schedule.num_chunks) for shape in ("one", "pair"))
+            lowered = ticks(schedule, costs)
+            assert lowered.makespan_s(costs) == cheapest
+            assert lowered.cells == pack(schedule, lowered.shape)
+            assert lowered.num_ticks == len(lowered.cells) == len(lowered.table)
 
 
 # --- the table alone moves the values --------------------------------------------------------------------------------
@@ -160,24 +162,28 @@ def check_table(lowered, keep_input):
 
 
 @lowerings
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_table_brings_every_value_where_it_is_read_and_no_slot_holds_two(size, lowering):
-    schedule = make(*size)
-    for costs in (COSTS, FORWARD_BACKWARD):
-        check_table(ticks(schedule, costs, **lowering), lowering["keep_input"])
+@pytest.mark.parametrize("sizes", by_ranks(SIZES))
+def test_the_table_brings_every_value_where_it_is_read_and_no_slot_holds_two(sizes, lowering):
+    for size in sizes:
+        schedule = make(*size)
+        for costs in (COSTS, FORWARD_BACKWARD):
+            check_table(ticks(schedule, costs, **lowering), lowering["keep_input"])
 
 
 @lowerings
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_forwards_alone_keep_nothing(size, lowering):
-    schedule = make(*size)
-    lowered = ticks(forward_only(schedule), COSTS, **lowering)
-    assert not lowered.has_backward
-    assert lowered.num_stash_slots == lowered.num_grad_slots == 0
-    names = dict(zip(COLUMNS, zip(*(columns for row in lowered.table for columns in row), strict=True), strict=True))
-    assert not any(any(names[name]) for name in COLUMNS if name.startswith("b") or name.startswith("grad"))
-    assert sum(names["f"]) == schedule.num_stages * schedule.num_microbatches  # the last stage's forward runs too
-    check_table(lowered, lowering["keep_input"])
+@pytest.mark.parametrize("sizes", by_ranks(SIZES))
+def test_forwards_alone_keep_nothing(sizes, lowering):
+    for size in sizes:
+        schedule = make(*size)
+        lowered = ticks(forward_only(schedule), COSTS, **lowering)
+        assert not lowered.has_backward
+        assert lowered.num_stash_slots == lowered.num_grad_slots == 0
+        names = dict(
+            zip(COLUMNS, zip(*(columns for row in lowered.table for columns in row), strict=True), strict=True)
+        )
+        assert not any(any(names[name]) for name in COLUMNS if name.startswith(("b", "grad")))
+        assert sum(names["f"]) == schedule.num_stages * schedule.num_microbatches  # the last stage's forward runs too
+        check_table(lowered, lowering["keep_input"])
 
 
 def test_forwards_alone_keep_their_order():
@@ -227,11 +233,12 @@ def test_lockstep_stretches_1f1b_alone(family, V, low, high, p):
     assert lowered.bubble_fraction(COSTS) == pytest.approx(1 - busy_s / lowered.makespan_s(COSTS))
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_lockstep_is_never_faster_than_free_running_ranks(size):
-    schedule = make(*size)
-    for costs in (COSTS, FORWARD_BACKWARD, Costs(1, 1.05, 0.75)):
-        assert ticks(schedule, costs).makespan_s(costs) >= simulate(schedule, costs).makespan_s - 1e-9
+@pytest.mark.parametrize("sizes", by_ranks(SIZES))
+def test_lockstep_is_never_faster_than_free_running_ranks(sizes):
+    for size in sizes:
+        schedule = make(*size)
+        for costs in (COSTS, FORWARD_BACKWARD, Costs(1, 1.05, 0.75)):
+            assert ticks(schedule, costs).makespan_s(costs) >= simulate(schedule, costs).makespan_s - 1e-9
 
 
 # --- what cannot be lowered ------------------------------------------------------------------------------------------
@@ -253,3 +260,10 @@ def test_a_split_backward_is_refused():
     with pytest.raises(ScheduleError) as error:
         ticks(replace(schedule, ranks=split), COSTS)
     assert str(error.value) == "gpipe: 0I0 splits the backward, and the spmd executor runs whole ones (B)."
+
+
+def test_ranks_that_wait_for_each_other_are_refused():
+    programs = ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
+    ranks = tuple(tuple(map(Task.parse, program.split())) for program in programs)
+    with pytest.raises(ScheduleError, match=r"waits for .*, which no rank can write any more"):
+        ticks(Schedule("stuck", ranks, (0, 1), 2), COSTS)

@@ -1,0 +1,177 @@
+"""The optimizer over a pipeline is the optimizer over the whole model."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ppctl import optim
+from ppctl.costs import Costs
+from ppctl.mesh import make_mesh
+from ppctl.model.mlp import mlp
+from ppctl.model.stack import init
+from ppctl.model.transformer import transformer
+from ppctl.partition import uniform
+from ppctl.runtime.layout import Layout
+from ppctl.runtime.reference import reference
+from ppctl.runtime.spmd import Options, spmd
+from ppctl.schedule import build
+from ppctl.schedule.ticks import ticks
+from ppctl.train import init_state, train_step
+
+CLIP_NORM = 0.05
+SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": CLIP_NORM}
+LR_SCHEDULE = optim.lr_schedule(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
+NUM_STEPS = 5
+
+
+def make_stack(num_layers):
+    return mlp(num_layers=num_layers, d_model=16, activation="tanh", input_dim=8, target_dim=4, dtype=jnp.float64)
+
+
+def batches(batch_size):
+    rng = np.random.default_rng(0)
+    return [
+        {"inputs": rng.standard_normal((batch_size, 8)), "targets": rng.standard_normal((batch_size, 4))}
+        for _ in range(NUM_STEPS)
+    ]
+
+
+def trained(loss_and_grads, optimizer, state, data):
+    """(parameters, metrics of each step) after all batches."""
+    options = {"xla_backend_optimization_level": 0}  # most time is compiling
+    step, found = jax.jit(train_step(loss_and_grads, optimizer, LR_SCHEDULE), compiler_options=options), []
+    for batch in data:
+        state, metrics = step(state, batch)
+        found.append({name: float(value) for name, value in metrics.items()})
+    assert state["step"] == len(data)
+    return state["params"], found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_chunks", "num_layers"), [((2, 2, 2), 2, 8), ((1, 3, 1), 1, 7)], ids=["2x2x2", "1x3"]
+)
+def test_five_clipped_steps_of_a_pipeline_equal_five_of_the_reference_with_optax(mesh, num_chunks, num_layers):
+    stack, data = make_stack(num_layers), batches(48)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda a: 0.3 * rng.standard_normal(a.shape), jax.eval_shape(lambda: init(stack, 0)))
+
+    # the oracle: optax's own parts on the tree in natural order
+    kernels = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+    plain = optax.chain(
+        optax.clip_by_global_norm(CLIP_NORM), optax.adamw(LR_SCHEDULE, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=kernels)
+    )
+    step = reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64)
+    expected, expected_metrics = trained(step, plain, init_state(params, plain), data)
+    assert all(metrics["grad_norm"] > 2 * CLIP_NORM for metrics in expected_metrics)  # clipping is active in every step
+
+    schedule = build("interleaved", mesh[1], 6, num_chunks=num_chunks)
+    layout = Layout(make_mesh(*mesh), uniform(num_layers, schedule.num_stages), schedule.rank_of)
+    options = Options(dtype=jnp.float64)
+    optimizer = optim.adamw(LR_SCHEDULE, **SETTINGS)
+    state = layout.to_staged(init_state(params, optimizer))
+    state = jax.device_put(state, layout.shardings(layout.staged_specs(state)))
+    step = spmd(stack, layout, ticks(schedule, Costs(), **options.lowering), options)
+    found, metrics = trained(step, optimizer, state, data)
+
+    for ours, theirs in zip(metrics, expected_metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(layout.to_natural(jax.tree.map(np.asarray, found))):
+        other = dict(jax.tree_util.tree_leaves_with_path(expected))[path]
+        assert np.max(np.abs(leaf - other)) <= 1e-10 * np.max(np.abs(other)), path
+
+
+def test_the_norm_of_a_gradient_is_over_all_its_leaves():
+    rng = np.random.default_rng(0)
+    tree = {"ends": rng.standard_normal((3, 4)), "layers": [rng.standard_normal(5), rng.standard_normal((2, 2, 2))]}
+    flat = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+    assert optim.global_norm(tree) == pytest.approx(np.sqrt(np.sum(flat**2)), rel=1e-14)
+
+
+def test_the_norm_of_a_bfloat16_gradient_is_computed_in_float32():
+    tree = {"ends": jnp.full(4096, 1.0, jnp.bfloat16)}  # a sum in bfloat16 would stop at 256
+    norm = optim.global_norm(tree)
+    assert norm.dtype == jnp.float32
+    assert norm == 64.0
+
+
+def test_metrics_are_of_the_step_before_the_update():
+    optimizer = optim.adamw(LR_SCHEDULE, **SETTINGS)
+    grads = {"w": jnp.array([3.0, 4.0])}
+    step = train_step(lambda params, batch: (batch, grads), optimizer, LR_SCHEDULE)
+    state = init_state({"w": jnp.zeros(2)}, optimizer)
+    for k in range(3):
+        state, metrics = step(state, jnp.asarray(float(k)))
+        assert metrics["loss"] == k
+        assert metrics["grad_norm"] == 5.0  # before clipping
+        assert metrics["lr"] == pytest.approx(float(LR_SCHEDULE(k)))
+        assert state["step"] == k + 1
+
+
+# --- weight decay ----------------------------------------------------------------------------------------------------
+
+
+def models():
+    settings = {"num_layers": 2, "d_model": 8, "num_heads": 2, "num_kv_heads": 1, "mlp_ratio": 2.0, "vocab_size": 16}
+    settings |= {"rope_theta": 10000.0, "activation": "swiglu", "dtype": jnp.float64}
+    return {
+        "mlp": make_stack(2),
+        "tied": transformer(**settings, tied=True),
+        "untied": transformer(**settings, tied=False),
+    }
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "untied"])
+def test_weight_decay_moves_matrices_and_neither_norms_nor_biases(name):
+    stack = models()[name]
+    shapes = jax.eval_shape(lambda: init(stack, 0))
+    params = jax.tree.map(lambda a: np.ones(a.shape), shapes)
+    optimizer = optim.adamw(optax.constant_schedule(0.5), **SETTINGS)
+    zero = jax.tree.map(np.zeros_like, params)
+    updates, _ = jax.jit(optimizer.update)(zero, jax.jit(optimizer.init)(params), params)
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        is_layer = path[0].key == "layers"
+        is_matrix = update.ndim - is_layer == 2
+        assert np.allclose(update, -0.5 * 0.1 if is_matrix else 0.0, rtol=1e-12, atol=0), path
+
+
+def test_no_clipping_leaves_the_gradient_as_it_is():
+    params, grads = {"kernel": jnp.zeros((2, 2))}, {"kernel": jnp.full((2, 2), 1e6)}
+    settings = SETTINGS | {"b1": 0.0, "b2": 0.0, "eps": 1e6}  # the update is g / (|g| + eps): 1/2 for g = 1e6
+
+    def update(clip_norm):
+        optimizer = optim.adamw(optax.constant_schedule(1.0), **(settings | {"clip_norm": clip_norm}))
+        return optimizer.update(grads, optimizer.init(params), params)[0]["kernel"]
+
+    assert np.allclose(update(None), -0.5)
+    assert np.allclose(update(1.0), -0.5 / 1e6, rtol=1e-3)
+
+
+# --- learning rate ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("warmup_steps", "num_steps"), [(20, 200), (1, 10), (5, 6), (0, 50)])
+def test_the_rate_rises_to_its_peak_after_warm_up_and_falls_to_its_fraction(warmup_steps, num_steps):
+    rate = optim.lr_schedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=warmup_steps, num_steps=num_steps)
+    rates = [float(rate(k)) for k in range(num_steps + 1)]
+    assert rates[0] == pytest.approx(0.4 / (warmup_steps + 1))  # not 0: the first update counts
+    assert rates[: warmup_steps + 1] == pytest.approx(
+        [0.4 * (k + 1) / (warmup_steps + 1) for k in range(warmup_steps + 1)]
+    )
+    assert max(rates) == rates[warmup_steps] == pytest.approx(0.4)
+    middle = warmup_steps + (num_steps - warmup_steps) / 2
+    assert float(rate(middle)) == pytest.approx(0.4 * (0.1 + 0.9 / 2))
+    for k in range(warmup_steps, num_steps):
+        turn = math.pi * (k - warmup_steps) / (num_steps - warmup_steps)
+        assert rates[k] == pytest.approx(0.4 * (0.1 + 0.9 * (1 + math.cos(turn)) / 2), rel=1e-6)
+    assert rates[num_steps] == pytest.approx(0.04)
+
+
+def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak():
+    rate = optim.lr_schedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=4)
+    assert [float(rate(k)) for k in range(4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    one = optim.lr_schedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=1)
+    assert float(one(0)) == pytest.approx(0.4)
