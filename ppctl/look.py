@@ -7,7 +7,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -163,7 +163,7 @@ def _size(schedule: Schedule) -> str:
     return f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
 
 
-def _print(draw_on, out: Path | None) -> int:
+def _print(draw_on: Callable[[Console], None], out: Path | None) -> int:
     """0 after `draw_on(console)`, on the terminal or in a text file."""
     if out is None:
         draw_on(Console())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
+from typing import Any
 
 from ppctl.draw.drawing import KIND_NAMES, Drawing, number
 from ppctl.draw.palette import INK, shade
@@ -59,7 +60,7 @@ def image(drawing: Drawing, form: str) -> bytes:
     return out.getvalue()
 
 
-def _letters(axes, drawing: Drawing, points_per_s: float) -> None:
+def _letters(axes: Any, drawing: Drawing, points_per_s: float) -> None:
     """Writes the kind and microbatch of each task in its cell where they fit."""
     timeline, schedule = drawing.timeline, drawing.schedule
     for task, start_s in timeline.start_s.items():
