@@ -15,6 +15,7 @@ from ppctl.schedule.simulate import Timeline, simulate
 Build = Callable[[int, int], Schedule]  # from ranks and microbatches
 
 MOST_TASKS = 250_000  # of one simulation and one chunk a rank, less than a second
+MOST_SAMPLE_TASKS = 1_000_000  # of the largest schedule that an extrapolation rests on
 MOST_RANKS = 64  # above, ranks are extrapolated together with the microbatches
 WARM_ROUNDS = 3  # of p microbatches: past the warm-up of every family
 RESIDUES = 12  # families differ by p mod 2 (V-Half) and p mod 3 (V-Min); ranks grow by multiples of both
@@ -63,7 +64,7 @@ def _sizes_of_fewer_microbatches(build: Build, num_ranks: int, m: int, costs: Co
     probe = simulate(build(num_ranks, 2 * WARM_ROUNDS * num_ranks + m % num_ranks), costs)
     cycle = _cycle(probe)
     step = None if cycle is None else math.lcm(cycle, num_ranks)
-    if step is None or 3 * probe.schedule.num_stages * (WARM_ROUNDS * num_ranks + 3 * step) > 2 * MOST_TASKS:
+    if step is None or 3 * probe.schedule.num_stages * (WARM_ROUNDS * num_ranks + 3 * step) > MOST_SAMPLE_TASKS:
         raise ScheduleError(
             f"{probe.schedule.name}: {num_ranks} ranks show no steady state within {probe.schedule.num_microbatches} "
             f"microbatches at these costs, so that {m} cannot be extrapolated. Simulate them, or use fewer."
@@ -102,7 +103,7 @@ def _sizes_of_fewer_ranks(num_ranks: int, num_microbatches: int, costs: Costs) -
     step = math.lcm(RESIDUES, num_ranks // math.gcd(num_ranks, num_microbatches))
     first = LEAST_RANKS + (num_ranks - LEAST_RANKS) % step
     last = first + 3 * step
-    if last >= num_ranks or 6 * last * last * num_microbatches // num_ranks > 2 * MOST_TASKS:
+    if last >= num_ranks or 6 * last * last * num_microbatches // num_ranks > MOST_SAMPLE_TASKS:
         raise ScheduleError(
             f"num_microbatches/num_ranks = {num_microbatches}/{num_ranks} is the ratio of no four small schedules, "
             "from which large ones are extrapolated. "
