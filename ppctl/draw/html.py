@@ -34,8 +34,8 @@ def chart(drawing: Drawing) -> dict[str, Any]:
     """What the page's script gets of one drawing.
 
     `tasks` is base64 of deflated little-endian arrays in this order, each over all tasks, rank after rank in program
-    order: start (float64), waits_for (int32: distance to the number of that task, 0 for none), stage (uint16),
-    microbatch (uint16), kind (uint8: index in `kinds`). `memory` is the same of time (float32) and of activations
+    order: start (float64), waits_for (int32: distance to the number of that task, 0 for none), stage (uint32),
+    microbatch (uint32), kind (uint8: index in `kinds`). `memory` is the same of time (float32) and of activations
     (float32), over the points of every rank's curve. A task of kind k and stage s lasts `seconds[k][s]`.
     """
     timeline, schedule = drawing.timeline, drawing.schedule
@@ -72,8 +72,8 @@ def chart(drawing: Drawing) -> dict[str, Any]:
         "tasks": _packed(
             array("d", (timeline.start_s[task] for task in tasks)),
             array("i", (0 if w is None else index[w] - i for i, w in enumerate(waited))),
-            array("H", (task.stage for task in tasks)),
-            array("H", (task.microbatch for task in tasks)),
+            array("I", (task.stage for task in tasks)),
+            array("I", (task.microbatch for task in tasks)),
             array("B", (KINDS.index(task.kind) for task in tasks)),
         ),
         "memory": _packed(

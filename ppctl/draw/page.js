@@ -24,8 +24,8 @@ async function decode(c) {
   const n = c.first[c.first.length - 1], points = c.point[c.point.length - 1];
   let at = 0;
   const take = (Type, length) => new Type(tasks, at, length, (at += length * Type.BYTES_PER_ELEMENT));
-  Object.assign(c, { start: take(Float64Array, n), waits: take(Int32Array, n), stage: take(Uint16Array, n) });
-  Object.assign(c, { mb: take(Uint16Array, n), kind: take(Uint8Array, n) });
+  Object.assign(c, { start: take(Float64Array, n), waits: take(Int32Array, n), stage: take(Uint32Array, n) });
+  Object.assign(c, { mb: take(Uint32Array, n), kind: take(Uint8Array, n) });
   c.when = new Float32Array(memory, 0, points);
   c.live = new Float32Array(memory, 4 * points, points);
   c.end = c.start.map((s, i) => s + c.seconds[c.kind[i]][c.stage[i]]);

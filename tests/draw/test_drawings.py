@@ -151,7 +151,7 @@ def test_the_data_of_the_page_is_the_timeline(any_drawing):
     timeline, schedule = any_drawing.timeline, any_drawing.schedule
     tasks = [task for program in schedule.ranks for task in program]
     n = len(tasks)
-    start, waits, stage, microbatch, kind = unpacked(chart["tasks"], ("d", n), ("i", n), ("H", n), ("H", n), ("B", n))
+    start, waits, stage, microbatch, kind = unpacked(chart["tasks"], ("d", n), ("i", n), ("I", n), ("I", n), ("B", n))
     kinds = [chart["kinds"][k] for k in kind]
     assert list(map(Task, stage, kinds, microbatch)) == tasks
     assert chart["num_tasks"] == [len(program) for program in schedule.ranks]
