@@ -17,7 +17,12 @@ CASES = {  # file: family, ranks, microbatches, knobs
     "looped_bfs_p4_m8_v2.csv": ("looped_bfs", 4, 8, {"num_chunks": 2}),  # Lamy-Poirier 2023 (2211.05953), figure 2d
     "zb_h1_p4_m8.csv": ("zb_h1", 4, 8, {}),  # Qi et al. 2023 (2401.10241), figure 2 top
     "zb_h2_p4_m8.csv": ("zb_h2", 4, 8, {}),  # 2401.10241, figure 2 bottom
-    "interleaved_zb_p4_m8_v2.csv": ("interleaved_zb", 4, 8, {"num_chunks": 2}),  # no figure; optimal, see test_bounds.py
+    "interleaved_zb_p4_m8_v2.csv": (
+        "interleaved_zb",
+        4,
+        8,
+        {"num_chunks": 2},
+    ),  # no figure; optimal, see test_bounds.py
     "zb_v_p4_m8.csv": ("zb_v", 4, 8, {}),  # 2401.10241, figure 6
     "v_half_p4_m8.csv": ("v_half", 4, 8, {}),  # Qi et al. 2024 (2405.15362), figure 4
     "v_min_p4_m8.csv": ("v_min", 4, 8, {}),  # 2405.15362, figure 4

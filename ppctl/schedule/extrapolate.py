@@ -19,7 +19,7 @@ MOST_SAMPLE_TASKS = 1_000_000  # of the largest schedule that an extrapolation r
 MOST_RANKS = 64  # above, ranks are extrapolated together with the microbatches
 WARM_ROUNDS = 3  # of p microbatches: past the warm-up of every family
 RESIDUES = 12  # families differ by p mod 2 (V-Half) and p mod 3 (V-Min); ranks grow by multiples of both
-LEAST_RANKS = 24
+LEAST_RANKS = 16
 TOLERANCE = 1e-9  # of equal steps, relative: rounding only
 
 

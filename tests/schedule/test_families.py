@@ -89,7 +89,8 @@ def test_the_table_names_every_family():
 
 
 @pytest.mark.parametrize(
-    ("warmup_hops", "num_chunks", "makespan"), [(1, 2, 119.1), (1.5, 2, 114.9), (2, 2, 109.5), (1, 4, 125.5), (2, 4, 107.5)]
+    ("warmup_hops", "num_chunks", "makespan"),
+    [(1, 2, 119.1), (1.5, 2, 114.9), (2, 2, 109.5), (1, 4, 125.5), (2, 4, 107.5)],
 )
 def test_longer_warm_up_hides_the_latency_of_transfers(warmup_hops, num_chunks, makespan):
     schedule = build("interleaved", 8, 32, num_chunks=num_chunks, warmup_hops=warmup_hops)
@@ -184,7 +185,9 @@ def test_v_half_and_v_min_without_a_split_backward_are_advised_against():
         schedule = build(family, 8, 32)
         assert advice(schedule, UNIT) is None
         for said in (advice(schedule, FUSED), advice(merge_backward(schedule), UNIT)):
-            assert said.startswith(f"{family} takes {slower} times as long as 1f1b without weight gradients of their own")
+            assert said.startswith(
+                f"{family} takes {slower} times as long as 1f1b without weight gradients of their own"
+            )
             assert said.endswith("Use schedule=1f1b.")
             assert "\n" not in said
 
@@ -204,7 +207,10 @@ def test_most_families_have_nothing_against_them():
 @pytest.mark.parametrize(
     ("family", "m", "knobs", "message"),
     [
-        *((f, 6, {}, f"num_microbatches=6 is not a multiple of num_ranks=4 ({f}). Use 4, 8, ... or schedule=1f1b.") for f in GROUPED),
+        *(
+            (f, 6, {}, f"num_microbatches=6 is not a multiple of num_ranks=4 ({f}). Use 4, 8, ... or schedule=1f1b.")
+            for f in GROUPED
+        ),
         ("looped_bfs", 4, {"num_chunks": 0}, "num_chunks=0 is below 1 (looped_bfs). Use num_chunks=1 or more."),
         ("hanayo", 4, {"num_waves": 0}, "num_waves=0 is below 1 (hanayo). Use num_waves=1 or more."),
         ("1f1b", 0, {}, "num_microbatches=0 is below 1 (1f1b). Use num_microbatches=1 or more."),

@@ -55,8 +55,13 @@ def test_every_small_size_has_an_order_within_its_memory(family):
 
 @pytest.mark.parametrize(
     ("p", "m", "zb_v", "half", "least"),
-    [(2, 4, 12.5, 12.5, 13.5), (4, 4, 13.5, 17, 17.5), (4, 8, 25.5, 26.5, 29.5), (8, 16, 51.5, 56.5, 61.5)]
-    + [(16, 64, 199.5, 212.5, 221.5)],
+    [
+        (2, 4, 12.5, 12.5, 13.5),
+        (4, 4, 13.5, 17, 17.5),
+        (4, 8, 25.5, 26.5, 29.5),
+        (8, 16, 51.5, 56.5, 61.5),
+        (16, 64, 199.5, 212.5, 221.5),
+    ],
 )
 def test_makespans_of_other_sizes_are_at_most_the_published_numbers(p, m, zb_v, half, least):
     assert simulate(build("zb_v", p, m), UNIT).makespan_s == zb_v

@@ -1,7 +1,7 @@
 """ZB-H1, ZB-H2 and interleaved ZB: the papers' closed forms.
 
-p = ranks, m = microbatches, V = chunks a rank, c = seconds of a transfer; F, I, W = seconds of one microbatch through 1/p
-of the model.
+p = ranks, m = microbatches, V = chunks a rank, c = seconds of a transfer; F, I, W = seconds of one microbatch through
+1/p of the model.
 """
 
 import pytest
@@ -68,8 +68,13 @@ def test_zb_h2_has_the_published_period(costs):
 
 @pytest.mark.parametrize(
     ("p", "m", "h1", "h2", "period", "interleaved"),
-    [(2, 4, 13, 13, 12, 12.5), (4, 4, 15, 15, 15, 13.5), (4, 8, 27, 27, 24, 25.5), (8, 16, 55, 55, 48, 51.5)]
-    + [(16, 64, 207, 207, 192, 199.5)],
+    [
+        (2, 4, 13, 13, 12, 12.5),
+        (4, 4, 15, 15, 15, 13.5),
+        (4, 8, 27, 27, 24, 25.5),
+        (8, 16, 55, 55, 48, 51.5),
+        (16, 64, 207, 207, 192, 199.5),
+    ],
 )
 def test_makespans_of_other_sizes_are_the_published_numbers(p, m, h1, h2, period, interleaved):
     assert simulate(build("zb_h1", p, m), UNIT).makespan_s == h1
