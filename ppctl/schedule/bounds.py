@@ -34,7 +34,12 @@ def split_makespan_bound_s(num_ranks: int, num_microbatches: int, num_chunks: in
 
 
 def period_bound_s(schedule: Schedule, costs: Costs) -> float:
-    """The least period: the work of the busiest rank."""
+    """The least period: the work of the busiest rank.
+
+    >>> from ppctl.schedule.one_f_one_b import one_f_one_b
+    >>> period_bound_s(one_f_one_b(8, 32), Costs())
+    96.0
+    """
     return max(_work_s(schedule, costs))
 
 
@@ -43,6 +48,10 @@ def makespan_bound_s(schedule: Schedule, costs: Costs) -> float:
 
     For each rank: forwards until the first of its stages can start, its work, and input gradients from the first of its
     stages back to stage 0, unless weight gradients may end its program.
+
+    >>> from ppctl.schedule.one_f_one_b import one_f_one_b
+    >>> makespan_bound_s(one_f_one_b(8, 32), Costs())
+    117.0
     """
     before_s = _chain_s(schedule, costs, ("F",))
     after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))

@@ -9,17 +9,17 @@ from itertools import pairwise
 
 from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
-from ppctl.schedule.ir import KINDS, Kind, Schedule, Task
+from ppctl.schedule.ir import KINDS, Schedule, Task
 from ppctl.schedule.simulate import Timeline, simulate
 
 Build = Callable[[int, int], Schedule]  # from ranks and microbatches
 
-MOST_TASKS = 250_000  # of one simulation and one chunk a rank, less than a second
+MOST_TASKS = 500_000  # of one simulation and one chunk a rank, about a second
 MOST_SAMPLE_TASKS = 1_000_000  # of the largest schedule that an extrapolation rests on
 MOST_RANKS = 64  # above, ranks are extrapolated together with the microbatches
 WARM_ROUNDS = 3  # of p microbatches: past the warm-up of every family
 RESIDUES = 12  # families differ by p mod 2 (V-Half) and p mod 3 (V-Min); ranks grow by multiples of both
-LEAST_RANKS = 24
+LEAST_RANKS = 16
 TOLERANCE = 1e-9  # of equal steps, relative: rounding only
 
 
@@ -37,11 +37,15 @@ class Extrapolation:
 
 
 def extrapolate(build: Build, num_ranks: int, num_microbatches: int, costs: Costs) -> Extrapolation:
-    """The cost of build(num_ranks, num_microbatches): simulated up to 250,000 tasks, else extrapolated.
+    """The cost of build(num_ranks, num_microbatches): simulated up to 500,000 tasks, else extrapolated.
 
     Up to 64 ranks from three schedules with fewer microbatches, a whole number of cycles of the steady state apart;
     above, from four schedules with fewer ranks and the same m/p.
     ScheduleError unless all that is reported grows by equal steps between them.
+
+    >>> from ppctl.schedule.one_f_one_b import one_f_one_b
+    >>> extrapolate(one_f_one_b, 1024, 4096, Costs()).makespan_s
+    15357.0
     """
     if 3 * num_ranks * num_microbatches <= MOST_TASKS:
         sizes = [(num_ranks, num_microbatches)]
@@ -54,9 +58,8 @@ def extrapolate(build: Build, num_ranks: int, num_microbatches: int, costs: Cost
     along = (num_microbatches - sizes[0][1]) / max(1, sizes[-1][1] - sizes[0][1])
     numbers = [first + along * (last - first) for first, last in zip(measured[0], measured[-1], strict=True)]
     makespan_s, period_s, busy_s, peak = numbers
-    return Extrapolation(
-        num_ranks, num_microbatches, makespan_s, period_s, 1 - busy_s / makespan_s, peak, tuple(sizes)
-    )  # fmt: skip
+    bubble_fraction = 1 - busy_s / makespan_s
+    return Extrapolation(num_ranks, num_microbatches, makespan_s, period_s, bubble_fraction, peak, tuple(sizes))
 
 
 def _sizes_of_fewer_microbatches(build: Build, num_ranks: int, m: int, costs: Costs) -> list[tuple[int, int]]:
@@ -80,12 +83,13 @@ def _cycle(timeline: Timeline) -> int | None:
     """
     schedule, end_s = timeline.schedule, timeline.end_s
     num_ranks = schedule.num_ranks
-    middle = range(2 * num_ranks, 2 * num_ranks + 2 * num_ranks)
-    present: list[Kind] = [kind for kind in KINDS if Task(0, kind, middle[0]) in end_s]
+    middle = range(2 * num_ranks, 4 * num_ranks)
     lines = [
-        [end_s[Task(stage, kind, m)] for m in middle] for stage in range(schedule.num_stages) for kind in present
-        if all(Task(stage, kind, m) in end_s for m in middle)
-    ]  # fmt: skip
+        [end_s[Task(stage, kind, m)] for m in middle]
+        for stage in range(schedule.num_stages)
+        for kind in KINDS
+        if all(Task(stage, kind, m) in end_s for m in middle)  # dualpipe_v splits only some of its backwards
+    ]
     close = TOLERANCE * timeline.makespan_s
     for cycle in range(1, num_ranks + 1):
         if all(abs(b[cycle] - b[0] - (b[k + cycle] - b[k])) <= close for b in lines for k in range(len(b) - cycle)):

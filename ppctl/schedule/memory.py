@@ -24,6 +24,10 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
     """For each rank, the most activations held at once, in units of one microbatch through 1/p of the model.
 
     The stash of a chunk counts 1/V.
+
+    >>> from ppctl.schedule.one_f_one_b import one_f_one_b
+    >>> peak_activations(one_f_one_b(3, 8))
+    (3.0, 2.0, 1.0)
     """
     num_chunks = schedule.num_chunks
     return tuple(_peak((change for _, change in memory_steps(tasks))) / num_chunks for tasks in schedule.ranks)

@@ -22,7 +22,11 @@ def merge_backward(schedule: Schedule) -> Schedule:
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """`schedule` with split backwards: each B becomes an I and, at once, its W."""
+    """`schedule` with split backwards: each B becomes an I and, at once, its W.
+
+    >>> [str(task) for task in split_backward(Schedule("mine", ((Task(0, "B", 0),),), (0,), 1)).ranks[0]]
+    ['0I0', '0W0']
+    """
     ranks = tuple(
         tuple(Task(s, k, m) for s, kind, m in tasks for k in (("I", "W") if kind == "B" else (kind,)))
         for tasks in schedule.ranks

@@ -67,5 +67,8 @@ def build(name: str, num_ranks: int, num_microbatches: int, **knobs: float) -> S
 
 
 def advice(schedule: Schedule, costs: Costs) -> str | None:
-    """What speaks against `schedule` at these costs, in a line, or None."""
+    """What speaks against `schedule` at these costs, in a line, or None.
+
+    >>> advice(build("zb_v", 4, 8), Costs())
+    """
     return ADVICE[schedule.name](schedule, costs) if schedule.name in ADVICE else None

@@ -111,6 +111,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The timeline of free-running ranks: a task starts when its rank is free and its values have arrived.
 
     A value that crosses ranks arrives `costs.hop_s` after it was written; hops do not slow each other down.
+    ConfigError for costs of each stage that are not as many as the stages.
+
+    >>> from ppctl.schedule.one_f_one_b import one_f_one_b
+    >>> simulate(one_f_one_b(8, 32), Costs()).makespan_s
+    117.0
     """
     costs.check(schedule.num_stages)
     num_chunks = schedule.num_chunks
