@@ -16,7 +16,7 @@ import jax
 from rich.console import Console
 
 from ppctl.assemble import Parts, assemble, without_pipeline
-from ppctl.config import Config, Interleaved, Schedule
+from ppctl.config import Config, Schedule
 from ppctl.report import show_json, show_table
 from ppctl.schedule import LOOPED_WHOLE
 
@@ -113,8 +113,7 @@ def grow(config: Config, family: str) -> dict[str, Any]:
     rows = config.data.batch_size // config.schedule.num_microbatches
     compiled = {}
     for num_microbatches in GROWTH:
-        kind = Interleaved if family == "interleaved" else Schedule
-        schedule = kind(name=family, num_microbatches=num_microbatches)
+        schedule = Schedule(name=family, num_microbatches=num_microbatches)
         data = replace(config.data, batch_size=rows * num_microbatches)
         step, cpu_s = _compile(assemble(replace(config, schedule=schedule, data=data)))
         compiled[num_microbatches] = cpu_s, _temp_bytes(step)

@@ -17,7 +17,9 @@ from ppctl.schedule import LOOPED_WHOLE
 TOLERANCE = 1e-10
 
 FACTORS = {
-    "schedule": [(name, V) for name in LOOPED_WHOLE for V in ((1, 2, 4) if name in ("interleaved", "looped_bfs") else (1,))],
+    "schedule": [
+        (name, V) for name in LOOPED_WHOLE for V in ((1, 2, 4) if name in ("interleaved", "looped_bfs") else (1,))
+    ],
     "mesh": [(1, 4, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 3, 1), (1, 8, 1)],
     "remat": ["none", "layer", "full"],
     "layers": ["even", "uneven"],
