@@ -1,4 +1,4 @@
-"""Every choice composes, what it composes is what config.py says, and every impossible setting is refused."""
+"""Every choice composes, what it composes is what config says, and every impossible setting is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What may be asked for, and what to say of a name or value that may not be.
 
-Read from `conf/`, `recipes/` and the dataclasses of `config.py`, so that a new option or setting needs no line here.
+Read from `conf/`, `recipes/` and the dataclasses of `config/`, so that a new option or setting needs no line here.
 Standard library only: `ppctl --help` loads no Hydra.
 """
 
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
     key: str
     kind: Any  # type of its values
     default: object
-    about: str  # the comment beside it in config.py
+    about: str  # the comment beside it in config/
 
 
 def options(group: str) -> list[str]:
@@ -60,7 +60,7 @@ def default_option(group: str) -> str:
 
 
 def schemas() -> dict[str, type]:
-    """The dataclasses of config.py by the name that files in conf/ give them."""
+    """The dataclasses of config/ by the name that files in conf/ give them."""
     classes = inspect.getmembers(config, inspect.isclass)
     return {name.lower(): cls for name, cls in classes if dataclasses.is_dataclass(cls)}
 

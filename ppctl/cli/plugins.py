@@ -161,7 +161,7 @@ def register(root: type[Config]) -> None:
     store = ConfigStore.instance()
     for name, cls in schemas().items():
         store.store(name=f"schema_{name}", node=cls, provider="ppctl")
-    # The parts are missing rather than config.py's defaults, so that a group that was not chosen cannot hide.
+    # The parts are missing rather than config's defaults, so that a group that was not chosen cannot hide.
     missing: dict[str, Any] = dict.fromkeys(PARTS, MISSING)
     store.store(name="schema_config", node=root(**missing), provider="ppctl")
     plugins = Plugins.instance()  # imports the hydra_plugins package if some other plugin brought it

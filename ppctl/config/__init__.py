@@ -1,0 +1,118 @@
+"""Every setting of ppctl: field, default, unit and one-field check. Standard library only.
+
+The YAML files under `conf/` only name choices and what differs from these defaults. The classes are not frozen because
+Hydra's structured configs must not be. `check` holds what involves more than one field.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ppctl.config.model import MLP, Transformer
+from ppctl.config.run import (
+    DTYPES,
+    Checkpoint,
+    Data,
+    Optim,
+    Profile,
+    Reference,
+    Regression,
+    Run,
+    Spmd,
+    Stdlib,
+    Synthetic,
+    Text,
+    Tokens,
+)
+from ppctl.config.schedule import Chunked, Costs, Eager1F1B, Gis, Hanayo, Interleaved, Mesh, Schedule
+from ppctl.errors import ConfigError
+
+__all__ = [
+    "DTYPES",
+    "MLP",
+    "Checkpoint",
+    "Chunked",
+    "Config",
+    "Costs",
+    "Data",
+    "Eager1F1B",
+    "Gis",
+    "Hanayo",
+    "Interleaved",
+    "Mesh",
+    "Optim",
+    "Profile",
+    "Reference",
+    "Regression",
+    "Run",
+    "Schedule",
+    "ScheduleConfig",
+    "Spmd",
+    "Stdlib",
+    "Synthetic",
+    "Text",
+    "Tokens",
+    "Transformer",
+    "check",
+]
+
+
+@dataclass
+class Config:
+    """A composed request. `model`, `schedule`, `executor` and `data` are one of the classes above each."""
+
+    model: Any = field(default_factory=Transformer)
+    mesh: Mesh = field(default_factory=Mesh)
+    schedule: Any = field(default_factory=Schedule)
+    executor: Any = field(default_factory=Spmd)
+    optim: Optim = field(default_factory=Optim)
+    data: Any = field(default_factory=Stdlib)
+    run: Run = field(default_factory=Run)
+
+
+@dataclass
+class ScheduleConfig(Config):
+    """A composed request of `ppctl schedule`: of a training's parts, mesh and schedule matter; costs are its own."""
+
+    costs: Costs = field(default_factory=Costs)
+
+    def check(self) -> None:
+        for part in (self.mesh, self.schedule, self.costs):
+            part.check()
+
+
+def check(config: Config) -> None:
+    """Nothing, or ConfigError for the first setting or combination that is impossible."""
+    for part in (config.model, config.mesh, config.schedule, config.executor, config.optim, config.data, config.run):
+        part.check()
+    mesh, data = config.mesh, config.data
+    rows = config.schedule.num_microbatches * mesh.dp * mesh.fsdp
+    if data.batch_size % rows:
+        least = math.ceil(data.batch_size / rows) * rows
+        raise ConfigError(
+            f"data.batch_size={data.batch_size} is not a multiple of schedule.num_microbatches*mesh.dp*mesh.fsdp = "
+            f"{config.schedule.num_microbatches}*{mesh.dp}*{mesh.fsdp} = {rows}. "
+            f"Use data.batch_size={least}, or fewer microbatches."
+        )
+    if config.executor.name == "reference" and mesh.num_devices > 1:
+        raise ConfigError(
+            f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} has {mesh.num_devices}. "
+            "Use mesh=1x1 or executor=spmd."
+        )
+    is_mlp, is_rows = config.model.name == "mlp", data.name == "regression"
+    if is_mlp != is_rows:
+        raise ConfigError(
+            f"model={config.model.name} cannot learn from data={data.name}. "
+            f"Use {'data=regression' if is_mlp else 'data=stdlib (or text, tokens, synthetic)'}"
+            f" or model={'transformer' if is_mlp else 'mlp'}."
+        )
+    profile = config.run.profile
+    if profile.start is not None and profile.start + profile.num_steps > config.run.num_steps:
+        raise ConfigError(
+            f"run.profile.start+run.profile.num_steps = {profile.start}+{profile.num_steps} is past the last step "
+            f"(run.num_steps={config.run.num_steps}). "
+            f"Use run.profile.start={max(0, config.run.num_steps - profile.num_steps)} at most, or fewer "
+            "run.profile.num_steps."
+        )

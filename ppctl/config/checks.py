@@ -1,0 +1,22 @@
+"""One-field checks, each a ConfigError with the key and its value."""
+
+from __future__ import annotations
+
+import math
+
+from ppctl.errors import ConfigError
+
+
+def choice(key: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}.")
+
+
+def at_least(key: str, value: float | None, least: float) -> None:
+    if value is not None and not least <= value < math.inf:  # written so that NaN fails
+        raise ConfigError(f"{key}={value} must be a finite number of at least {least}.")
+
+
+def fraction(key: str, value: float, *, below_one: bool = False) -> None:
+    if not (0 <= value < 1 if below_one else 0 <= value <= 1):
+        raise ConfigError(f"{key}={value} must lie in [0, 1{')' if below_one else ']'}.")

@@ -1,0 +1,144 @@
+"""Mesh, schedule families and their knobs, and the costs that `ppctl schedule` assumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl.config.checks import at_least
+from ppctl.errors import ConfigError
+
+
+@dataclass
+class Mesh:
+    """Devices along each axis: data-parallel rows, pipeline ranks, parameter shards. `mesh=2x4x2` is dp x pp x fsdp."""
+
+    dp: int = 1  # data-parallel rows
+    pp: int = 1  # pipeline ranks
+    fsdp: int = 1  # shards of the parameters
+
+    @property
+    def num_devices(self) -> int:
+        return self.dp * self.pp * self.fsdp
+
+    @property
+    def text(self) -> str:
+        return f"{self.dp}x{self.pp}" + (f"x{self.fsdp}" if self.fsdp > 1 else "")
+
+    def check(self) -> None:
+        for axis in ("dp", "pp", "fsdp"):
+            at_least(f"mesh.{axis}", getattr(self, axis), 1)
+
+
+@dataclass
+class Schedule:
+    """A schedule family without knobs of its own (gpipe, 1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v)."""
+
+    name: str = "gpipe"
+    num_microbatches: int = 8  # microbatches a step, on each data-parallel row
+
+    def check(self) -> None:
+        at_least("schedule.num_microbatches", self.num_microbatches, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        """The family's own keyword arguments."""
+        return {}
+
+
+@dataclass
+class Eager1F1B(Schedule):
+    """1F1B with a longer warm-up: `warmup_hops` forwards for each rank behind this one."""
+
+    name: str = "eager_1f1b"
+    warmup_hops: float = 2.0  # 1: fewest activations (1F1B) .. 2: hides transfers
+
+    def check(self) -> None:
+        super().check()
+        _hops(self.warmup_hops)
+
+    def knobs(self) -> dict[str, Any]:
+        return {"warmup_hops": self.warmup_hops}
+
+
+@dataclass
+class Chunked(Schedule):
+    """A family whose ranks hold `num_chunks` stages each (looped_bfs, interleaved_zb)."""
+
+    name: str = "looped_bfs"
+    num_chunks: int = 2  # stages a rank
+
+    def check(self) -> None:
+        super().check()
+        at_least("schedule.num_chunks", self.num_chunks, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        return {"num_chunks": self.num_chunks}
+
+
+@dataclass
+class Interleaved(Chunked):
+    """Megatron-LM's interleaved 1F1B: each rank holds `num_chunks` stages."""
+
+    name: str = "interleaved"
+    warmup_hops: float = 2.0  # 1: fewest activations .. 2: hides transfers
+    group_size: int | None = None  # microbatches through a chunk before the next one; None: mesh.pp, the fewest
+
+    def check(self) -> None:
+        super().check()
+        _hops(self.warmup_hops)
+        at_least("schedule.group_size", self.group_size, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        return super().knobs() | {"warmup_hops": self.warmup_hops, "group_size": self.group_size}
+
+
+@dataclass
+class Gis(Chunked):
+    """PipeOffload's group-interleaved schedule."""
+
+    name: str = "gis"
+    group_size: int | None = None  # microbatches through a chunk before the next one; None: half of mesh.pp, the fewest
+
+    def check(self) -> None:
+        super().check()
+        at_least("schedule.group_size", self.group_size, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        return super().knobs() | {"group_size": self.group_size}
+
+
+@dataclass
+class Hanayo(Schedule):
+    """Hanayo: each rank holds two stages a wave."""
+
+    name: str = "hanayo"
+    num_waves: int = 1  # times down the ranks and back up
+
+    def check(self) -> None:
+        super().check()
+        at_least("schedule.num_waves", self.num_waves, 1)
+
+    def knobs(self) -> dict[str, Any]:
+        return {"num_waves": self.num_waves}
+
+
+def _hops(warmup_hops: float) -> None:
+    if not 1 <= warmup_hops <= 2:  # written so that NaN fails
+        raise ConfigError(f"schedule.warmup_hops={warmup_hops} must lie in [1, 2].")
+
+
+@dataclass
+class Costs:
+    """Seconds of one microbatch through 1/p of the model, as `ppctl schedule` assumes them. A chunk costs 1/V of it."""
+
+    name: str = "unit"
+    forward_s: float = 1.0  # F
+    input_grad_s: float = 1.0  # I; a full backward B is I and W
+    weight_grad_s: float = 1.0  # W
+    transfer_s: float = 0.0  # one activation or gradient from a rank to the next
+
+    def check(self) -> None:
+        for key in ("forward_s", "input_grad_s", "weight_grad_s", "transfer_s"):
+            at_least(f"costs.{key}", getattr(self, key), 0)
+        if self.forward_s + self.input_grad_s + self.weight_grad_s == 0:
+            raise ConfigError("costs.forward_s=costs.input_grad_s=costs.weight_grad_s=0: give one of them a time.")
