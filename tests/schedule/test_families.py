@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from all_families import FUSED, GROUPED, KNOBS, REAL, SPLIT, UNIT, cases, chunks, make, split_tasks
-from ppctl.choices import schema_of
 
+from ppctl.cli.choices import schema_of
 from ppctl.errors import ScheduleError
 from ppctl.schedule import FAMILIES, LOOPED_WHOLE, Task, advice, build, validate
 from ppctl.schedule.passes import merge_backward, split_backward
