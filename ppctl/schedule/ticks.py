@@ -102,7 +102,10 @@ def _why_not_on_ring(schedule: Schedule) -> str | None:
             )
     split = next((task for tasks in schedule.ranks for task in tasks if task.kind in "IW"), None)
     if split is not None:
-        return f"{schedule.name}: {split} splits the backward, and the spmd executor runs whole ones (B)."
+        return (
+            f"{schedule.name}: {split} splits the backward, and the spmd executor runs whole ones (B). "
+            "Use a schedule of F and B alone, such as interleaved."
+        )
     return None
 
 

@@ -259,7 +259,10 @@ def test_a_split_backward_is_refused():
     split = tuple((program[0], Task(r, "I", 0), Task(r, "W", 0)) for r, program in enumerate(schedule.ranks))
     with pytest.raises(ScheduleError) as error:
         ticks(replace(schedule, ranks=split), COSTS)
-    assert str(error.value) == "gpipe: 0I0 splits the backward, and the spmd executor runs whole ones (B)."
+    assert str(error.value) == (
+        "gpipe: 0I0 splits the backward, and the spmd executor runs whole ones (B). "
+        "Use a schedule of F and B alone, such as interleaved."
+    )
 
 
 def test_ranks_that_wait_for_each_other_are_refused():
