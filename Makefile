@@ -2,10 +2,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test check lint smoke golden bench clean
+.PHONY: help setup train test check lint smoke exhaustive golden bench clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(INSTALLED) ## create .venv and install ppctl with its tests' tools into it
 
@@ -32,6 +32,9 @@ lint: $(INSTALLED) ## format, lint and types, without changing a file
 smoke: $(INSTALLED) ## one short run of each schedule on simulated devices
 	rm -rf runs/smoke
 	$(BIN)/ppctl train --multirun recipes=tiny run.name=smoke schedule=gpipe,1f1b,eager_1f1b,interleaved
+
+exhaustive: $(INSTALLED) ## gradients of every schedule x mesh x chunks x remat x layers, not only of a covering selection
+	$(BIN)/python tests/exhaustive.py
 
 golden: $(INSTALLED) ## rewrite the golden schedules and show what changed
 	$(BIN)/python tests/golden.py
