@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ppctl.errors import ScheduleError
 from ppctl.schedule.checks import at_least, hops_floor, multiple_of_ranks
 from ppctl.schedule.ir import Kind, Schedule, Task
@@ -36,14 +38,7 @@ def interleaved(
             f"{num_microbatches % group_size}, below num_ranks={num_ranks} ({name}). "
             f"Use {group_size}, {2 * group_size}, ... or group_size={num_ranks}."
         )
-    forwards = chunk_order(num_microbatches, num_chunks, group_size)
-    total = len(forwards)
-
-    def task(rank: int, kind: Kind, k: int) -> Task:
-        """The k-th task of a kind on a rank; backwards run the chunks from the last to the first."""
-        chunk, m = forwards[k]
-        return Task((chunk if kind == "F" else num_chunks - 1 - chunk) * num_ranks + rank, kind, m)
-
+    task, total = task_order(num_ranks, num_microbatches, num_chunks, group_size)
     ranks = []
     for r in range(num_ranks):
         warmup = min(total, hops_floor(name, warmup_hops, num_ranks - 1 - r) + (num_chunks - 1) * group_size)
@@ -53,6 +48,24 @@ def interleaved(
         tasks += [task(r, "B", k) for k in range(total - warmup, total)]
         ranks.append(tuple(tasks))
     return Schedule(name, tuple(ranks), loop(num_ranks, num_chunks), num_microbatches)
+
+
+def task_order(
+    num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int
+) -> tuple[Callable[[int, Kind, int], Task], int]:
+    """(the k-th task of a kind on a rank, how many there are). Backwards run the chunks from the last to the first.
+
+    >>> task, total = task_order(2, 2, 2, 2)
+    >>> [str(task(1, "F", k)) for k in range(total)], str(task(1, "B", 0))
+    (['1F0', '1F1', '3F0', '3F1'], '3B0')
+    """
+    forwards = chunk_order(num_microbatches, num_chunks, group_size)
+
+    def task(rank: int, kind: Kind, k: int) -> Task:
+        chunk, m = forwards[k]
+        return Task((chunk if kind == "F" else num_chunks - 1 - chunk) * num_ranks + rank, kind, m)
+
+    return task, len(forwards)
 
 
 def chunk_order(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from ppctl.schedule.checks import at_least, multiple_of_ranks
-from ppctl.schedule.interleaved import chunk_order
-from ppctl.schedule.ir import Kind, Schedule, Task
+from ppctl.schedule.interleaved import task_order
+from ppctl.schedule.ir import Schedule
 from ppctl.schedule.placement import loop
 
 
@@ -41,13 +41,7 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2
 
 def _split_1f1b(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, hops: int) -> Schedule:
     """Interleaved 1F1B of I and W: rank r's warm-up is hops(p-1-r) + (V-1)p chunks, its W lag hops*r behind its I."""
-    forwards = chunk_order(num_microbatches, num_chunks, num_ranks)
-    total = len(forwards)
-
-    def task(rank: int, kind: Kind, k: int) -> Task:
-        chunk, m = forwards[k]
-        return Task((chunk if kind == "F" else num_chunks - 1 - chunk) * num_ranks + rank, kind, m)
-
+    task, total = task_order(num_ranks, num_microbatches, num_chunks, group_size=num_ranks)
     ranks = []
     for r in range(num_ranks):
         warmup = min(total, hops * (num_ranks - 1 - r) + (num_chunks - 1) * num_ranks)
