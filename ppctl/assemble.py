@@ -29,11 +29,12 @@ from ppctl.model.mlp import mlp
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
 from ppctl.partition import uniform
+from ppctl.request import schedule_of
 from ppctl.runtime.flops import matmul_flops
 from ppctl.runtime.layout import Layout
 from ppctl.runtime.reference import reference
 from ppctl.runtime.spmd import Options, spmd
-from ppctl.schedule import Schedule, build
+from ppctl.schedule import Schedule
 from ppctl.schedule.ticks import Ticks, forward_only, ticks
 from ppctl.train import init_state, train_step
 
@@ -133,11 +134,13 @@ def task_costs(remat: str) -> Costs:
 def plan(config: Config) -> tuple[Schedule, Ticks | None, tuple[range, ...]]:
     """Schedule, ticks (None: executor=reference) and partition of a config. Neither JAX nor data is touched."""
     settings, executor = config.schedule, config.executor
-    schedule = build(settings.name, config.mesh.pp, settings.num_microbatches, **settings.knobs())
+    costs = task_costs(executor.remat)
+    most_chunks = max(1, config.model.num_layers // config.mesh.pp)
+    schedule = schedule_of(settings, config.mesh.pp, costs, most_chunks).schedule
     partition = uniform(config.model.num_layers, schedule.num_stages)
     if executor.name == "reference":
         return schedule, None, partition
-    lowered = ticks(schedule, task_costs(executor.remat), **Options(remat=executor.remat).lowering)
+    lowered = ticks(schedule, costs, **Options(remat=executor.remat).lowering)
     return schedule, lowered, partition
 
 

@@ -20,11 +20,13 @@ from ppctl.draw.image import image
 from ppctl.draw.perfetto import trace
 from ppctl.draw.terminal import show_gantt, show_summary
 from ppctl.errors import ConfigError, ScheduleError
+from ppctl.request import read, schedule_of
+from ppctl.schedule.auto import Choice
 from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.registry import FAMILIES, advice, build
+from ppctl.schedule.registry import FAMILIES, advice
 from ppctl.schedule.simulate import simulate
-from ppctl.schedule.text import from_csv, to_csv
+from ppctl.schedule.text import to_csv
 
 SHOW_FORMATS = ("text", "html", "svg", "png", "json", "csv", "perfetto")
 COMPARE_FORMATS = ("text", "html", "json")
@@ -99,34 +101,10 @@ def check(path: Path) -> int:
     return 0
 
 
-def read(path: Path) -> Schedule:
-    """The schedule in a CSV file; ConfigError if it cannot be read, ScheduleError if it is not a valid schedule."""
-    try:
-        return from_csv(path.read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"{path} cannot be read: {reason}.") from None
-
-
 def draw(config: settings.ScheduleConfig) -> Drawing:
     """The schedule that a request asks for, priced with its costs."""
-    schedule = build(config.schedule.name, config.mesh.pp, config.schedule.num_microbatches, **config.schedule.knobs())
-    return price(schedule, config.costs, label(config.schedule))
-
-
-def label(schedule: settings.Schedule) -> str:
-    """Name and knobs: the number of chunks, and what is not the default.
-
-    >>> label(settings.Interleaved(num_chunks=4))
-    'interleaved (num_chunks=4)'
-    """
-    default = type(schedule)(name=schedule.name).knobs()
-    told = [
-        f"{key}={value}"
-        for key, value in schedule.knobs().items()
-        if value is not None and (key == "num_chunks" or value != default[key])
-    ]
-    return schedule.name + (f" ({', '.join(told)})" if told else "")
+    requested = schedule_of(config.schedule, config.mesh.pp, _seconds(config.costs))
+    return price(requested.schedule, config.costs, requested.label, requested.choice)
 
 
 def formulas(family: str) -> str:
@@ -141,9 +119,9 @@ def formulas(family: str) -> str:
     return found[0] if found else paragraph
 
 
-def price(schedule: Schedule, costs: settings.Costs, label: str) -> Drawing:
+def price(schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None) -> Drawing:
     """The drawing of a schedule with these costs."""
-    seconds = Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
+    seconds = _seconds(costs)
     timeline = simulate(schedule, seconds)
     return Drawing(
         label,
@@ -152,7 +130,12 @@ def price(schedule: Schedule, costs: settings.Costs, label: str) -> Drawing:
         period_bound_s=period_bound_s(schedule, seconds),
         peak_bounds=peak_activations_bound(schedule, seconds, timeline.period_s),
         advice=advice(schedule, seconds),
+        choice=choice,
     )
+
+
+def _seconds(costs: settings.Costs) -> Costs:
+    return Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
 
 
 def _prices(costs: settings.Costs) -> str:

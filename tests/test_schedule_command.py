@@ -302,3 +302,66 @@ def test_a_reader_that_goes_away_is_no_bug():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, env=environment)
     assert (done.stdout, done.stderr) == ('{"schedule', "")
+
+
+def test_auto_says_what_it_chose_from_and_how_far_it_is_from_the_bound(capsys):
+    said = ask_json(capsys, f"show schedule=auto mesh=1x8 schedule.num_microbatches=32 {UNIT}")
+    assert said["makespan_s"] == said["auto"]["lower_bound_s"] == 97.75
+    assert said["auto"]["gap_fraction"] == 0
+    assert said["auto"]["max_activations"] == max(said["peak_activations"]) == 8
+    assert said["label"] == "auto: interleaved_zb (num_chunks=4)"
+    assert said["auto"]["candidates"][0] == {
+        "label": "interleaved_zb (num_chunks=4)",
+        "makespan_s": 97.75,
+        "is_published": True,
+    }
+    text = ask(capsys, "show schedule=auto schedule.max_activations=3 schedule.max_chunks=2 mesh=1x4")
+    assert "the shortest with at most 3 activations a rank, of " in text
+    assert re.search(r"and \d+ of \d+ V-shaped building blocks", text)
+    assert "next: gis (num_chunks=2), greedy" in text
+
+
+def test_auto_keeps_to_its_settings(capsys):
+    said = ask_json(capsys, "show schedule=auto schedule.split_backward=false schedule.max_chunks=2 mesh=1x4")
+    assert {cell[1] for cells in said["ranks"] for cell in cells} == {"F", "B"}
+    assert said["num_chunks"] <= 2
+    assert max(said["peak_activations"]) <= 4
+
+
+def test_a_schedule_of_ones_own_is_a_choice_like_any_other(capsys):
+    ask(capsys, "show schedule=zb_v mesh=1x2 schedule.num_microbatches=5 --out mine.csv")
+    said = ask_json(capsys, "show schedule=csv schedule.path=mine.csv mesh=1x2")
+    own = ask_json(capsys, "show schedule=zb_v mesh=1x2 schedule.num_microbatches=5")
+    assert said["label"] == "mine.csv"
+    for key in ("ranks", "makespan_s", "num_microbatches", "rank_of"):
+        assert said[key] == own[key]
+    assert "mine.csv" in ask(capsys, "compare csv:path=mine.csv zb_v mesh=1x2 schedule.num_microbatches=5")
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("show schedule=csv mesh=1x2", "schedule.path has no value"),
+        ("show schedule=csv schedule.path=none.csv mesh=1x2", "none.csv cannot be read"),
+        ("show schedule=csv schedule.path=mine.csv mesh=1x3", "mesh.pp=3, but mine.csv has 2 ranks .* Use mesh.pp=2"),
+        (
+            "show schedule=csv schedule.path=mine.csv mesh=1x2 schedule.num_microbatches=3",
+            "num_microbatches=3, but mine.csv has 1. Use schedule.num_microbatches=1",
+        ),
+        (
+            "show schedule=csv schedule.path=bad.csv mesh=1x2",
+            r"bad.csv: rank 0, step 0: 0B0 waits for stash.*`ppctl schedule check bad.csv` shows where",
+        ),
+        ("show schedule=auto schedule.max_activations=0.1 mesh=1x2", "max_activations=0.1: no schedule .* or more"),
+        ("show schedule=auto schedule.max_activations=-1 mesh=1x2", "max_activations=-1.0 must be above 0"),
+        ("show schedule=auto schedule.max_chunks=0 mesh=1x2", "schedule.max_chunks=0"),
+        ("show schedule=auto mesh=1x512 schedule.num_microbatches=512", "786,432 tasks are more than"),
+    ],
+)
+def test_what_auto_and_csv_cannot_do_is_said_in_a_line(line, what, empty_directory, capsys):
+    (empty_directory / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    (empty_directory / "bad.csv").write_text("0B0,0F0\n1F0,1B0\n")
+    assert cli.main(["schedule", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert re.search(what, said)
+    assert said.count("\n") == 1

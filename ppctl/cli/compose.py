@@ -21,6 +21,7 @@ from ppctl.cli.faults import check_keys, check_names, explain, parse_override, r
 from ppctl.cli.plugins import Request, register
 from ppctl.config import Config, ScheduleConfig
 from ppctl.errors import ConfigError
+from ppctl.request import settled
 
 
 def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
@@ -41,6 +42,7 @@ def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
         check_names(request.composed, request.choices)
         parts: dict[str, Any] = {part: OmegaConf.to_object(request.composed[part]) for part in DRAWN}
         config = ScheduleConfig(**parts)
+    config.schedule = settled(config.schedule)
     config.check()
     return config
 
@@ -67,6 +69,7 @@ def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config 
         _summary(request.jobs)
         return int(stop.code or 0)
     assert isinstance(config, Config)
+    config.schedule = settled(config.schedule)
     settings.check(config)
     return config
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from ppctl.cli.choices import DRAWN, did_you_mean, options, schema_of, settings_of
 from ppctl.cli.help import setting_table
 from ppctl.cli.options import Parser, refuse_unknown
-from ppctl.config import Costs, ScheduleConfig
-from ppctl.errors import ConfigError, ScheduleError
+from ppctl.config import Auto, Costs, Csv, ScheduleConfig
+from ppctl.errors import ConfigError
 
 ABOUT = "draw, list, compare and check schedules from costs alone; starts no JAX"
 SUBCOMMANDS = {
@@ -28,6 +28,7 @@ EXAMPLES = (
     "ppctl schedule compare gpipe 1f1b interleaved:num_chunks=4 mesh=1x8 schedule.num_microbatches=32",
     "ppctl schedule show schedule=gpipe mesh=1x4 --format csv --out gpipe.csv",
     "ppctl schedule check gpipe.csv",
+    "ppctl schedule show schedule=auto schedule.max_activations=6 mesh=1x8 schedule.num_microbatches=32",
 )
 USAGE = """\
 Usage: ppctl schedule show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
@@ -62,6 +63,7 @@ def serve(words: list[str]) -> int:
 
 def _show(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
     from ppctl import look
+    from ppctl.request import read_valid
 
     form = _format(asked, look.SHOW_FORMATS, out)
     if form == "png" and out is None:
@@ -73,11 +75,7 @@ def _show(asked: argparse.Namespace, names: list[str], overrides: list[str], out
     if bad:
         raise ConfigError(f"{bad}: {path} says what the schedule is. Only costs can be set beside a file.")
     costs = _compose(asked, overrides).costs
-    try:
-        schedule = look.read(path)
-    except ScheduleError as error:
-        raise ScheduleError(f"{str(error).partition(chr(10))[0]} `ppctl schedule check {path}` shows where.") from None
-    return look.show(look.price(schedule, costs, path.name), form, out)
+    return look.show(look.price(read_valid(path), costs, path.name), form, out)
 
 
 def _list(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
@@ -152,6 +150,8 @@ def _families(config: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
     found = []
     for family in options("schedule"):
         cls = schema_of("schedule", family)
+        if cls in (Auto, Csv):  # neither is a family
+            continue
         same = {"schedule.num_microbatches"} | (given & set(settings_of("schedule", cls)))
         values = {key.partition(".")[2]: getattr(config.schedule, key.partition(".")[2]) for key in same}
         found.append(ScheduleConfig(mesh=config.mesh, schedule=cls(name=family, **values), costs=config.costs))

@@ -26,16 +26,18 @@ from ppctl.config.run import (
     Text,
     Tokens,
 )
-from ppctl.config.schedule import Chunked, Costs, Eager1F1B, Gis, Hanayo, Interleaved, Mesh, Schedule
+from ppctl.config.schedule import Auto, Chunked, Costs, Csv, Eager1F1B, Gis, Hanayo, Interleaved, Mesh, Schedule
 from ppctl.errors import ConfigError
 
 __all__ = [
     "DTYPES",
     "MLP",
+    "Auto",
     "Checkpoint",
     "Chunked",
     "Config",
     "Costs",
+    "Csv",
     "Data",
     "Eager1F1B",
     "Gis",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,34 @@ class Hanayo(Schedule):
 
     def knobs(self) -> dict[str, Any]:
         return {"num_waves": self.num_waves}
+
+
+@dataclass
+class Auto(Schedule):
+    """The shortest schedule found under a cap on activations: of every family, and of a search among their orders."""
+
+    name: str = "auto"
+    max_activations: float | None = None  # a rank may hold, of one microbatch through 1/p of the model; None: mesh.pp
+    max_chunks: int = 4  # stages a rank, at most
+    split_backward: bool = True  # may a backward be split into input and weight gradients
+
+    def check(self) -> None:
+        super().check()
+        at_least("schedule.max_chunks", self.max_chunks, 1)
+        if self.max_activations is not None and not 0 < self.max_activations < math.inf:  # written so that NaN fails
+            raise ConfigError(f"schedule.max_activations={self.max_activations} must be above 0.")
+
+
+@dataclass
+class Csv(Schedule):
+    """A schedule of yours: a CSV file with a line a rank and PyTorch's cells, `2F0`, `0B3`, `1I2`, `1W2`."""
+
+    name: str = "csv"
+    num_microbatches: int = 0  # 0: as many as the file has
+    path: str = "???"  # of the file
+
+    def check(self) -> None:
+        at_least("schedule.num_microbatches", self.num_microbatches, 0)
 
 
 def _hops(warmup_hops: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ppctl.schedule.auto import Candidate, Choice
 from ppctl.schedule.ir import KINDS, Kind, Schedule
 from ppctl.schedule.simulate import Timeline
 
@@ -26,6 +27,7 @@ class Drawing:
     period_bound_s: float
     peak_bounds: tuple[float, ...]  # for each rank, of any order with this period
     advice: str | None = None  # what speaks against it at these costs
+    choice: Choice | None = None  # what schedule=auto chose it from
 
     @property
     def schedule(self) -> Schedule:
@@ -57,6 +59,31 @@ class Drawing:
         )
 
 
+def reasons(drawing: Drawing) -> list[str]:
+    """Lines on why this schedule: what schedule=auto chose it from, and what speaks against it."""
+    lines = [] if drawing.advice is None else [drawing.advice]
+    choice = drawing.choice
+    if choice is None:
+        return lines
+    tried, within = choice.num_blocks
+    blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
+    gap = "at which it stands" if choice.is_proven else f"{choice.gap_fraction:.1%} below"
+    told = [
+        f"the shortest with at most {number(choice.cap)} activations a rank, of {choice.num_published} published "
+        f"schedules{blocks}; on their placements no order takes less than {number(choice.lower_bound_s)} s, {gap}"
+    ]
+    others = [c for c in choice.candidates[1:4] if c is not choice.best_published]
+    if choice.best_published not in (None, choice.best):
+        told.append(f"best published one: {_named(choice.best_published)}")
+    if others:
+        told.append(f"next: {'; '.join(map(_named, others))}")
+    return told + lines
+
+
+def _named(candidate: Candidate) -> str:
+    return f"{candidate.label} {number(candidate.makespan_s)} s"
+
+
 def number(value: float) -> str:
     """A number with up to five digits and no zeros at its end.
 
@@ -81,6 +108,7 @@ def document(drawing: Drawing) -> dict[str, Any]:
         "lower_bound_s": drawing.lower_bound_s,
         "period_lower_bound_s": drawing.period_bound_s,
         "advice": drawing.advice,
+        "auto": None if drawing.choice is None else _chosen(drawing.choice),
         "bubble_fraction": timeline.bubble_fractions,
         "peak_activations": timeline.peak_activations,
         "peak_activations_lower_bound": drawing.peak_bounds,
@@ -88,4 +116,20 @@ def document(drawing: Drawing) -> dict[str, Any]:
         "ranks": [list(map(str, tasks)) for tasks in schedule.ranks],
         "start_s": [[timeline.start_s[task] for task in tasks] for tasks in schedule.ranks],
         "end_s": [[timeline.end_s[task] for task in tasks] for tasks in schedule.ranks],
+    }
+
+
+def _chosen(choice: Choice) -> dict[str, Any]:
+    """What schedule=auto found, as numbers."""
+    tried, within = choice.num_blocks
+    return {
+        "max_activations": choice.cap,
+        "lower_bound_s": choice.lower_bound_s,
+        "gap_fraction": choice.gap_fraction,
+        "num_published": choice.num_published,
+        "num_building_blocks": tried,
+        "num_building_blocks_within_cap": within,
+        "candidates": [
+            {"label": c.label, "makespan_s": c.makespan_s, "is_published": c.is_published} for c in choice.candidates
+        ],
     }

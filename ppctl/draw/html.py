@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from ppctl.draw.drawing import KIND_NAMES, Drawing
+from ppctl.draw.drawing import KIND_NAMES, Drawing, reasons
 from ppctl.draw.palette import INK, shade
 from ppctl.schedule.ir import KINDS
 
@@ -48,7 +48,7 @@ def chart(drawing: Drawing) -> dict[str, Any]:
         "label": drawing.label,
         "title": drawing.title,
         "verdict": drawing.verdict,
-        "advice": drawing.advice,
+        "reasons": reasons(drawing),
         "makespan_s": timeline.makespan_s,
         "period_s": timeline.period_s,
         "lower_bound_s": drawing.lower_bound_s,

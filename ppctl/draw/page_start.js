@@ -22,9 +22,9 @@ function section(c) {
   const rows = c.bubbles.map((bubble, r) => [`rank ${r}`, percent(bubble), num(c.peaks[r]), c.num_tasks[r]]);
   const ranks = element("details", {}, element("summary", {}, "Bubble and memory of each rank"));
   ranks.append(table(["", "bubble", "peak activations", "tasks"], rows));
-  const advice = c.advice ? [element("p", {}, c.advice)] : [];
+  const reasons = c.reasons.map((text) => element("p", {}, text));
   const heading = charts.length > 1 ? [element("h2", {}, c.title)] : [];
-  return element("section", {}, ...heading, element("p", { class: "verdict" }, c.verdict), ...advice, c.gantt, c.memory, ranks);
+  return element("section", {}, ...heading, element("p", { class: "verdict" }, c.verdict), ...reasons, c.gantt, c.memory, ranks);
 }
 
 function summary() {

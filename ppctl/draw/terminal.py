@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from ppctl.draw.drawing import KIND_NAMES, Drawing, number
+from ppctl.draw.drawing import KIND_NAMES, Drawing, number, reasons
 from ppctl.draw.palette import INK, shade
 from ppctl.report import show_table
 from ppctl.schedule.ir import Task
@@ -31,8 +31,8 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
 
     say(drawing.title)
     say(drawing.verdict)
-    if drawing.advice:
-        say(drawing.advice)
+    for reason in reasons(drawing):
+        say(reason)
     say("")
     say(" " * (left + 2 + width) + "  bubble    peak")
     for rank in _shown(schedule.num_ranks):
@@ -65,8 +65,8 @@ def show_summary(console: Console, title: str, drawings: Sequence[Drawing]) -> N
     )
     show_table(console, title, COLUMNS, rows)
     for drawing in drawings:
-        if drawing.advice:
-            console.print(f"{drawing.label}: {drawing.advice}", markup=False, highlight=False, soft_wrap=True)
+        for reason in reasons(drawing):
+            console.print(f"{drawing.label}: {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _columns_per_s(drawing: Drawing, room: int) -> float:

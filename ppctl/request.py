@@ -1,0 +1,98 @@
+"""From the schedule that a config asks for to the schedule itself. Loads no jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ppctl import config as settings
+from ppctl.costs import Costs
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.schedule.auto import Choice, choose
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.registry import build
+from ppctl.schedule.text import from_csv
+
+
+@dataclass(frozen=True)
+class Requested:
+    """A schedule, the label that tells it from others, and for schedule=auto what it was chosen from."""
+
+    schedule: Schedule
+    label: str
+    choice: Choice | None = None
+
+
+def schedule_of(asked: settings.Schedule, num_ranks: int, costs: Costs, most_chunks: int | None = None) -> Requested:
+    """The schedule that `asked` names. ScheduleError or ConfigError for what cannot be.
+
+    costs and most_chunks (stages a rank that the model has layers for) matter to schedule=auto alone.
+    """
+    if isinstance(asked, settings.Csv):
+        schedule = read_valid(Path(asked.path))
+        _check_size(asked, schedule, num_ranks)
+        return Requested(schedule, Path(asked.path).name)
+    if isinstance(asked, settings.Auto):
+        choice = choose(
+            num_ranks,
+            asked.num_microbatches,
+            costs,
+            asked.max_activations,
+            max_chunks=min(asked.max_chunks, most_chunks or asked.max_chunks),
+            may_split=asked.split_backward,
+        )
+        return Requested(choice.best.schedule, f"auto: {choice.best.label}", choice)
+    schedule = build(asked.name, num_ranks, asked.num_microbatches, **asked.knobs())
+    return Requested(schedule, label(asked))
+
+
+def settled(asked: settings.Schedule) -> settings.Schedule:
+    """`asked` with the number of microbatches that a CSV file has; others as they are."""
+    if isinstance(asked, settings.Csv) and asked.num_microbatches == 0:
+        return replace(asked, num_microbatches=read_valid(Path(asked.path)).num_microbatches)
+    return asked
+
+
+def read(path: Path) -> Schedule:
+    """The schedule in a CSV file; ConfigError if it cannot be read, ScheduleError if it is not a valid schedule."""
+    try:
+        return from_csv(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{path} cannot be read: {reason}.") from None
+
+
+def read_valid(path: Path) -> Schedule:
+    """The same, with the fault in one line: `ppctl schedule check` draws it."""
+    try:
+        return read(path)
+    except ScheduleError as error:
+        raise ScheduleError(f"{str(error).partition(chr(10))[0]} `ppctl schedule check {path}` shows where.") from None
+
+
+def label(schedule: settings.Schedule) -> str:
+    """Name and knobs: the number of chunks, and what is not the default.
+
+    >>> label(settings.Interleaved(num_chunks=4))
+    'interleaved (num_chunks=4)'
+    """
+    default = type(schedule)(name=schedule.name).knobs()
+    told = [
+        f"{key}={value}"
+        for key, value in schedule.knobs().items()
+        if value is not None and (key == "num_chunks" or value != default[key])
+    ]
+    return schedule.name + (f" ({', '.join(told)})" if told else "")
+
+
+def _check_size(asked: settings.Csv, schedule: Schedule, num_ranks: int) -> None:
+    if schedule.num_ranks != num_ranks:
+        raise ConfigError(
+            f"mesh.pp={num_ranks}, but {asked.path} has {schedule.num_ranks} ranks (a line each). "
+            f"Use mesh.pp={schedule.num_ranks}."
+        )
+    if schedule.num_microbatches != asked.num_microbatches:
+        raise ConfigError(
+            f"schedule.num_microbatches={asked.num_microbatches}, but {asked.path} has {schedule.num_microbatches}. "
+            f"Use schedule.num_microbatches={schedule.num_microbatches}, or leave it out."
+        )

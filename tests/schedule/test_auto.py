@@ -1,0 +1,119 @@
+"""schedule=auto: against brute force where that is possible, against every published schedule elsewhere."""
+
+from itertools import product
+
+import pytest
+from all_families import COSTS, FUSED, REAL, UNIT
+
+from ppctl.costs import Costs
+from ppctl.errors import ScheduleError
+from ppctl.schedule import Schedule, Task, validate
+from ppctl.schedule.auto import choose, published
+from ppctl.schedule.bounds import split_makespan_bound_s
+from ppctl.schedule.orders import Jobs
+from ppctl.schedule.placement import loop
+from ppctl.schedule.simulate import peak_activations, simulate
+
+PAIRS = [Costs(1, 1, 1), REAL, Costs(1, 0.5, 2, 0.3), Costs(2, 1, 0.25)]
+
+
+def orders_of(stage, num_microbatches, cap):
+    """Every order of a rank's F, I and W within `cap` activations."""
+    found = []
+
+    def extend(order, at, live):
+        if len(order) == 3 * num_microbatches:
+            found.append(tuple(order))
+        for m, done in enumerate(at):
+            if done < 3 and not (done == 0 and live == cap):
+                step = [*at]
+                step[m] += 1
+                extend([*order, Task(stage, "FIW"[done], m)], step, live + (done == 0) - (done == 2))
+
+    extend([], [0] * num_microbatches, 0)
+    return found
+
+
+@pytest.mark.parametrize("costs", PAIRS, ids=str)
+@pytest.mark.parametrize(("p", "m", "cap"), [(2, 2, 1), (2, 2, 2), (3, 2, 1), (3, 2, 2)])
+def test_one_chunk_a_rank_is_as_short_as_brute_force(p, m, cap, costs):
+    jobs = Jobs(Schedule("any", tuple(orders_of(r, m, cap)[0] for r in range(p)), loop(p), m), costs)
+    number = {task: i for i, task in enumerate(jobs.tasks)}
+    every = [[[number[task] for task in order] for order in orders_of(r, m, cap)] for r in range(p)]
+    shortest_s = float("inf")
+    for orders in product(*every):
+        run = jobs.run(list(orders), shortest_s)
+        if run is not None:
+            shortest_s = run.makespan_s
+    assert choose(p, m, costs, cap, max_chunks=1).best.makespan_s == pytest.approx(shortest_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize(("p", "m", "cap"), [(2, 4, 1.5), (3, 5, 2), (4, 4, 3)])
+def test_it_is_valid_within_the_cap_and_never_worse_than_a_published_schedule(p, m, cap, costs):
+    choice = choose(p, m, costs, cap, max_chunks=2)
+    best = choice.best
+    validate(best.schedule)
+    assert max(peak_activations(best.schedule)) <= cap
+    assert simulate(best.schedule, costs).makespan_s == best.makespan_s == choice.candidates[0].makespan_s
+    assert best.makespan_s >= choice.lower_bound_s * (1 - 1e-12)
+    fit = [schedule for _, schedule in published(p, m, 2) if max(peak_activations(schedule)) <= cap]
+    shortest_s = min((simulate(schedule, costs).makespan_s for schedule in fit), default=float("inf"))
+    assert best.makespan_s <= shortest_s
+    assert choice.best_published is None or choice.best_published.makespan_s == pytest.approx(shortest_s)
+    makespans = [candidate.makespan_s for candidate in choice.candidates[:-1]]
+    assert makespans == sorted(makespans)
+
+
+def test_it_is_the_same_every_time():
+    assert choose(3, 4, REAL, 2).best == choose(3, 4, REAL, 2).best
+
+
+def test_eight_ranks_32_microbatches_at_unit_costs_are_answered_by_interleaved_zb_and_proven():
+    choice = choose(8, 32, UNIT, 8)
+    assert (choice.best.makespan_s, choice.is_proven, choice.best.is_published) == (97.75, True, True)
+    assert choice.best.label == "interleaved_zb (num_chunks=4)"
+    assert choice.lower_bound_s == split_makespan_bound_s(8, 32, 4, UNIT)
+    assert choose(8, 32, UNIT) == choice  # the default cap is what 1F1B holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cap", "most_s"), [(4, 124.1), (5, 104.2), (6, 101.3), (8, 96.2)])
+def test_real_costs_are_answered_better_than_by_the_enumeration_of_the_paper(cap, most_s):
+    choice = choose(8, 32, REAL, cap)
+    assert choice.best.makespan_s <= most_s
+    assert max(peak_activations(choice.best.schedule)) <= cap
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cap", "most_s"), [(4, 107.5), (5, 104.5), (6, 101.5), (7, 100.5)])
+def test_every_cap_between_v_min_and_zb_v_has_its_schedule(cap, most_s):
+    assert choose(8, 32, UNIT, cap, max_chunks=2).best.makespan_s <= most_s
+
+
+def test_whole_backwards_stay_whole():
+    choice = choose(4, 8, FUSED, 6, may_split=False)
+    assert {task.kind for tasks in choice.best.schedule.ranks for task in tasks} == {"F", "B"}
+    assert choice.best.makespan_s == 8 * 3 + 3 * 3 / 4  # the bound of four chunks
+
+
+def test_costs_of_each_stage_choose_among_schedules_of_as_many_stages():
+    costs = Costs(forward_s=(0.5,) * 7 + (1.5,), input_grad_s=(0.5,) * 8, weight_grad_s=(0.5,) * 8)
+    choice = choose(4, 8, costs, 4)
+    assert choice.best.schedule.num_stages == 8
+    assert choice.best.makespan_s <= min(c.makespan_s for c in choice.candidates if c.is_published)
+
+
+def test_one_rank_has_nothing_to_wait_for():
+    choice = choose(1, 3, UNIT)
+    assert (choice.best.makespan_s, choice.is_proven) == (9, True)
+
+
+def test_a_cap_below_every_schedule_is_refused_with_the_least_that_helps():
+    with pytest.raises(ScheduleError, match=r"max_activations=0.2: no schedule .* \(v_min holds least, 2\)"):
+        choose(4, 8, UNIT, 0.2)
+
+
+def test_what_is_too_large_to_search_is_refused():
+    with pytest.raises(ScheduleError, match=r"3\*512\*512 = 786,432 tasks .* Choose one of `ppctl schedule list`"):
+        choose(512, 512, UNIT)
