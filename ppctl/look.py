@@ -8,23 +8,33 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from ppctl import config as settings
 from ppctl.costs import Costs
-from ppctl.draw.drawing import Drawing, document
+from ppctl.draw.drawing import Drawing, Row, document, row
 from ppctl.draw.html import page
 from ppctl.draw.image import image
 from ppctl.draw.perfetto import trace
 from ppctl.draw.terminal import show_gantt, show_summary
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.request import read, schedule_of
+from ppctl.request import label, read, schedule_of
 from ppctl.schedule.auto import Choice
-from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
+from ppctl.schedule.bounds import (
+    makespan_bound_s,
+    peak_activations_bound,
+    period_bound_s,
+    split_makespan_bound_s,
+    whole_makespan_bound_s,
+)
+from ppctl.schedule.extrapolate import MOST_TASKS, extrapolate
+from ppctl.schedule.formulas import makespan_formula_s, peak_formula
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.registry import FAMILIES, advice
+from ppctl.schedule.registry import FAMILIES, advice, build
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.text import to_csv
 
@@ -34,7 +44,19 @@ LIST_FORMATS = ("text", "json")
 FILE_WIDTH = 200  # columns of a text that goes to a file
 
 
-def show(drawing: Drawing, form: str, out: Path | None) -> int:
+def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
+    """0 after drawing the schedule that a request asks for, in one of SHOW_FORMATS, to a file or to stdout.
+
+    A schedule that is too large to be simulated is extrapolated: its numbers as text or JSON, no chart.
+    """
+    if not is_large(config):
+        return show_drawing(draw(config), form, out)
+    if form not in LIST_FORMATS:
+        raise _too_large(config)
+    return _show_rows(f"{config.schedule.name}, {_prices(config.costs)}", [extrapolated(config)], {}, form, out)
+
+
+def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
     """0 after drawing one schedule in one of SHOW_FORMATS, to a file or to stdout."""
     if form == "text":
         return _print(lambda console: show_gantt(console, drawing), out)
@@ -50,11 +72,17 @@ def show(drawing: Drawing, form: str, out: Path | None) -> int:
     return _deliver(content, out)
 
 
-def compare(drawings: Sequence[Drawing], form: str, out: Path | None) -> int:
+def compare(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
     """0 after showing several schedules in one table, in one of COMPARE_FORMATS; html has their charts too."""
+    title = f"{len(configs)} schedules, {_size_of(configs[0])}"
+    if any(map(is_large, configs)):
+        if form == "html":
+            raise _too_large(configs[0])
+        rows = [extrapolated(config) if is_large(config) else row(draw(config)) for config in configs]
+        return _show_rows(title, rows, {}, form, out)
+    drawings = list(map(draw, configs))
     if form == "text":
-        title = f"{len(drawings)} schedules, {_size(drawings[0].schedule)}"
-        return _print(lambda console: show_summary(console, title, drawings), out)
+        return _print(lambda console: show_summary(console, title, list(map(row, drawings))), out)
     if form == "html":
         return _deliver(page(drawings), out)
     return _deliver(json.dumps([document(drawing) for drawing in drawings]) + "\n", out)
@@ -64,26 +92,27 @@ def list_families(
     config: settings.ScheduleConfig, each: Sequence[settings.ScheduleConfig], form: str, out: Path | None
 ) -> int:
     """0 after showing every family, priced at the size of `config`, with its formulas; those that refuse it, why."""
-    drawings, refused, order = [], {}, list(FAMILIES)
+    rows, refused, order = [], {}, list(FAMILIES)
     for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
-            drawings.append((draw(one), formulas(one.schedule.name)))
+            rows.append(extrapolated(one) if is_large(one) else row(draw(one), *_formulas(one)))
         except ScheduleError as error:
             refused[one.schedule.name] = " ".join(str(error).split())
+    title = f"{_size_of(config)}, {_prices(config.costs)}"
+    return _show_rows(title, rows, refused, form, out)
+
+
+def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: str, out: Path | None) -> int:
+    """0 after a table of `rows`, below it what the families' docstrings state and why others were refused."""
+    stated = {row.schedule: formulas(row.schedule) for row in rows if row.schedule in FAMILIES}
     if form == "json":
-        rows = [
-            {key: value for key, value in document(drawing).items() if key not in ("ranks", "start_s", "end_s")}
-            | {"formulas": text}
-            for drawing, text in drawings
-        ]
-        return _deliver(json.dumps({"schedules": rows, "refused": refused}) + "\n", out)
-    title = f"{config.mesh.pp} ranks, {config.schedule.num_microbatches} microbatches, {_prices(config.costs)}"
-    width = max((len(drawing.schedule.name) for drawing, _ in drawings), default=0)
-    lines = [f"{drawing.schedule.name:{width}}  {text}" for drawing, text in drawings]
+        documents = [asdict(row) | {"formulas": stated.get(row.schedule)} for row in rows]
+        return _deliver(json.dumps({"schedules": documents, "refused": refused}) + "\n", out)
+    width = max(map(len, stated), default=0)
 
     def draw_on(console: Console) -> None:
-        show_summary(console, title, [drawing for drawing, _ in drawings])
-        for text in [*lines, "", *refused.values()]:
+        show_summary(console, title, rows, formulas=True)
+        for text in [*(f"{family:{width}}  {text}" for family, text in stated.items()), "", *refused.values()]:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     return _print(draw_on, out)
@@ -105,6 +134,49 @@ def draw(config: settings.ScheduleConfig) -> Drawing:
     """The schedule that a request asks for, priced with its costs."""
     requested = schedule_of(config.schedule, config.mesh.pp, _seconds(config.costs))
     return price(requested.schedule, config.costs, requested.label, requested.choice)
+
+
+def is_large(config: settings.ScheduleConfig) -> bool:
+    """Whether the schedule has too many tasks to be simulated in seconds."""
+    return config.schedule.name in FAMILIES and 3 * config.mesh.pp * config.schedule.num_microbatches > MOST_TASKS
+
+
+def _too_large(config: settings.ScheduleConfig) -> ScheduleError:
+    return ScheduleError(
+        f"{_size_of(config)}: too many tasks for a chart. Use --format text or json, which extrapolate, or fewer."
+    )
+
+
+def extrapolated(config: settings.ScheduleConfig) -> Row:
+    """The row of a schedule too large to be simulated, from smaller ones of its family."""
+    asked, costs, num_ranks = config.schedule, _seconds(config.costs), config.mesh.pp
+    family = partial(build, asked.name, **asked.knobs())
+    found = extrapolate(family, num_ranks, asked.num_microbatches, costs)
+    few = family(*found.simulated[0])
+    bound = split_makespan_bound_s if any(t.kind == "W" for t in few.ranks[-1]) else whole_makespan_bound_s
+    return Row(
+        asked.name,
+        label(asked),
+        found.makespan_s,
+        _formulas(config)[0],
+        bound(num_ranks, asked.num_microbatches, few.num_chunks, costs),
+        found.period_s,
+        asked.num_microbatches * (costs.seconds("F", 0, 1) + costs.backward_s),
+        found.bubble_fraction,
+        found.peak_activations,
+        _formulas(config)[1],
+        None,
+        [f"extrapolated from (ranks, microbatches) {', '.join(map(str, found.simulated))}"],
+    )
+
+
+def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | None]:
+    """What the family's closed forms say of makespan and peak."""
+    asked, sizes = config.schedule, (config.mesh.pp, config.schedule.num_microbatches)
+    return (
+        makespan_formula_s(asked.name, *sizes, _seconds(config.costs), **asked.knobs()),
+        peak_formula(asked.name, *sizes, **asked.knobs()),
+    )
 
 
 def formulas(family: str) -> str:
@@ -140,6 +212,10 @@ def _seconds(costs: settings.Costs) -> Costs:
 
 def _prices(costs: settings.Costs) -> str:
     return f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} c={costs.transfer_s:g} s"
+
+
+def _size_of(config: settings.ScheduleConfig) -> str:
+    return f"{config.mesh.pp} ranks, {config.schedule.num_microbatches} microbatches"
 
 
 def _size(schedule: Schedule) -> str:

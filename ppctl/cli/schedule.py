@@ -69,13 +69,13 @@ def _show(asked: argparse.Namespace, names: list[str], overrides: list[str], out
     if form == "png" and out is None:
         raise ConfigError("--format png is not text. Add --out FILE.png.")
     if not names:
-        return look.show(look.draw(_compose(asked, overrides)), form, out)
+        return look.show(_compose(asked, overrides), form, out)
     path = _one_file("show", names)
     bad = next((word for word in overrides if not word.startswith("costs")), None)
     if bad:
         raise ConfigError(f"{bad}: {path} says what the schedule is. Only costs can be set beside a file.")
     costs = _compose(asked, overrides).costs
-    return look.show(look.price(read_valid(path), costs, path.name), form, out)
+    return look.show_drawing(look.price(read_valid(path), costs, path.name), form, out)
 
 
 def _list(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
@@ -102,13 +102,13 @@ def _compare(asked: argparse.Namespace, names: list[str], overrides: list[str], 
         key = word.partition("=")[0]
         if key.startswith("schedule.") and not any(own is None or key in own for own in owns.values()):
             raise ConfigError(f"{word}: none of {', '.join(names)} has such a setting.")
-    drawings = []
+    requests = []
     for name, own in owns.items():
         family, _, knobs = name.partition(":")
         shared = [w for w in overrides if own is None or not w.startswith("schedule.") or w.partition("=")[0] in own]
         extra = [f"schedule.{knob}" for knob in knobs.split(",") if knob]
-        drawings.append(look.draw(_compose(asked, [f"schedule={family}", *shared, *extra])))
-    return look.compare(drawings, form, out)
+        requests.append(_compose(asked, [f"schedule={family}", *shared, *extra]))
+    return look.compare(requests, form, out)
 
 
 def _check(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:

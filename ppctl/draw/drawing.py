@@ -59,6 +59,43 @@ class Drawing:
         )
 
 
+@dataclass(frozen=True)
+class Row:
+    """One schedule in a table of several. None: not known, or no formula for these sizes and costs."""
+
+    schedule: str
+    label: str
+    makespan_s: float
+    makespan_formula_s: float | None
+    lower_bound_s: float
+    period_s: float
+    period_lower_bound_s: float
+    bubble_fraction: float
+    peak_activations: float  # of the rank that holds most
+    peak_activations_formula: float | None
+    peak_activations_lower_bound: float | None
+    notes: list[str]
+
+
+def row(drawing: Drawing, formula_s: float | None = None, peak_formula: float | None = None) -> Row:
+    """The row of a drawing, with what its family's closed forms say."""
+    timeline = drawing.timeline
+    return Row(
+        drawing.schedule.name,
+        drawing.label,
+        timeline.makespan_s,
+        formula_s,
+        drawing.lower_bound_s,
+        timeline.period_s,
+        drawing.period_bound_s,
+        timeline.bubble_fraction,
+        max(timeline.peak_activations),
+        peak_formula,
+        max(drawing.peak_bounds),
+        reasons(drawing),
+    )
+
+
 def reasons(drawing: Drawing) -> list[str]:
     """Lines on why this schedule: what schedule=auto chose it from, and what speaks against it."""
     lines = [] if drawing.advice is None else [drawing.advice]

@@ -8,13 +8,17 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from ppctl.draw.drawing import KIND_NAMES, Drawing, number, reasons
+from ppctl.draw.drawing import KIND_NAMES, Drawing, Row, number, reasons
 from ppctl.draw.palette import INK, shade
 from ppctl.report import show_table
 from ppctl.schedule.ir import Task
 
 MAX_RANKS = 32  # rows shown; of more ranks, the first and the last half
-COLUMNS = ("schedule", "makespan s", "at least", "period s", "at least", "bubble", "peak activations", "at least")
+FORMULA = "formula"
+COLUMNS = (
+    *("schedule", "makespan s", FORMULA, "at least", "period s", "at least"),
+    *("bubble", "peak activations", FORMULA, "at least"),
+)
 
 
 def show_gantt(console: Console, drawing: Drawing) -> None:
@@ -48,25 +52,29 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
     say(_legend(drawing, scale))
 
 
-def show_summary(console: Console, title: str, drawings: Sequence[Drawing]) -> None:
-    """Nothing; prints a table with a row for each drawing, then what speaks against any of them."""
-    rows = (
-        (
-            drawing.label,
-            number(drawing.timeline.makespan_s),
-            number(drawing.lower_bound_s),
-            number(drawing.timeline.period_s),
-            number(drawing.period_bound_s),
-            f"{drawing.timeline.bubble_fraction:.1%}",
-            number(max(drawing.timeline.peak_activations)),
-            number(max(drawing.peak_bounds)),
-        )
-        for drawing in drawings
-    )
-    show_table(console, title, COLUMNS, rows)
-    for drawing in drawings:
-        for reason in reasons(drawing):
-            console.print(f"{drawing.label}: {reason}", markup=False, highlight=False, soft_wrap=True)
+def show_summary(console: Console, title: str, rows: Sequence[Row], *, formulas: bool = False) -> None:
+    """Nothing; prints a table with a row for each schedule, then the notes on each; formulas: their columns too."""
+    told = lambda value: "-" if value is None else number(value)  # noqa: E731
+    columns = [column for column in COLUMNS if formulas or column != FORMULA]
+    cells = []
+    for row in rows:
+        line = [
+            row.label,
+            number(row.makespan_s),
+            *([told(row.makespan_formula_s)] if formulas else []),
+            number(row.lower_bound_s),
+            number(row.period_s),
+            number(row.period_lower_bound_s),
+            f"{row.bubble_fraction:.1%}",
+            number(row.peak_activations),
+            *([told(row.peak_activations_formula)] if formulas else []),
+            told(row.peak_activations_lower_bound),
+        ]
+        cells.append(line)
+    show_table(console, title, columns, cells)
+    for row in rows:
+        for note in row.notes:
+            console.print(f"{row.label}: {note}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _columns_per_s(drawing: Drawing, room: int) -> float:
