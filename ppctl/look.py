@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from ppctl import config as settings
 from ppctl.costs import Costs
-from ppctl.draw.drawing import Drawing, Row, document, row
+from ppctl.draw.drawing import Drawing, Row, document, number, row
 from ppctl.draw.html import page
 from ppctl.draw.image import image
 from ppctl.draw.perfetto import trace
@@ -116,6 +117,38 @@ def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: s
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     return _print(draw_on, out)
+
+
+def certify(config: settings.ScheduleConfig, time_limit_s: float, form: str, out: Path | None) -> int:
+    """0 after saying how short any order of the schedule's tasks can be, in one of LIST_FORMATS."""
+    from ppctl.certify import certify as prove
+
+    requested = schedule_of(config.schedule, config.mesh.pp, _seconds(config.costs))
+    cap = None if requested.choice is None else requested.choice.cap
+    began = time.perf_counter()
+    found = prove(requested.schedule, _seconds(config.costs), cap, time_limit_s=time_limit_s)
+    own_s = simulate(requested.schedule, _seconds(config.costs)).makespan_s
+    numbers = {
+        "label": requested.label,
+        "makespan_s": own_s,
+        "shortest_s": found.shortest_s,
+        "lower_bound_s": found.lower_bound_s,
+        "is_proven": found.is_proven,
+        "max_activations": found.cap,
+        "ranks": [list(map(str, tasks)) for tasks in found.schedule.ranks],
+    }
+    if form == "json":
+        return _deliver(json.dumps(numbers) + "\n", out)
+    under = f"under {number(found.cap)} activations on this placement"
+    shorter = "" if found.shortest_s >= own_s else f" One of {number(found.shortest_s)} s was found."
+    proven = (
+        f"No order {under} takes less than {number(found.lower_bound_s)} s."
+        if found.is_proven
+        else f"Any order {under} takes at least {number(found.lower_bound_s)} s; the shortest known takes "
+        f"{number(found.shortest_s)} s. Raise --seconds for more."
+    )
+    text = f"{requested.label}, {_size(requested.schedule)}: {number(own_s)} s.{shorter} {proven}"
+    return _deliver(f"{text} (CP-SAT, {time.perf_counter() - began:.1f} s)\n", out)
 
 
 def check(path: Path) -> int:

@@ -187,7 +187,7 @@ def test_list_has_every_family_and_says_why_one_is_missing(capsys):
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 FAULTS = [
-    ("shw", r"shw is not something .* Did you mean show\? \(show, list, compare, check\)"),
+    ("shw", r"shw is not something .* Did you mean show\? \(show, list, compare, certify, check\)"),
     ("mesh=1x4", "mesh=1x4 is not something"),
     ("--json", "Say what to do"),
     ("show --format pgn", "--format pgn is not one of text, html, svg, png, json, csv, perfetto. Did you mean png"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ SUBCOMMANDS = {
     "show": "one schedule: chart, bubble and memory of each rank",
     "list": "every family at one size, with its makespan, bubble and memory beside the lower bound",
     "compare": "several schedules in one table; their charts below each other in html",
+    "certify": "how short any order of a small schedule's tasks can be, proven by CP-SAT (ppctl[certify])",
     "check": "whether a CSV file holds a valid schedule: exit code 0, or 1 and where the fault is",
 }
 EXAMPLES = (
@@ -28,17 +30,20 @@ EXAMPLES = (
     "ppctl schedule compare gpipe 1f1b interleaved:num_chunks=4 mesh=1x8 schedule.num_microbatches=32",
     "ppctl schedule show schedule=gpipe mesh=1x4 --format csv --out gpipe.csv",
     "ppctl schedule check gpipe.csv",
-    "ppctl schedule show schedule=auto schedule.max_activations=6 mesh=1x8 schedule.num_microbatches=32",
+    "ppctl schedule show schedule=auto schedule.max_activations=3 mesh=1x4",
 )
 USAGE = """\
 Usage: ppctl schedule show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
        ppctl schedule list    [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
        ppctl schedule compare NAME[:KNOB=VALUE,...] ... [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F]
                               [--out FILE]
+       ppctl schedule certify [GROUP=OPTION ...] [SETTING=VALUE ...] [--seconds S] [--format F] [--out FILE]
        ppctl schedule check   FILE.csv"""
 FLAGS = """\
-  --format F        text (default), html, svg, png, json, csv or perfetto (compare: text, html, json; list: text, json)
+  --format F        text (default), html, svg, png, json, csv or perfetto (compare: text, html, json; list,
+                    certify: text, json)
   --json            the same as --format json
+  --seconds S       how long certify may search (default 60)
   --out FILE        write to FILE instead of stdout; its ending chooses the format if --format does not
   --config-dir DIR  look for groups (DIR/costs/x.yaml is costs=x) and recipes in DIR too
   -h, --help        this text"""
@@ -57,6 +62,8 @@ def serve(words: list[str]) -> int:
     subcommand, *rest = asked.words
     overrides = [word for word in rest if re.match(r"[^:=]+=|=", word)]
     names = [word for word in rest if word not in overrides]
+    if asked.seconds is not None and subcommand != "certify":
+        raise ConfigError("--seconds only goes with `ppctl schedule certify`.")
     out = None if asked.out is None else Path(asked.out)
     return _SERVE[subcommand](asked, names, overrides, out)
 
@@ -111,6 +118,17 @@ def _compare(asked: argparse.Namespace, names: list[str], overrides: list[str], 
     return look.compare(requests, form, out)
 
 
+def _certify(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+    from ppctl import look
+
+    if names:
+        raise ConfigError(f"{names[0]} is not KEY=VALUE. For a file: schedule=csv schedule.path={names[0]}")
+    seconds = 60.0 if asked.seconds is None else asked.seconds
+    if not 0 < seconds < math.inf:  # written so that NaN fails
+        raise ConfigError(f"--seconds {seconds} must be above 0.")
+    return look.certify(_compose(asked, overrides), seconds, _format(asked, look.LIST_FORMATS, out), out)
+
+
 def _check(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
     from ppctl import look
 
@@ -119,7 +137,7 @@ def _check(asked: argparse.Namespace, names: list[str], overrides: list[str], ou
     return look.check(_one_file("check", names))
 
 
-_SERVE = {"show": _show, "list": _list, "compare": _compare, "check": _check}
+_SERVE = {"show": _show, "list": _list, "compare": _compare, "certify": _certify, "check": _check}
 
 
 def _one_file(subcommand: str, names: Sequence[str]) -> Path:
@@ -220,5 +238,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--format")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out")
+    parser.add_argument("--seconds", type=float)
     parser.add_argument("-cd", "--config-dir")
     return parser
