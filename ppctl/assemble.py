@@ -28,8 +28,8 @@ from ppctl.mesh import DATA_AXES, make_mesh
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
-from ppctl.partition import uniform
-from ppctl.runtime.flops import matmul_flops
+from ppctl.partition import Partition, balanced, explicit, stage_costs, uniform
+from ppctl.runtime.flops import end_costs, matmul_flops
 from ppctl.runtime.layout import Layout
 from ppctl.runtime.reference import reference
 from ppctl.runtime.spmd import Options, spmd
@@ -130,15 +130,45 @@ def task_costs(remat: str) -> Costs:
     return Costs(forward_s=1.0, input_grad_s=1.0 + (remat != "none"), weight_grad_s=1.0)
 
 
-def plan(config: Config) -> tuple[Schedule, Ticks | None, tuple[range, ...]]:
-    """Schedule, ticks (None: executor=reference) and partition of a config. Neither JAX nor data is touched."""
+def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
+    """Schedule, ticks (None: executor=reference) and partition of a config. Neither JAX nor data is touched.
+
+    With partition=balanced the partition is that of a model whose embedding and head cost nothing.
+    """
     settings, executor = config.schedule, config.executor
     schedule = build(settings.name, config.mesh.pp, settings.num_microbatches, **settings.knobs())
-    partition = uniform(config.model.num_layers, schedule.num_stages)
+    partition = divide(config, schedule)
     if executor.name == "reference":
         return schedule, None, partition
     lowered = ticks(schedule, task_costs(executor.remat), **Options(remat=executor.remat).lowering)
     return schedule, lowered, partition
+
+
+def divide(config: Config, schedule: Schedule, *, embed: float = 0.0, head: float = 0.0) -> Partition:
+    """The layers of each stage. embed, head: what partition=balanced is to count for the ends, in layers."""
+    num_layers = config.model.num_layers
+    if config.partition.name == "explicit":
+        return explicit(num_layers, schedule.num_stages, config.partition.layers)
+    if config.partition.name == "balanced":
+        return balanced(num_layers, schedule.rank_of, embed=embed, head=head)
+    return uniform(num_layers, schedule.num_stages)
+
+
+def partition_text(parts: Parts) -> str | None:
+    """The layers of each stage and how even their costs are, in a line; None for even stages that nobody asked for."""
+    name, partition = parts.config.partition.name, parts.layout.partition
+    if name == "uniform" and parts.layout.is_even:
+        return None
+    ends = _end_costs(parts.config, parts.stack, parts.data)
+    costs = stage_costs(partition, **ends)
+    return (
+        f"{' '.join(str(len(layers)) for layers in partition)} layers ({name}; embedding worth {ends['embed']:.1f}, "
+        f"head {ends['head']:.1f} layers; largest stage {max(costs) * len(costs) / sum(costs):.2f} times the mean)"
+    )
+
+
+def _end_costs(config: Config, stack: Stack, data: DataSet) -> dict[str, float]:
+    return end_costs(stack, next(data.batches()), recompute=config.executor.remat != "none")
 
 
 def start_jax(config: Config, dtype: str) -> None:
@@ -166,6 +196,8 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))
+    if config.partition.name == "balanced":
+        partition = divide(config, schedule, **_end_costs(config, stack, data))
     layout = Layout(mesh, partition, schedule.rank_of)
     loss_and_grads, loss_only = make_executor(config, stack, layout, schedule, lowered, dtype)
     settings = asdict(config.optim)
@@ -253,4 +285,5 @@ def model_flops(parts: Parts) -> int:
 
 def without_pipeline(config: Config) -> Config:
     """The same request for the reference executor: one device, the same model, data and microbatches."""
-    return replace(config, mesh=config_module.Mesh(), executor=config_module.Reference(unroll=config.executor.unroll))
+    executor = config_module.Reference(unroll=config.executor.unroll)
+    return replace(config, mesh=config_module.Mesh(), partition=config_module.Uniform(), executor=executor)

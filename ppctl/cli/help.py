@@ -168,5 +168,5 @@ def setting_table(settings: Iterable[Setting]) -> str:
         (f"{s.key}={'...' if s.default == '???' else shown(s.default)}", s.about.replace("None", "null"))
         for s in settings
     ]
-    width = max(len(left) for left, _ in rows)
+    width = max((len(left) for left, _ in rows), default=0)
     return "\n".join(f"  {left:{width}}  {about}".rstrip() for left, about in rows)
