@@ -39,6 +39,7 @@ from ppctl.train import init_state, train_step
 
 Tree = Any
 DEFAULT_DTYPE = "float32"
+UNEVEN_NOTICE = 1.25  # show even stages too where the largest costs more times the mean, as one with a large head does
 CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late at a collective, as on a busy machine
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_timeout_seconds=600",
@@ -155,15 +156,23 @@ def divide(config: Config, schedule: Schedule, *, embed: float = 0.0, head: floa
 
 
 def partition_text(parts: Parts) -> str | None:
-    """The layers of each stage and how even their costs are, in a line; None for even stages that nobody asked for."""
+    """The layers of each stage and how even their costs are, in a line; None for even stages nobody asked for."""
     name, partition = parts.config.partition.name, parts.layout.partition
-    if name == "uniform" and parts.layout.is_even:
-        return None
     ends = _end_costs(parts.config, parts.stack, parts.data)
-    costs = stage_costs(partition, **ends)
+
+    def unevenness(partition: Partition) -> float:
+        costs = stage_costs(partition, **ends)
+        return max(costs) * len(costs) / sum(costs)
+
+    text = f"largest stage {unevenness(partition):.2f} times the mean"
+    if name == "uniform":
+        if parts.layout.is_even and unevenness(partition) <= UNEVEN_NOTICE:
+            return None
+        best = unevenness(balanced(parts.stack.num_layers, parts.schedule.rank_of, **ends))
+        text += f", {best:.2f} with partition=balanced" if best < unevenness(partition) else ""
     return (
         f"{' '.join(str(len(layers)) for layers in partition)} layers ({name}; embedding worth {ends['embed']:.1f}, "
-        f"head {ends['head']:.1f} layers; largest stage {max(costs) * len(costs) / sum(costs):.2f} times the mean)"
+        f"head {ends['head']:.1f} layers; {text})"
     )
 
 

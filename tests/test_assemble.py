@@ -182,11 +182,20 @@ def test_balanced_counts_an_embedding_that_multiplies():
 
 
 def test_partitions_are_shown_where_stages_differ_or_were_asked_for():
-    assert partition_text(assemble(transformer_config())) is None
-    assert partition_text(assemble(transformer_config(model=small(num_layers=5)))).startswith("3 2 layers (uniform; ")
-    parts = assemble(transformer_config(partition=Explicit(layers="Et|t*3,L")))
-    assert sizes_of(parts) == [1, 3]
-    assert partition_text(parts).startswith("1 3 layers (explicit; ")
+    def shown(**parts):
+        return partition_text(assemble(transformer_config(**parts)))
+
+    assert shown() is None
+    assert shown(model=small(num_layers=5)) == (
+        "3 2 layers (uniform; embedding worth 0.0, head 0.1 layers; largest stage 1.17 times the mean)"
+    )
+    assert shown(model=small(vocab_size=648)) == (
+        "2 2 layers (uniform; embedding worth 0.0, head 3.0 layers; largest stage 1.43 times the mean, "
+        "1.14 with partition=balanced)"
+    )
+    assert shown(partition=Balanced()).startswith("2 2 layers (balanced; ")
+    assert shown(partition=Explicit(layers="Et|t*3,L")).startswith("1 3 layers (explicit; ")
+    assert shown(mesh=Mesh(), executor=Reference(), model=small(vocab_size=648)) is None
 
 
 def test_a_plan_needs_neither_data_nor_devices():
