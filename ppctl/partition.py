@@ -50,16 +50,17 @@ def stage_costs(partition: Partition, *, embed: float, head: float) -> tuple[flo
 def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: float) -> Partition:
     """Contiguous layers for each stage so that the largest of `stage_costs` is the smallest possible.
 
-    rank_of: the rank of each stage. Where several partitions do that, the largest sum over the stages of a rank is the
-    smallest possible, then sizes are as equal as possible, then the larger ones come last: there 1F1B holds the fewest
-    activations, and interleaved schedules wait the least. How far apart in time the stages of a rank run is not
-    weighed: by simulation the best partition is up to 2% faster for interleaved, up to 30% for looped_bfs.
+    rank_of: the rank of each stage. Where several partitions do that: the largest sum over the stages of a rank is the
+    smallest possible, then costs are as equal as possible, then the larger ones come first, or last where ranks hold
+    several stages. By simulation (6 to 11 layers, heads of 0 to 4, 4 and 8 microbatches) the fastest partition of all
+    takes 1% less time on average for 1f1b, 2% for interleaved, 5% for looped_bfs, and 14% less at most; with ties the
+    other way round it is up to 7% on average. `uniform` takes 8 to 13% more than the fastest on average.
 
     Exact, since layers cost the same: only sizes matter, and a cap on the largest cost caps every size. Under caps on
-    stages and on ranks, each next layer in the smallest stage that has room gives the most equal sizes.
+    stages and on ranks, each next layer on the cheapest stage that has room gives the most equal costs.
 
-    >>> [len(layers) for layers in balanced(10, (0, 1, 2, 3), embed=0.0, head=2.6)]
-    [3, 3, 4, 0]
+    >>> [len(layers) for layers in balanced(10, (0, 1, 2, 3), embed=0.0, head=1.6)]
+    [3, 3, 3, 1]
     """
     num_stages = len(rank_of)
     least = [min(1, s, num_stages - 1 - s) for s in range(num_stages)]  # layers a stage needs
@@ -75,10 +76,10 @@ def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: flo
     rank_ends = [sum(ends[s] for s in stages) for stages in stages_of]
     rank_sizes, rank_most = ([sum(counts[s] for s in stages) for stages in stages_of] for counts in (least, most))
     rank_most = _most(num_layers, rank_ends, rank_sizes, rank_most)
-    sizes = list(least)
+    sizes, direction = list(least), 1 if len(stages_of) == num_stages else -1
     for _ in range(num_layers - sum(least)):
         room = (s for s, rank in enumerate(rank_of) if sizes[s] < most[s] and rank_sizes[rank] < rank_most[rank])
-        stage = min(room, key=lambda s: (sizes[s], -s))
+        stage = min(room, key=lambda s: (sizes[s] + ends[s], direction * s))
         sizes[stage] += 1
         rank_sizes[rank_of[stage]] += 1
     return _ranges(sizes)

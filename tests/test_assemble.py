@@ -153,10 +153,10 @@ def sizes_of(parts):
     [
         # FLOPs a token, forward: a layer 2*12*D^2 + 4*T*D = 6912, the head 2*D*V; forward and backward are 3 of them,
         # and recomputing makes 4 of a layer's
-        (24, "none", [2, 3, 3, 2], "head 0.1 layers; largest stage 1.19 times the mean"),
-        (648, "none", [3, 3, 3, 1], "head 3.0 layers; largest stage 1.23 times the mean"),
+        (24, "none", [3, 3, 2, 2], "head 0.1 layers; largest stage 1.19 times the mean"),
+        (648, "none", [4, 3, 3, 0], "head 3.0 layers; largest stage 1.23 times the mean"),
         (648, "full", [3, 3, 3, 1], "head 2.2 layers; largest stage 1.06 times the mean"),
-        (6480, "layer", [3, 3, 4, 0], "head 22.5 layers; largest stage 2.77 times the mean"),
+        (6480, "layer", [4, 3, 3, 0], "head 22.5 layers; largest stage 2.77 times the mean"),
     ],
 )
 def test_balanced_counts_the_flops_of_the_head(vocab_size, remat, sizes, text):

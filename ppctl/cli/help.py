@@ -36,6 +36,7 @@ EXAMPLES = {
     "verify": (
         "ppctl verify mesh=1x4 schedule=1f1b run.dtype=float64 --json",
         "ppctl verify recipes=tiny schedule=gpipe",
+        "ppctl verify mesh=1x4 schedule=1f1b partition=explicit partition.layers=[3,2,2,1]",
     ),
     "bench": (
         "ppctl bench mesh=1x4 schedule=gpipe",

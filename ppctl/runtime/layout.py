@@ -4,7 +4,7 @@ natural: leaf [L, ...], layers in model order: what checkpoints hold.
 staged:  leaf [V, P, K, ...]: chunk v of rank p holds K layers, padded with zeros where its stage has fewer.
 
 K is the size of the largest stage, so that every device keeps parameters, gradients, optimizer state and stash slots of
-that size. Padding costs this memory and no time: executors skip it.
+that size. Executors compute no padded layer; what remains is clearing its slots and adding zero gradients.
 """
 
 from __future__ import annotations
