@@ -28,9 +28,9 @@ from ppctl.mesh import DATA_AXES, make_mesh
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
-from ppctl.partition import uniform
+from ppctl.partition import Partition, balanced, explicit, stage_costs, uniform
 from ppctl.request import schedule_of
-from ppctl.runtime.flops import matmul_flops
+from ppctl.runtime.flops import end_costs, matmul_flops
 from ppctl.runtime.layout import Layout
 from ppctl.runtime.reference import reference
 from ppctl.runtime.spmd import Options, spmd
@@ -40,6 +40,7 @@ from ppctl.train import init_state, train_step
 
 Tree = Any
 DEFAULT_DTYPE = "float32"
+UNEVEN_NOTICE = 1.25  # show even stages too where the largest costs more times the mean, as one with a large head does
 CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late at a collective, as on a busy machine
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_timeout_seconds=600",
@@ -131,17 +132,55 @@ def task_costs(remat: str) -> Costs:
     return Costs(forward_s=1.0, input_grad_s=1.0 + (remat != "none"), weight_grad_s=1.0)
 
 
-def plan(config: Config) -> tuple[Schedule, Ticks | None, tuple[range, ...]]:
-    """Schedule, ticks (None: executor=reference) and partition of a config. Neither JAX nor data is touched."""
+def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
+    """Schedule, ticks (None: executor=reference) and partition of a config. Neither JAX nor data is touched.
+
+    With partition=balanced the partition is that of a model whose embedding and head cost nothing.
+    """
     settings, executor = config.schedule, config.executor
     costs = task_costs(executor.remat)
     most_chunks = max(1, config.model.num_layers // config.mesh.pp)
     schedule = schedule_of(settings, config.mesh.pp, costs, most_chunks).schedule
-    partition = uniform(config.model.num_layers, schedule.num_stages)
+    partition = divide(config, schedule)
     if executor.name == "reference":
         return schedule, None, partition
     lowered = ticks(schedule, costs, **Options(remat=executor.remat).lowering)
     return schedule, lowered, partition
+
+
+def divide(config: Config, schedule: Schedule, *, embed: float = 0.0, head: float = 0.0) -> Partition:
+    """The layers of each stage. embed, head: what partition=balanced is to count for the ends, in layers."""
+    num_layers = config.model.num_layers
+    if config.partition.name == "explicit":
+        return explicit(num_layers, schedule.num_stages, config.partition.layers)
+    if config.partition.name == "balanced":
+        return balanced(num_layers, schedule.rank_of, embed=embed, head=head)
+    return uniform(num_layers, schedule.num_stages)
+
+
+def partition_text(parts: Parts) -> str | None:
+    """The layers of each stage and how even their costs are, in a line; None for even stages nobody asked for."""
+    name, partition = parts.config.partition.name, parts.layout.partition
+    ends = _end_costs(parts.config, parts.stack, parts.data)
+
+    def unevenness(partition: Partition) -> float:
+        costs = stage_costs(partition, **ends)
+        return max(costs) * len(costs) / sum(costs)
+
+    text = f"largest stage {unevenness(partition):.2f} times the mean"
+    if name == "uniform":
+        if parts.layout.is_even and unevenness(partition) <= UNEVEN_NOTICE:
+            return None
+        best = unevenness(balanced(parts.stack.num_layers, parts.schedule.rank_of, **ends))
+        text += f", {best:.2f} with partition=balanced" if best < unevenness(partition) else ""
+    return (
+        f"{' '.join(str(len(layers)) for layers in partition)} layers ({name}; embedding worth {ends['embed']:.1f}, "
+        f"head {ends['head']:.1f} layers; {text})"
+    )
+
+
+def _end_costs(config: Config, stack: Stack, data: DataSet) -> dict[str, float]:
+    return end_costs(stack, next(data.batches()), recompute=config.executor.remat != "none")
 
 
 def start_jax(config: Config, dtype: str) -> None:
@@ -169,6 +208,8 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))
+    if config.partition.name == "balanced":
+        partition = divide(config, schedule, **_end_costs(config, stack, data))
     layout = Layout(mesh, partition, schedule.rank_of)
     loss_and_grads, loss_only = make_executor(config, stack, layout, schedule, lowered, dtype)
     settings = asdict(config.optim)
@@ -256,4 +297,5 @@ def model_flops(parts: Parts) -> int:
 
 def without_pipeline(config: Config) -> Config:
     """The same request for the reference executor: one device, the same model, data and microbatches."""
-    return replace(config, mesh=config_module.Mesh(), executor=config_module.Reference(unroll=config.executor.unroll))
+    executor = config_module.Reference(unroll=config.executor.unroll)
+    return replace(config, mesh=config_module.Mesh(), partition=config_module.Uniform(), executor=executor)

@@ -16,7 +16,7 @@ import jax
 from rich.console import Console
 
 from ppctl.assemble import Parts, assemble, without_pipeline
-from ppctl.config import Config, Schedule
+from ppctl.config import Config, Schedule, Uniform
 from ppctl.report import show_json, show_table
 from ppctl.schedule import LOOPED_WHOLE
 
@@ -115,7 +115,8 @@ def grow(config: Config, family: str) -> dict[str, Any]:
     for num_microbatches in GROWTH:
         schedule = Schedule(name=family, num_microbatches=num_microbatches)
         data = replace(config.data, batch_size=rows * num_microbatches)
-        step, cpu_s = _compile(assemble(replace(config, schedule=schedule, data=data)))
+        request = replace(config, schedule=schedule, data=data, partition=Uniform())  # which fits any family
+        step, cpu_s = _compile(assemble(request))
         compiled[num_microbatches] = cpu_s, _temp_bytes(step)
     few, some, many = (compiled[m] for m in GROWTH)
     return {"name": family, "compile_ratio": many[0] / few[0], "temp_ratio": many[1] / some[1]}

@@ -1,12 +1,22 @@
-"""Which layers each stage holds. Standard library only."""
+"""Which layers each stage holds. Standard library only.
+
+A middle stage needs a layer. The first one embeds and the last one computes the loss, so that either may have none.
+"""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from ppctl.errors import ConfigError
 
 Partition = tuple[range, ...]
+MAX_LETTERS = 100_000  # of a text written out: more is a slip of the finger
+
+_TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d+)|(?P<letter>[EtmL|])(\*(?P<repeat>\d+))?")
 
 
 def uniform(num_layers: int, num_stages: int) -> Partition:
@@ -18,8 +28,153 @@ def uniform(num_layers: int, num_stages: int) -> Partition:
     if num_layers < num_stages:
         raise ConfigError(
             f"model.num_layers={num_layers} is less than the number of stages, pp*num_chunks = {num_stages}, so that "
-            f"a stage would be empty. Use model.num_layers={num_stages} or more, fewer ranks or fewer chunks."
+            f"a stage would be empty. Use model.num_layers={num_stages} or more, fewer ranks or fewer chunks, or "
+            "partition=explicit, where the first and the last stage may be empty."
         )
     size, extra = divmod(num_layers, num_stages)
-    starts = [s * size + min(s, extra) for s in range(num_stages + 1)]
-    return tuple(range(low, high) for low, high in pairwise(starts))
+    return _ranges([size + (s < extra) for s in range(num_stages)])
+
+
+def stage_costs(partition: Partition, *, embed: float, head: float) -> tuple[float, ...]:
+    """What each stage costs, in layers; embed, head: what the first and the last one do besides theirs.
+
+    >>> stage_costs(uniform(4, 2), embed=0.0, head=1.5)
+    (2.0, 3.5)
+    """
+    costs = [float(len(layers)) for layers in partition]
+    costs[0] += embed
+    costs[-1] += head
+    return tuple(costs)
+
+
+def balanced(num_layers: int, rank_of: Sequence[int], *, embed: float, head: float) -> Partition:
+    """Contiguous layers for each stage so that the largest of `stage_costs` is the smallest possible.
+
+    rank_of: the rank of each stage. Where several partitions do that: the largest sum over the stages of a rank is the
+    smallest possible, then costs are as equal as possible, then the larger ones come first, or last where ranks hold
+    several stages. By simulation (6 to 11 layers, heads of 0 to 4, 4 and 8 microbatches) the fastest partition of all
+    takes 1% less time on average for 1f1b, 2% for interleaved, 5% for looped_bfs, and 14% less at most; with ties the
+    other way round it is up to 7% on average. `uniform` takes 8 to 13% more than the fastest on average.
+
+    Exact, since layers cost the same: only sizes matter, and a cap on the largest cost caps every size. Under caps on
+    stages and on ranks, each next layer on the cheapest stage that has room gives the most equal costs.
+
+    >>> [len(layers) for layers in balanced(10, (0, 1, 2, 3), embed=0.0, head=1.6)]
+    [3, 3, 3, 1]
+    """
+    num_stages = len(rank_of)
+    least = [min(1, s, num_stages - 1 - s) for s in range(num_stages)]  # layers a stage needs
+    if num_layers < sum(least):
+        raise ConfigError(
+            f"model.num_layers={num_layers} is less than the number of stages between the first and the last, "
+            f"pp*num_chunks-2 = {sum(least)}, so that stage {num_layers + 1} would be empty. "
+            f"Use model.num_layers={sum(least)} or more, fewer ranks or fewer chunks."
+        )
+    ends = stage_costs((range(0),) * num_stages, embed=embed, head=head)
+    most = _most(num_layers, ends, least, [num_layers] * num_stages)
+    stages_of = [[s for s in range(num_stages) if rank_of[s] == rank] for rank in range(max(rank_of) + 1)]
+    rank_ends = [sum(ends[s] for s in stages) for stages in stages_of]
+    rank_sizes, rank_most = ([sum(counts[s] for s in stages) for stages in stages_of] for counts in (least, most))
+    rank_most = _most(num_layers, rank_ends, rank_sizes, rank_most)
+    sizes, direction = list(least), 1 if len(stages_of) == num_stages else -1
+    for _ in range(num_layers - sum(least)):
+        room = (s for s, rank in enumerate(rank_of) if sizes[s] < most[s] and rank_sizes[rank] < rank_most[rank])
+        stage = min(room, key=lambda s: (sizes[s] + ends[s], direction * s))
+        sizes[stage] += 1
+        rank_sizes[rank_of[stage]] += 1
+    return _ranges(sizes)
+
+
+def _most(num_layers: int, ends: Sequence[float], least: Sequence[int], most: Sequence[int]) -> list[int]:
+    """The most layers of each part (a stage or a rank) under the lowest cap on layers + ends that has room for all.
+
+    The parts hold at least `least` and at most `most` layers anyway.
+    """
+
+    def under(cap: float) -> list[int]:
+        return [min(limit, _layers_under(cap, end)) for limit, end in zip(most, ends, strict=True)]
+
+    def has_room(cap: float) -> bool:
+        sizes = under(cap)
+        return sum(sizes) >= num_layers and all(n >= low for n, low in zip(sizes, least, strict=True))
+
+    caps = sorted({n + end for end in set(ends) for n in range(num_layers + 1)})
+    return under(caps[bisect_left(caps, True, key=has_room)])
+
+
+def _layers_under(cap: float, end: float) -> int:
+    """The most layers n with n + end <= cap, exactly as floats add; below 0 where end alone is above the cap."""
+    n = math.floor(cap - end) + 1
+    while n + end > cap:
+        n -= 1
+    return n
+
+
+def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> Partition:
+    """The partition that `layers` spells: the number of layers of each stage, or Megatron-LM's layout text.
+
+    In the text, | stands between stages, E is the embedding, t a layer, L the loss; x*n repeats a letter, (...)*n a
+    group; commas and blanks mean nothing. Source: Megatron-LM, --pipeline-model-parallel-layout. ConfigError naming
+    the stage for what does not cover the layers, leaves a middle stage empty or holds the ends elsewhere.
+
+    >>> [len(stage) for stage in explicit(16, 8, "Et*3|(tt|)*6,tL")]
+    [3, 2, 2, 2, 2, 2, 2, 1]
+    """
+    shown = f"partition.layers={layers if isinstance(layers, str) else list(layers)}"
+    stages = _written_out(layers, shown).split("|") if isinstance(layers, str) else layers
+    last = num_stages - 1
+    if len(stages) != num_stages:
+        raise ConfigError(
+            f"{shown} is for {len(stages)} stages, but pp*num_chunks = {num_stages}. "
+            "Give one number (in text, one part between |) for each stage, or change mesh.pp or schedule.num_chunks."
+        )
+    counts = [n if isinstance(n, int) else _count(n, s, last, shown) for s, n in enumerate(stages)]
+    for s, n in enumerate(counts):
+        if n < min(1, s, last - s):
+            raise ConfigError(
+                f"{shown}: stage {s} has {n} layers. Give it 1 or more: only the first stage (0), which embeds, and "
+                f"the last ({last}), which computes the loss, can do without."
+            )
+    if sum(counts) != num_layers:
+        raise ConfigError(
+            f"{shown} ends with stage {last} at {'+'.join(map(str, counts))} = {sum(counts)} layers, but "
+            f"model.num_layers={num_layers}. Use model.num_layers={sum(counts)}, or give the stages {num_layers}."
+        )
+    return _ranges(counts)
+
+
+def _written_out(text: str, shown: str) -> str:
+    """`text` without repetitions, commas and blanks: letters and | only."""
+    text, at, written = re.sub(r"[,\s]", "", text), 0, ""
+    while at < len(text):
+        term = _TERM.match(text, at)
+        if term is None:
+            raise ConfigError(
+                f"{shown} cannot be read from {text[at:]!r} on. Write E, t and L for embedding, layer and loss, | "
+                "between stages, x*n for n times a letter, (...)*n for a group without groups in it: Et*3|(tt|)*6,tL; "
+                "or a list of the layers of each stage: [3,2,2,3]."
+            )
+        once = term["letter"] or _written_out(term["group"], shown)
+        times = int(term["repeat"] or term["times"] or 1)
+        if len(written) + len(once) * times > MAX_LETTERS:
+            raise ConfigError(f"{shown}: {term[0]} makes it more than {MAX_LETTERS:,} letters. Use a smaller number.")
+        written += once * times
+        at = term.end()
+    return written
+
+
+def _count(stage: str, s: int, last: int, shown: str) -> int:
+    """The layers of a stage of a text. ConfigError unless E starts the first stage, L ends the last, the rest is t."""
+    starts, ends = "E" * (s == 0), "L" * (s == last)
+    if re.fullmatch(f"{starts}t*{ends}", stage) is None:
+        needs = ["start with E (embedding)"] * (s == 0) + ["end with L (loss)"] * (s == last)
+        which = "the first" if s == 0 else "the last" if s == last else "a middle"
+        raise ConfigError(
+            f"{shown}: stage {s} is {stage!r}, but {which} stage must {' and '.join(needs) or 'hold neither E nor L'}, "
+            f"and t (a layer) is all else that our models have. Write it {starts}{'t' * stage.count('t')}{ends}."
+        )
+    return stage.count("t")
+
+
+def _ranges(sizes: Sequence[int]) -> Partition:
+    return tuple(range(low, high) for low, high in pairwise(accumulate(sizes, initial=0)))

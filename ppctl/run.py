@@ -24,7 +24,7 @@ import yaml
 from rich.console import Console
 
 from ppctl import profile
-from ppctl.assemble import Parts, assemble, model_flops, task_costs
+from ppctl.assemble import Parts, assemble, model_flops, partition_text, task_costs
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
 from ppctl.costs import peak_flops
@@ -141,6 +141,9 @@ def describe(parts: Parts, start: int) -> Iterator[str]:
                 f"note      {schedule.name} takes {stretch:.2f} times as long in the lockstep ticks of executor=spmd "
                 "as on free-running ranks; schedule=eager_1f1b and interleaved take 1.00 times, with more activations"
             )
+    text = partition_text(parts)
+    if text is not None:
+        yield f"partition {text}"
     yield f"run       {config.run.dir}, " + (f"resuming after step {start}" if start else "from the start")
 
 

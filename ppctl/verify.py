@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from ppctl.assemble import Parts, assemble
+from ppctl.assemble import Parts, assemble, partition_text
 from ppctl.config import Config
 from ppctl.model.stack import init
 from ppctl.report import show_json, show_table
@@ -67,6 +67,9 @@ def verify(config: Config, *, as_json: bool) -> int:
     columns = ("gradient", "shape", "max |reference|", "error", "worst layer")
     show_table(console, f"gradients of {_what(config)} beside the un-pipelined model's", columns, rows)
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    text = partition_text(parts)
+    if text is not None:
+        say(f"partition {text}")
     say(f"loss      {loss:.12g}, reference {expected_loss:.12g}, relative error {loss_error:.1e}")
     say(f"worst     {worst.name}, {worst.error:.1e} of its largest entry")
     say(f"{'equal' if ok else 'NOT EQUAL'} within {tolerance:g} ({parts.dtype})")

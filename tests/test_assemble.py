@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from ppctl.assemble import CPU_FLAGS, assemble, model_flops, plan, task_costs, without_pipeline
+from ppctl.assemble import CPU_FLAGS, assemble, model_flops, partition_text, plan, task_costs, without_pipeline
 from ppctl.config import (
     MLP,
+    Balanced,
     Config,
     Data,
+    Explicit,
     Interleaved,
     Mesh,
     Reference,
@@ -21,6 +23,7 @@ from ppctl.config import (
     Spmd,
     Synthetic,
     Transformer,
+    Uniform,
 )
 from ppctl.costs import Costs
 from ppctl.errors import ConfigError, ScheduleError
@@ -132,11 +135,67 @@ def test_recomputing_costs_a_forward(remat, backward_s):
 
 
 def test_without_a_pipeline_the_same_model_meets_the_same_data():
-    config = transformer_config(mesh=Mesh(2, 2), executor=Spmd(remat="full", unroll=3))
+    config = transformer_config(
+        mesh=Mesh(2, 2), executor=Spmd(remat="full", unroll=3), partition=Explicit(layers=[3, 1])
+    )
     plain = without_pipeline(config)
-    assert (plain.mesh, plain.executor) == (Mesh(), Reference(unroll=3))
+    assert (plain.mesh, plain.executor, plain.partition) == (Mesh(), Reference(unroll=3), Uniform())
     for part in ("model", "schedule", "optim", "data", "run"):
         assert getattr(plain, part) == getattr(config, part)
+
+
+def sizes_of(parts):
+    return [len(layers) for layers in parts.layout.partition]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "remat", "sizes", "text"),
+    [
+        # FLOPs a token, forward: a layer 2*12*D^2 + 4*T*D = 6912, the head 2*D*V; forward and backward are 3 of them,
+        # and recomputing makes 4 of a layer's
+        (24, "none", [3, 3, 2, 2], "head 0.1 layers; largest stage 1.19 times the mean"),
+        (648, "none", [4, 3, 3, 0], "head 3.0 layers; largest stage 1.23 times the mean"),
+        (648, "full", [3, 3, 3, 1], "head 2.2 layers; largest stage 1.06 times the mean"),
+        (6480, "layer", [4, 3, 3, 0], "head 22.5 layers; largest stage 2.77 times the mean"),
+    ],
+)
+def test_balanced_counts_the_flops_of_the_head(vocab_size, remat, sizes, text):
+    parts = assemble(
+        transformer_config(
+            model=small(num_layers=10, vocab_size=vocab_size),
+            mesh=Mesh(1, 4),
+            partition=Balanced(),
+            executor=Spmd(remat=remat),
+        )
+    )
+    assert sizes_of(parts) == sizes
+    assert partition_text(parts) == (f"{' '.join(map(str, sizes))} layers (balanced; embedding worth 0.0, {text})")
+
+
+def test_balanced_counts_an_embedding_that_multiplies():
+    data = Regression(batch_size=BATCH_SIZE, num_features=80, num_targets=16, num_rows=512)
+    parts = assemble(mlp_config(model=MLP(num_layers=8, d_model=16), data=data, mesh=Mesh(1, 2), partition=Balanced()))
+    # of 2*B*D*D FLOPs: a layer 4, the head 3 of as many, the embedding 2 (the data need no gradient) of 80/16 as many
+    assert partition_text(parts) == (
+        "3 5 layers (balanced; embedding worth 3.3, head 1.0 layers; largest stage 1.03 times the mean)"
+    )
+
+
+def test_partitions_are_shown_where_stages_differ_or_were_asked_for():
+    def shown(**parts):
+        return partition_text(assemble(transformer_config(**parts)))
+
+    assert shown() is None
+    assert shown(model=small(num_layers=5)) == (
+        "3 2 layers (uniform; embedding worth 0.0, head 0.1 layers; largest stage 1.17 times the mean)"
+    )
+    assert shown(model=small(vocab_size=648)) == (
+        "2 2 layers (uniform; embedding worth 0.0, head 3.0 layers; largest stage 1.43 times the mean, "
+        "1.14 with partition=balanced)"
+    )
+    assert shown(partition=Balanced()).startswith("2 2 layers (balanced; ")
+    assert shown(partition=Explicit(layers="Et|t*3,L")).startswith("1 3 layers (explicit; ")
+    assert shown(mesh=Mesh(), executor=Reference(), model=small(vocab_size=648)) is None
 
 
 def test_a_plan_needs_neither_data_nor_devices():
@@ -153,6 +212,21 @@ def test_a_plan_needs_neither_data_nor_devices():
 @pytest.mark.parametrize(
     ("parts", "error", "message"),
     [
+        (
+            {"mesh": Mesh(1, 8), "partition": Balanced()},
+            ConfigError,
+            r"model.num_layers=4 is less than the number of stages between .* = 6, so that stage 5 would be empty",
+        ),
+        (
+            {"partition": Explicit(layers=[2, 3])},
+            ConfigError,
+            r"partition.layers=\[2, 3\] ends with stage 1 at 2\+3 = 5 layers, but model.num_layers=4",
+        ),
+        (
+            {"mesh": Mesh(1, 4), "partition": Explicit(layers="Ett||t|tL")},
+            ConfigError,
+            "stage 1 has 0 layers. Give it 1 or more",
+        ),
         ({"mesh": Mesh(1, 5)}, ConfigError, r"model.num_layers=4 is less than the number of stages, .* = 5"),
         (
             {"schedule": Interleaved(num_microbatches=3)},

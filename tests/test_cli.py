@@ -124,6 +124,10 @@ FAULTS = [
         "num_chunks is not .*=gpipe. It is a setting of schedule=interleaved",
     ),
     ("train data.path=x", "data.path is not a setting of data=stdlib. It is a setting of data=text and data=tokens"),
+    ("train partition.layers=[3,2]", "layers is not a setting of partition=uniform. It is a setting of .*=explicit"),
+    ("train partition=explicit partition.lyrs=[1]", "Did you mean partition.layers. .settings: layers"),
+    ("train partition=explicit partition.layers.a=1", "partition.layers is one value, with nothing below it"),
+    ("train partition=balanced partition.x=1", "partition.x is not a setting of partition=balanced. .settings: none"),
     ("train +x=1", "x is not a part of the config"),
     ("train +model.bar=2", "model.bar is not a setting of model=transformer"),
     ("train +model.bar.x=2", "model.bar is not a setting of model=transformer"),
@@ -144,6 +148,7 @@ FAULTS = [
     ("train recipes=tinny", "recipes=tinny is not an option of recipes. Did you mean recipes=tiny"),
     ("train schedule.name=gpipe", "the choice of schedule sets its name. Use schedule=gpipe"),
     ("train schedule={name:gpipe}", "schedule.name=gpipe, but the choice is schedule=interleaved. Use schedule=gpipe"),
+    ("train partition=balancd", "partition=balancd is not an option of .* Did you mean partition=balanced"),
     ("train mesh=2x", "mesh=2x is not a mesh. Write DPxPP or DPxPPxFSDP"),
     ("train mesh=foo", "mesh=foo is not a mesh"),
     ("train mesh=0x4", "mesh=0x4 is not a mesh. .*at least 1"),
@@ -166,6 +171,13 @@ FAULTS = [
     ("train model={name:[1]}", "model.name does not take such a value"),
     ("train model=???", "You must specify 'model'"),
     ("train data=text", "data.path has no value. data=text needs one: add data.path="),
+    ("train partition=explicit", "partition.layers has no value. partition=explicit needs one"),
+    ("train partition=explicit partition.layers={a:1}", "partition.layers={'a': 1} is neither a list"),
+    ("train partition=explicit partition.layers=4", "partition.layers=4 is neither a list .* nor text"),
+    ("train partition=explicit partition.layers=[4,x]", r"partition.layers=\[4, 'x'\]: stage 1 has x layers"),
+    ("train partition=explicit partition.layers=3,2,2,1", "gives several values. Add --multirun"),
+    ("train partition=explicit partition.layers=Et|(tt|)*2,tL", "cannot be read .*needs quotes that reach ppctl"),
+    ("train partition=balanced executor=reference mesh=1x1", "partition=balanced divides layers .* has none"),
     ("train run.dir=${run.nam}", "run.dir=.*: Interpolation key 'run.nam' not found"),
     ("train run.num_steps=0", "run.num_steps=0 must be"),
     ("train executor=reference", "executor=reference is the un-pipelined model .*mesh=2x4 has 8. Use mesh=1x1"),
@@ -295,6 +307,13 @@ def test_help_shows_groups_settings_examples_and_exit_codes(command, capsys):
     for text in ("Usage: ", "interleaved | ", "model.num_layers=8", "optimizer steps", "Examples:", "130, 143"):
         assert text in out
     assert max(map(len, out.splitlines())) <= 120
+
+
+def test_help_of_a_part_without_settings_says_what_it_is(capsys):
+    assert cli.main(["train", "--help", "partition"]) == 0
+    out = capsys.readouterr().out
+    for text in ("partition=uniform: As many layers", "partition=balanced: ", "partition.layers=...  a list"):
+        assert text in out
 
 
 def test_help_of_parts_shows_all_their_settings(capsys):

@@ -20,6 +20,7 @@ NEEDS = {
     ("data", "tokens"): ["data.path=somewhere"],
     ("executor", "reference"): ["mesh=1x1"],
     ("schedule", "csv"): [f"schedule.path={ROOT}/tests/golden/1f1b_p4_m8.csv"],
+    ("partition", "explicit"): ["partition.layers=[1,1,1,1,1,1,1,1]"],
 }
 CHOICES = [(part, option) for part in PARTS for option in options(part)]
 
@@ -40,7 +41,7 @@ def test_every_choice_composes_to_its_dataclass_and_defaults(part, option):
     assert chosen.name == option
     default = schema_of(part, option)()
     for field in dataclasses.fields(default):
-        if (option, field.name) != ("csv", "num_microbatches") and field.name not in ("name", "path"):
+        if (option, field.name) != ("csv", "num_microbatches") and field.name not in ("name", "path", "layers"):
             assert getattr(chosen, field.name) == getattr(default, field.name), field.name
 
 
@@ -93,6 +94,17 @@ def test_values_keep_the_types_of_the_dataclass():
     assert config.run.name == "2024"
     assert config.run.checkpoint.every is None
     assert config.optim.clip_norm is None
+
+
+def test_the_layers_of_stages_are_a_list_or_text():
+    for said, layers in (
+        ("[3,2,2,3]", [3, 2, 2, 3]),
+        ("[]", []),
+        ("'Et*3|(tt|)*2,tL'", "Et*3|(tt|)*2,tL"),
+        ("Et*3|t*2|L", "Et*3|t*2|L"),
+        ("", ""),
+    ):
+        assert composed("partition=explicit", f"partition.layers={said}").partition == c.Explicit(layers=layers)
 
 
 def test_the_names_of_settings_are_unique_within_a_part():
@@ -154,6 +166,19 @@ def config_with(**parts: object) -> c.Config:
         (config_with(run=c.Run(profile=c.Profile(start=199))), r"199\+2 is past the last step .*start=198 at most"),
         (config_with(run=c.Run(profile=c.Profile(start=198, num_steps=5))), "start=195 at most, or fewer"),
         (config_with(data=c.Synthetic(batch_size=12)), r"12 is not a multiple of .* = 8\*1\*1 = 8. Use .*=16"),
+        (
+            config_with(partition=c.Explicit(layers=None)),
+            r"layers=None is neither a list .*\[3,2,2,3\], nor text such as",
+        ),
+        (config_with(partition=c.Explicit(layers={"a": 1})), "layers={'a': 1} is neither a list"),
+        (config_with(partition=c.Explicit(layers=[1, "t"])), r"layers=\[1, 't'\]: stage 1 has t layers. Use a whole"),
+        (config_with(partition=c.Explicit(layers=[True])), "stage 0 has True layers"),
+        (config_with(partition=c.Explicit(layers=[1, 2.0])), "stage 1 has 2.0 layers"),
+        (
+            config_with(partition=c.Balanced(), executor=c.Reference()),
+            "partition=balanced divides .*Use partition=",
+        ),
+        (config_with(partition=c.Explicit(layers=[8]), executor=c.Reference()), "partition=explicit divides layers"),
         (config_with(mesh=c.Mesh(1, 2), executor=c.Reference()), "mesh=1x2 has 2. Use mesh=1x1 or executor=spmd"),
         (config_with(model=c.MLP()), "model=mlp cannot learn from data=synthetic. Use data=regression or"),
         (config_with(data=c.Regression()), "model=transformer cannot learn from data=regression. Use data=stdlib"),

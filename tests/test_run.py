@@ -304,6 +304,7 @@ LAYOUTS = {
     "1f1b": "mesh=1x2 schedule=1f1b executor.remat=layer",
     "eager 1f1b, data parallel": "mesh=2x2 schedule=eager_1f1b executor.remat=full",
     "interleaved, sharded": "mesh=2x2x2 schedule=interleaved schedule.num_microbatches=2",
+    "a stage without layers": "mesh=1x4 schedule=eager_1f1b partition=explicit partition.layers=E|ttt|t|tL",
 }
 # five layers: the stages are of unequal size
 WIDE = ["model.num_layers=5", "schedule.num_microbatches=4", "executor.unroll=0"]
@@ -329,11 +330,12 @@ def test_every_layout_trains_the_same_model(train, tmp_path, layout, reference_l
 
 @pytest.mark.slow
 def test_a_run_goes_on_within_rounding_on_any_other_layout(train, tmp_path):
-    words = ["model.num_layers=5", "model.activation=tanh", "run.num_steps=20", "run.checkpoint.every=4"]
-    words.append("run.checkpoint.keep=9")
+    words = ["model.num_layers=5", "model.activation=tanh", "run.num_steps=20", "run.checkpoint.every=2"]
+    words.append("run.checkpoint.keep=10")
     assert train(*words, tiny=ROWS, run_dir=tmp_path / "one")[0] == 0
     run_dir = tmp_path / "many"
-    for start, layout in ((4, "gpipe"), (8, "interleaved, sharded"), (12, "the reference"), (16, "1f1b")):
+    layouts = ["gpipe", "interleaved, sharded", "the reference", "a stage without layers", "1f1b"]
+    for start, layout in zip((4, 8, 12, 14, 16), layouts, strict=True):
         source = run_dir if run_dir.exists() else tmp_path / "one"
         shutil.copytree(source, tmp_path / "next")  # as a kill after the save of step `start` leaves it
         for later in [step for step in checkpoints(tmp_path / "next") if step > start]:
@@ -343,6 +345,7 @@ def test_a_run_goes_on_within_rounding_on_any_other_layout(train, tmp_path):
         code, out, _ = train(*words, *LAYOUTS[layout].split(), tiny=ROWS, run_dir=run_dir)
         assert code == 0
         assert f"resuming after step {start}" in out
+        assert ("partition 0 3 1 1 layers (explicit; " in out) == (layout == "a stage without layers")
         assert [record["step"] for record in records(run_dir)] == list(range(1, 21))
         np.testing.assert_allclose(losses(run_dir), losses(tmp_path / "one"), rtol=RELATIVE)
 

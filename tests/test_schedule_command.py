@@ -213,6 +213,7 @@ FAULTS = [
     ("compare gpipe 1f1b schedule.num_chunks=3", "schedule.num_chunks=3: none of gpipe, 1f1b has such a setting"),
     ("compare gpipe --format csv", "--format csv is not one of text, html, json"),
     ("show model.num_layers=3", "model.num_layers=3: no schedule depends on model. Leave it out"),
+    ("show partition=balanced", "partition=balanced: no schedule depends on partition. Leave it out"),
     ("show run.name=x", "run.name=x: no schedule depends on run"),
     ("show mseh=1x2", "mseh is not a part of a drawing. Did you mean mesh"),
     ("show costs.forward_s=-1", "costs.forward_s=-1.0 must be a finite number of at least 0"),

@@ -184,7 +184,7 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
         hint = did_you_mean(key, own)
     else:
         hint = elsewhere
-    names = ", ".join(name.removeprefix(f"{part}.") for name in own)
+    names = ", ".join(name.removeprefix(f"{part}.") for name in own) or "none"
     return f"{key} is not a setting of {label}.{hint} (settings: {names})"
 
 

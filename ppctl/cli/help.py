@@ -36,6 +36,7 @@ EXAMPLES = {
     "verify": (
         "ppctl verify mesh=1x4 schedule=1f1b run.dtype=float64 --json",
         "ppctl verify recipes=tiny schedule=gpipe",
+        "ppctl verify mesh=1x4 schedule=1f1b partition=explicit partition.layers=[3,2,2,1]",
     ),
     "bench": (
         "ppctl bench mesh=1x4 schedule=gpipe",
@@ -168,5 +169,5 @@ def setting_table(settings: Iterable[Setting]) -> str:
         (f"{s.key}={'...' if s.default == '???' else shown(s.default)}", s.about.replace("None", "null"))
         for s in settings
     ]
-    width = max(len(left) for left, _ in rows)
+    width = max((len(left) for left, _ in rows), default=0)
     return "\n".join(f"  {left:{width}}  {about}".rstrip() for left, about in rows)

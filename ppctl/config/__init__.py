@@ -7,7 +7,7 @@ Hydra's structured configs must not be. `check` holds what involves more than on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ppctl.config.model import MLP, Transformer
@@ -26,13 +26,28 @@ from ppctl.config.run import (
     Text,
     Tokens,
 )
-from ppctl.config.schedule import Auto, Chunked, Costs, Csv, Eager1F1B, Gis, Hanayo, Interleaved, Mesh, Schedule
+from ppctl.config.schedule import (
+    Auto,
+    Balanced,
+    Chunked,
+    Costs,
+    Csv,
+    Eager1F1B,
+    Explicit,
+    Gis,
+    Hanayo,
+    Interleaved,
+    Mesh,
+    Schedule,
+    Uniform,
+)
 from ppctl.errors import ConfigError
 
 __all__ = [
     "DTYPES",
     "MLP",
     "Auto",
+    "Balanced",
     "Checkpoint",
     "Chunked",
     "Config",
@@ -40,6 +55,7 @@ __all__ = [
     "Csv",
     "Data",
     "Eager1F1B",
+    "Explicit",
     "Gis",
     "Hanayo",
     "Interleaved",
@@ -57,17 +73,19 @@ __all__ = [
     "Text",
     "Tokens",
     "Transformer",
+    "Uniform",
     "check",
 ]
 
 
 @dataclass
 class Config:
-    """A composed request. `model`, `schedule`, `executor` and `data` are one of the classes above each."""
+    """A composed request. A part of type Any is one of several classes above."""
 
     model: Any = field(default_factory=Transformer)
     mesh: Mesh = field(default_factory=Mesh)
     schedule: Any = field(default_factory=Schedule)
+    partition: Any = field(default_factory=Uniform)
     executor: Any = field(default_factory=Spmd)
     optim: Optim = field(default_factory=Optim)
     data: Any = field(default_factory=Stdlib)
@@ -87,8 +105,8 @@ class ScheduleConfig(Config):
 
 def check(config: Config) -> None:
     """Nothing, or ConfigError for the first setting or combination that is impossible."""
-    for part in (config.model, config.mesh, config.schedule, config.executor, config.optim, config.data, config.run):
-        part.check()
+    for part in fields(config):
+        getattr(config, part.name).check()
     mesh, data = config.mesh, config.data
     rows = config.schedule.num_microbatches * mesh.dp * mesh.fsdp
     if data.batch_size % rows:
@@ -102,6 +120,11 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} has {mesh.num_devices}. "
             "Use mesh=1x1 or executor=spmd."
+        )
+    if config.executor.name == "reference" and config.partition.name != "uniform":
+        raise ConfigError(
+            f"partition={config.partition.name} divides layers over stages, and executor=reference has none. "
+            "Use partition=uniform or another executor."
         )
     is_mlp, is_rows = config.model.name == "mlp", data.name == "regression"
     if is_mlp != is_rows:

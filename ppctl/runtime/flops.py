@@ -6,11 +6,16 @@ The compiler's own count is no use here: it counts the body of a scan once, what
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
 import jax
 from jax.extend import core
+
+from ppctl.model.stack import Stack, init
+
+Tree = Any
 
 
 def matmul_flops(function: Callable, *args: Any) -> int:
@@ -21,6 +26,33 @@ def matmul_flops(function: Callable, *args: Any) -> int:
     60
     """
     return _flops(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def end_costs(stack: Stack, batch: Tree, *, recompute: bool) -> dict[str, float]:
+    """What "embed" and "head" cost, in layers: FLOPs of matrix products, forward and backward; nothing is compiled.
+
+    recompute: a layer's forward counts twice, since its backward runs it again. Looking up an embedding counts nothing.
+    """
+    params = jax.eval_shape(lambda: init(stack, 0))
+    ends, layer = params["ends"], jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    x = jax.eval_shape(stack.embed, ends, batch["inputs"])
+
+    def there_and_back(function: Callable, *args: Any) -> Tree:
+        y, pull = jax.vjp(function, *args)
+        return pull(y)
+
+    def embed(ends: Tree, inputs: Any) -> Tree:  # the data need no gradient
+        return there_and_back(lambda ends: stack.embed(ends, inputs), ends)
+
+    def head(ends: Tree, x: Any, targets: Any) -> Tree:
+        return there_and_back(lambda ends, x: stack.head(ends, x, targets)[0], ends, x)
+
+    one = matmul_flops(partial(there_and_back, stack.layer), layer, x)
+    one += matmul_flops(stack.layer, layer, x) if recompute else 0
+    return {
+        "embed": matmul_flops(embed, ends, batch["inputs"]) / one,
+        "head": matmul_flops(head, ends, x, batch["targets"]) / one,
+    }
 
 
 def _flops(jaxpr: core.Jaxpr) -> int:

@@ -2,6 +2,9 @@
 
 natural: leaf [L, ...], layers in model order: what checkpoints hold.
 staged:  leaf [V, P, K, ...]: chunk v of rank p holds K layers, padded with zeros where its stage has fewer.
+
+K is the size of the largest stage, so that every device keeps parameters, gradients, optimizer state and stash slots of
+that size. Executors compute no padded layer; what remains is clearing its slots and adding zero gradients.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Layout:
         place = np.zeros(sum(map(len, stages)), np.int32)
         for i, layers in enumerate(stages):
             layer[i, : len(layers)] = layers
-            place[np.asarray(layers)] = i * longest + np.arange(len(layers))
+            place[layers.start : layers.stop] = i * longest + np.arange(len(layers))
         return layer.reshape(*self.counts.shape, longest), place
 
     def to_staged(self, tree: Tree) -> Tree:

@@ -12,7 +12,7 @@ from ppctl.mesh import make_mesh
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
-from ppctl.partition import uniform
+from ppctl.partition import explicit, uniform
 from ppctl.runtime.layout import Layout
 from ppctl.runtime.reference import reference
 from ppctl.runtime.spmd import Options, spmd
@@ -83,6 +83,7 @@ class Case:
     unroll: int = 16
     gather_each_tick: bool = False
     skip_idle: bool = True
+    layers: tuple[int, ...] | str | None = None  # of each stage, as `explicit` takes them; None: uniform
 
     @property
     def options(self):
@@ -94,7 +95,9 @@ class Case:
 
     def layout(self):
         schedule = self.program()
-        return Layout(make_mesh(*self.mesh), uniform(self.num_layers, schedule.num_stages), schedule.rank_of)
+        size = (self.num_layers, schedule.num_stages)
+        partition = uniform(*size) if self.layers is None else explicit(*size, self.layers)
+        return Layout(make_mesh(*self.mesh), partition, schedule.rank_of)
 
 
 def staged_step(case, stack=None, *, with_grads=True):

@@ -11,7 +11,7 @@ from cases import COMPILE_FAST, make_params, make_stack
 from ppctl.errors import ConfigError
 from ppctl.mesh import make_mesh
 from ppctl.model.stack import init
-from ppctl.partition import uniform
+from ppctl.partition import explicit, uniform
 from ppctl.runtime.layout import Layout
 from ppctl.schedule.placement import loop
 
@@ -48,6 +48,15 @@ def tree_of(num_layers):
 def test_staging_and_back_keeps_every_bit(size):
     layout, tree = layout_of(size), tree_of(size[0])
     assert bits(layout.to_natural(layout.to_staged(tree))) == bits(tree)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 3, 0), (0, 1, 1, 6), (8, 0)], ids=str)
+def test_staging_and_back_keeps_every_bit_where_a_stage_has_no_layer(sizes):
+    num_ranks = len(sizes)
+    layout, tree = Layout(make_mesh(1, num_ranks, 1), explicit(8, num_ranks, sizes), loop(num_ranks)), tree_of(8)
+    staged = layout.to_staged(tree)
+    assert jax.tree.leaves(staged["params"]["layers"])[0].shape[:3] == (1, num_ranks, max(sizes))
+    assert bits(layout.to_natural(staged)) == bits(tree)
 
 
 @layouts
