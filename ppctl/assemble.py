@@ -140,12 +140,11 @@ def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
     settings, executor = config.schedule, config.executor
     costs = task_costs(executor.remat)
     most_chunks = max(1, config.model.num_layers // config.mesh.pp)
-    schedule = schedule_of(settings, config.mesh.pp, costs, most_chunks).schedule
+    lower = partial(ticks, costs=costs, **Options(remat=executor.remat).lowering)
+    in_lockstep = (lambda schedule: lower(schedule).makespan_s(costs)) if executor.name == "spmd" else None
+    schedule = schedule_of(settings, config.mesh.pp, costs, most_chunks, in_lockstep).schedule
     partition = divide(config, schedule)
-    if executor.name == "reference":
-        return schedule, None, partition
-    lowered = ticks(schedule, costs, **Options(remat=executor.remat).lowering)
-    return schedule, lowered, partition
+    return schedule, None if executor.name == "reference" else lower(schedule), partition
 
 
 def divide(config: Config, schedule: Schedule, *, embed: float = 0.0, head: float = 0.0) -> Partition:

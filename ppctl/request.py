@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,10 +24,17 @@ class Requested:
     choice: Choice | None = None
 
 
-def schedule_of(asked: settings.Schedule, num_ranks: int, costs: Costs, most_chunks: int | None = None) -> Requested:
+def schedule_of(
+    asked: settings.Schedule,
+    num_ranks: int,
+    costs: Costs,
+    most_chunks: int | None = None,
+    makespan_s: Callable[[Schedule], float] | None = None,
+) -> Requested:
     """The schedule that `asked` names. ScheduleError or ConfigError for what cannot be.
 
-    costs and most_chunks (stages a rank that the model has layers for) matter to schedule=auto alone.
+    costs, most_chunks (stages a rank that the model has layers for) and makespan_s (see `choose`) matter to
+    schedule=auto alone.
     """
     if isinstance(asked, settings.Csv):
         schedule = read_valid(Path(asked.path))
@@ -40,6 +48,7 @@ def schedule_of(asked: settings.Schedule, num_ranks: int, costs: Costs, most_chu
             asked.max_activations,
             max_chunks=min(asked.max_chunks, most_chunks or asked.max_chunks),
             may_split=asked.split_backward,
+            makespan_s=makespan_s,
         )
         return Requested(choice.best.schedule, f"auto: {choice.best.label}", choice)
     schedule = build(asked.name, num_ranks, asked.num_microbatches, **asked.knobs())

@@ -7,7 +7,7 @@ then climbed. The answer is never worse than the best published schedule that fi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -84,11 +84,13 @@ def choose(
     *,
     max_chunks: int = 4,
     may_split: bool = True,
+    makespan_s: Callable[[Schedule], float] | None = None,
 ) -> Choice:
     """The shortest schedule found that holds at most `cap` activations on every rank.
 
     cap: in units of one microbatch through 1/p of the model; None: p, what 1F1B holds. max_chunks: stages a rank at
-    most. may_split: whether backwards may be split into input and weight gradients.
+    most. may_split: whether backwards may be split into input and weight gradients. makespan_s: how long a schedule
+    takes where ranks do not run freely (ScheduleError: it cannot run there); published schedules alone are compared.
     ScheduleError where nothing fits, or for schedules too large to search.
 
     >>> choice = choose(4, 8, Costs())
@@ -101,10 +103,10 @@ def choose(
             f"3*num_ranks*num_microbatches = 3*{num_ranks}*{num_microbatches} = {3 * num_ranks * num_microbatches:,} "
             f"tasks are more than the {MOST_TASKS:,} that auto searches. Choose one of `ppctl schedule list`."
         )
-    search = _Search(costs, cap, may_split)
+    search = _Search(costs, cap, may_split, makespan_s)
     for label, schedule in published(num_ranks, num_microbatches, max_chunks):
         search.price(label, schedule)
-    if not search.is_proven:
+    if makespan_s is None and not search.is_proven:
         search.fill_all()
         if may_split and max_chunks >= 2 and num_ranks > 1:
             search.squeeze_blocks(num_ranks, num_microbatches)
@@ -149,6 +151,7 @@ class _Search:
     costs: Costs
     cap: float
     may_split: bool
+    makespan_s: Callable[[Schedule], float] | None = None
     found: list[_Start] = field(default_factory=list)  # within the cap
     priorities: list[tuple[str, Jobs]] = field(default_factory=list)  # what greedy runs start from, within it or not
     bounds_s: list[float] = field(default_factory=list)
@@ -254,9 +257,16 @@ class _Search:
             return None
 
     def _add(self, label: str, jobs: Jobs, orders: Orders, published: Schedule | None = None) -> None:
-        run = jobs.run(orders)
-        assert run is not None, f"{label}: orders that cannot run"
-        self.found.append(_Start(run.makespan_s, len(self.found), label, jobs, orders, published))
+        if self.makespan_s is None:
+            run = jobs.run(orders)
+            assert run is not None, f"{label}: orders that cannot run"
+            makespan_s = run.makespan_s
+        else:
+            try:
+                makespan_s = self.makespan_s(jobs.schedule)
+            except ScheduleError:
+                return
+        self.found.append(_Start(makespan_s, len(self.found), label, jobs, orders, published))
 
     def _chunks(self, jobs: Jobs) -> int:
         """The cap in chunks of the schedule."""

@@ -13,6 +13,7 @@ from ppctl.schedule.bounds import split_makespan_bound_s
 from ppctl.schedule.orders import Jobs
 from ppctl.schedule.placement import loop
 from ppctl.schedule.simulate import peak_activations, simulate
+from ppctl.schedule.ticks import runs_on_ring, ticks
 
 PAIRS = [Costs(1, 1, 1), REAL, Costs(1, 0.5, 2, 0.3), Costs(2, 1, 0.25)]
 
@@ -117,3 +118,13 @@ def test_a_cap_below_every_schedule_is_refused_with_the_least_that_helps():
 def test_what_is_too_large_to_search_is_refused():
     with pytest.raises(ScheduleError, match=r"3\*512\*512 = 786,432 tasks .* Choose one of `ppctl schedule list`"):
         choose(512, 512, UNIT)
+
+
+def test_where_ranks_run_in_lockstep_the_shortest_there_is_chosen():
+    in_lockstep = lambda schedule: ticks(schedule, FUSED).makespan_s(FUSED)  # noqa: E731
+    choice = choose(4, 8, FUSED, 7, max_chunks=2, makespan_s=in_lockstep)
+    assert choice.best.is_published
+    assert choice.best.makespan_s == in_lockstep(choice.best.schedule)
+    for _, schedule in published(4, 8, 2):
+        if runs_on_ring(schedule) and max(peak_activations(schedule)) <= 7:
+            assert in_lockstep(schedule) >= choice.best.makespan_s
