@@ -98,7 +98,8 @@ def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Ite
     """Name, device, start and duration (microseconds) of every task in the trace.
 
     A device runs one branch for forwards and one for backwards in every tick, or one for any task, so the n-th time it
-    enters a branch is tick n. The operations of the branch, told by their scope in the compiled program, then bound the task.
+    enters a branch is tick n. The operations of the branch, told by their scope in the compiled program, then bound
+    the task.
     """
     operations, entries = _scopes(compiled_text)
     module = compiled_text.removeprefix("HloModule ").split(",", 1)[0]
