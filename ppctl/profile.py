@@ -14,8 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ppctl.runtime.pairs import BACKWARD_SCOPE, FORWARD_SCOPE
-from ppctl.runtime.singles import TASK_SCOPE
+from ppctl.runtime.device import SCOPES
 from ppctl.schedule.ir import Task
 from ppctl.schedule.ticks import Ticks
 
@@ -97,9 +96,8 @@ def _places(mesh: Mesh) -> dict[int, dict[str, int]]:
 def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Iterator[dict[str, Any]]:
     """Name, device, start and duration (microseconds) of every task in the trace.
 
-    A device runs one branch for forwards and one for backwards in every tick, or one for any task, so the n-th time it
-    enters a branch is tick n. The operations of the branch, told by their scope in the compiled program, then bound
-    the task.
+    A device runs one branch for each kind of task in every tick, so the n-th time it enters a branch is tick n. The
+    operations of the branch, told by their scope in the compiled program, then bound the task.
     """
     operations, entries = _scopes(compiled_text)
     module = compiled_text.removeprefix("HloModule ").split(",", 1)[0]
@@ -139,13 +137,12 @@ def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Ite
 
 def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
     """What a rank runs in a branch of a tick; None where it skips the branch."""
-    cell, line = ticks.cells[tick][rank], ticks.table[tick][rank]
-    task, column = {
-        FORWARD_SCOPE: (cell.forward, "f"),
-        BACKWARD_SCOPE: (cell.backward, "b"),
-        TASK_SCOPE: (cell.forward or cell.backward, "kind"),
-    }[scope]
-    return task if line[ticks.columns.index(column)] else None
+    line = ticks.table[tick][rank]
+    for task, column in zip(ticks.cells[tick][rank], ("f", "b"), strict=True):
+        is_run = line[ticks.columns.index(column if ticks.program == "pair" else "kind")]
+        if task is not None and SCOPES[task.kind] == scope and is_run:
+            return task
+    return None
 
 
 def _scopes(compiled_text: str) -> tuple[dict[str, str], set[str]]:
@@ -158,7 +155,7 @@ def _scopes(compiled_text: str) -> tuple[dict[str, str], set[str]]:
         if match is None:
             continue
         name, path = match.groups()
-        for scope in (FORWARD_SCOPE, BACKWARD_SCOPE, TASK_SCOPE):
+        for scope in SCOPES.values():
             if f"/{scope}/cond/" in path:
                 operations[name] = scope
             elif path.endswith(f"/{scope}/cond") and " conditional(" in line:

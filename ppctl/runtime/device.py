@@ -13,9 +13,13 @@ import jax.numpy as jnp
 from ppctl.model.stack import Stack
 from ppctl.runtime.layout import gather
 from ppctl.runtime.stage import Stage, zeros_like
+from ppctl.schedule.ir import Kind
 from ppctl.schedule.ticks import Ticks
 
 Tree = Any
+
+# names in the compiled program by which `profile` finds the operations of a tick's task
+SCOPES: dict[Kind, str] = {"F": "tick_forward", "B": "tick_backward", "I": "tick_input_grad", "W": "tick_weight_grad"}
 
 
 @dataclass(frozen=True)

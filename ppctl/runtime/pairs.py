@@ -13,13 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.runtime.device import Device, Place, add_layers, arrive, read, write
+from ppctl.runtime.device import SCOPES, Device, Place, add_layers, arrive, read, write
 from ppctl.runtime.stage import zeros_like
 
 Tree = Any
-
-# names in the compiled program by which `profile` finds the operations of a tick's forward and backward
-FORWARD_SCOPE, BACKWARD_SCOPE = "tick_forward", "tick_backward"
 
 
 def run_pairs(device: Device, table: jax.Array) -> Tree:
@@ -61,10 +58,10 @@ class _Pairs:
         at = {name: row[column] for name, column in names.items()}
         zero = y = gx = zeros_like(self.device.x)
         if forward:
-            with jax.named_scope(FORWARD_SCOPE):
+            with jax.named_scope(SCOPES["F"]):
                 y, carry = self._run_if(at["f"], partial(self._forward, at), lambda carry: (zero, carry), carry)
         if backward:
-            with jax.named_scope(BACKWARD_SCOPE):
+            with jax.named_scope(SCOPES["B"]):
                 gx, carry = self._run_if(at["b"], partial(self._backward, at), lambda carry: (zero, carry), carry)
         # transfers last: a value may arrive in a slot that this tick's backward has just freed
         if forward:

@@ -1,7 +1,10 @@
 """Ticks of one task of any kind: the program of split backwards and of placements that turn, such as a V.
 
-A tick is a switch over the kinds that occur. Its one output, an activation or a gradient, stays on the rank or takes a
-hop to either neighbour; only the hops that the schedule needs are in the program.
+A tick branches round every kind that is not its task's. Its one output, an activation or a gradient, stays on the rank
+or takes a hop to either neighbour; only the kinds and hops that the schedule needs are in the program.
+
+Tried and rejected: one switch over the kinds. A branch that reads slots which another branch writes makes the compiler
+copy all of them in every tick: on CPU that doubled the step.
 """
 
 from __future__ import annotations
@@ -11,17 +14,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ppctl.runtime.device import Device, Place, add_layers, arrive, read, write
+from ppctl.runtime.device import SCOPES, Device, Place, add_layers, arrive, read, write
 from ppctl.runtime.stage import zeros_like
-from ppctl.schedule.ir import KINDS
+from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.single import HOPS
 
 Tree = Any
-
-TASK_SCOPE = "tick_task"  # name in the compiled program by which `profile` finds the operations of a tick's task
 
 
 def run_singles(device: Device, table: jax.Array) -> Tree:
@@ -30,19 +29,19 @@ def run_singles(device: Device, table: jax.Array) -> Tree:
     Carried from tick to tick: `values`, slots for activations and gradients that arrive; `stash`, slots for what
     forwards keep (None with remat=full); `pending`, slots for what input gradients hand to weight gradients; `sums`.
     """
-    lowered = np.asarray(device.ticks.table)  # [tick, rank, column]
     names = {name: column for column, name in enumerate(device.ticks.columns)}
-    numbers = np.unique([0, *lowered[..., names["kind"]].ravel()])  # of the kinds that occur; 0 is none
-    branch_of = np.searchsorted(numbers, np.arange(1 + len(KINDS)))
-    hops = {hop: step for hop, step in HOPS.items() if lowered[..., names[f"{hop}_arrives"]].any()}
-    program = _Singles(device)
-    branches = [program.idle, *(program.tasks[KINDS[number - 1]] for number in numbers[1:])]
+    occurring = {name: {line[column] for row in device.ticks.table for line in row} for name, column in names.items()}
+    kinds: dict[Kind, int] = {kind: number for number, kind in enumerate(KINDS, start=1) if number in occurring["kind"]}
+    hops = {hop: step for hop, step in HOPS.items() if 1 in occurring[f"{hop}_arrives"]}
+    tasks = _Singles(device).tasks
 
     def tick(carry: Tree, row: jax.Array) -> tuple[Tree, None]:
         at = {name: row[column] for name, column in names.items()}
-        with jax.named_scope(TASK_SCOPE):
-            branch = jnp.asarray(branch_of)[at["kind"]]
-            out, carry = jax.lax.switch(branch, [partial(task, at) for task in branches], carry)
+        out = zeros_like(device.x)
+        for kind, number in kinds.items():
+            with jax.named_scope(SCOPES[kind]):
+                skip = lambda out, carry: (out, carry)  # noqa: E731
+                out, carry = jax.lax.cond(at["kind"] == number, partial(tasks[kind], at), skip, out, carry)
         # transfers last: a value may arrive in a slot that this tick's task has just freed
         for hop, step in hops.items():
             value = device.hop(out, step) if step else out
@@ -60,16 +59,18 @@ def run_singles(device: Device, table: jax.Array) -> Tree:
 
 
 class _Singles:
-    """A function (columns of the tick, carry) -> (output, carry) for each kind of task."""
+    """A function (columns of the tick, output, carry) -> (output, carry) for each kind of task."""
 
     def __init__(self, device: Device):
         self.device, self.stage = device, device.stage
-        self.tasks = {"F": self.forward, "B": self.backward, "I": self.input_grad, "W": self.weight_grad}
+        self.tasks: dict[Kind, Callable] = {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.input_grad,
+            "W": self.weight_grad,
+        }
 
-    def idle(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
-        return zeros_like(self.device.x), dict(carry)
-
-    def forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
+    def forward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         x = device.input(place, carry["values"], at["act"])
         y, stash = device.on_chunk(place.chunk, lambda v: self.stage.forward(*device.chunk(v), x))
@@ -80,7 +81,7 @@ class _Singles:
             y, carry["sums"] = device.head(place, y, lambda: y, carry["sums"])  # the last stage sends its gradient
         return y, carry
 
-    def backward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
+    def backward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         stash, cotangent = self._read(at, carry)
 
@@ -92,7 +93,7 @@ class _Singles:
         carry["sums"] = device.embedded(place, gx, sums)
         return gx, carry
 
-    def input_grad(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
+    def input_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         stash, cotangent = self._read(at, carry)
         run = lambda v: self.stage.input_grad(*device.chunk(v), stash, cotangent)  # noqa: E731
@@ -101,12 +102,12 @@ class _Singles:
         carry["sums"] = device.embedded(place, gx, sums)
         return gx, carry
 
-    def weight_grad(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
+    def weight_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         pending = read(carry["pending"], at["pending"])
         run = lambda v: add_layers(carry["sums"], v, self.stage.weight_grad(*device.chunk(v), pending))  # noqa: E731
         carry["sums"] = device.on_chunk(place.chunk, run)
-        return zeros_like(device.x), carry
+        return out, carry
 
     def _read(self, at: dict, carry: Tree) -> tuple[Tree, Callable]:
         """(stash, cotangent) for `Stage.backward` and `Stage.input_grad`, whose aux is the sums."""

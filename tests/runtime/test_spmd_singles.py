@@ -1,5 +1,7 @@
 """Split backwards and V-shaped placements in one program: the gradients of the reference, in bounded memory."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,13 @@ import pytest
 from cases import COMPILE_FAST, Case, difference, run_reference, staged_step
 from test_spmd_equals_reference import TOLERANCE, check, name_of
 from test_spmd_idle_slots import normalizing_stack, setup
-from test_spmd_program import collectives, sizes, temp_bytes
+from test_spmd_program import called, collectives, compiled, computations, sizes, temp_bytes
 
+from ppctl.costs import Costs
 from ppctl.errors import ConfigError
 from ppctl.runtime.reference import reference
 from ppctl.schedule import LOOPED_WHOLE, ON_RING
+from ppctl.schedule.ticks import ticks
 
 REMATS = ("none", "layer", "full")
 SINGLES = tuple((name, 1 if name in ("zb_h1", "zb_h2") else 2) for name in ON_RING if name not in LOOPED_WHOLE)
@@ -103,6 +107,19 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(name, remat):
     few, many = (temp_bytes(name, CHUNKS[name], m, remat) for m in (16, 64))
     assert many <= 1.05 * few
     assert many < 0.5 * temp_bytes("gpipe", 1, 64, remat)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_no_tick_copies_the_slots(remat):
+    """A copy of all slots in every tick would outweigh the tasks."""
+    one = case("zb_h1", (1, 4, 1), 16, batch_size=16 * 64, remat=remat)
+    text = compiled(one).as_text()
+    program, slots = computations(text), ticks(one.program(), Costs(), **one.options.lowering).num_slots
+    [body] = re.findall(r" while\(.*body=%?([\w.\-]+)", text)
+    shapes = {f"f64[{count},64,16]" for count in slots.values() if count}
+    lines = [line for name in called(program, body) for line in program[name]]
+    assert any(shape in line for line in lines for shape in shapes)
+    assert not [line for line in lines for shape in shapes if re.search(rf"= {re.escape(shape)}\S* copy\(", line)]
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "dualpipe_v"])
