@@ -96,7 +96,8 @@ def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
 )
 def test_a_tick_moves_its_one_output_and_nothing_else(name, mesh, num_hops):
     whole, loops = collectives(case(name, mesh))
-    assert loops == [{"collective-permute": num_hops} if num_hops else {}]
+    assert whole.get("collective-permute", 0) == num_hops
+    assert not any(loop.keys() - {"collective-permute"} for loop in loops)
     assert whole["all-reduce"] >= 1  # the loss and the gradients, once a step
 
 
