@@ -42,12 +42,11 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        """Whether there is no padding."""
         return bool((self.counts == self.counts.max()).all())
 
     @cached_property
-    def is_natural(self) -> bool:
-        """Whether natural order is staged order: no padding, and looped placement."""
+    def _is_in_order(self) -> bool:
+        """Whether natural order is staged order: stages of one size, dealt round the ranks."""
         _, place = self._index
         return self.is_even and bool((place == np.arange(len(place))).all())
 
@@ -83,11 +82,9 @@ class Layout:
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
             if not _is_layer(path):
                 return leaf
-            if self.is_natural:
+            if self._is_in_order:
                 return leaf.reshape(*layer.shape, *leaf.shape[1:])
             staged = leaf[layer]
-            if self.is_even:
-                return staged
             return jnp.where(valid.reshape(valid.shape + (1,) * (leaf.ndim - 1)), staged, 0)
 
         return jax.tree_util.tree_map_with_path(convert, tree)
@@ -100,7 +97,7 @@ class Layout:
             if not _is_layer(path):
                 return leaf
             layers = leaf.reshape(-1, *leaf.shape[3:])
-            return layers if self.is_natural else layers[place]
+            return layers if self._is_in_order else layers[place]
 
         return jax.tree_util.tree_map_with_path(convert, tree)
 
