@@ -29,9 +29,9 @@ lint: $(INSTALLED) ## format, lint and types, without changing a file
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-smoke: $(INSTALLED) ## one short run of each schedule on simulated devices
+smoke: $(INSTALLED) ## a short run of each kind of schedule on simulated devices
 	rm -rf runs/smoke
-	$(BIN)/ppctl train --multirun recipes=tiny run.name=smoke schedule=gpipe,1f1b,eager_1f1b,interleaved
+	$(BIN)/ppctl train --multirun recipes=tiny run.name=smoke schedule=gpipe,1f1b,eager_1f1b,interleaved,zb_h1,zb_v
 
 exhaustive: $(INSTALLED) ## gradients of every schedule x mesh x chunks x remat x layers, not only of a covering selection
 	$(BIN)/python tests/exhaustive.py

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ppctl.runtime.spmd import BACKWARD_SCOPE, FORWARD_SCOPE
-from ppctl.schedule.ticks import COLUMNS, Ticks
+from ppctl.runtime.device import SCOPES
+from ppctl.schedule.ir import Task
+from ppctl.schedule.ticks import Ticks
 
 TASKS_FILE = "tasks.perfetto.json"
 
@@ -95,8 +96,8 @@ def _places(mesh: Mesh) -> dict[int, dict[str, int]]:
 def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Iterator[dict[str, Any]]:
     """Name, device, start and duration (microseconds) of every task in the trace.
 
-    A device runs one branch for forwards and one for backwards in every tick, so the n-th time it enters a branch is
-    tick n. The operations of the branch, told by their scope in the compiled program, then bound the task.
+    A device runs one branch for each kind of task in every tick, so the n-th time it enters a branch is tick n. The
+    operations of the branch, told by their scope in the compiled program, then bound the task.
     """
     operations, entries = _scopes(compiled_text)
     module = compiled_text.removeprefix("HloModule ").split(",", 1)[0]
@@ -128,15 +129,24 @@ def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Ite
             bounds[tick] = min(low, begin), max(high, end)
         for tick, (low, high) in bounds.items():
             rank = places[device]["pp"]
-            cell, line = ticks.cells[tick][rank], ticks.table[tick][rank]
-            task, column = (cell.forward, "f") if scope == FORWARD_SCOPE else (cell.backward, "b")
-            if task is not None and line[COLUMNS.index(column)]:
+            task = _task(ticks, tick, rank, scope)
+            if task is not None:
                 names = {"stage": task.stage, "kind": task.kind, "microbatch": task.microbatch, "tick": tick}
                 yield {"name": str(task), "tid": device, "ts": low / 1e3, "dur": (high - low) / 1e3, "args": names}
 
 
+def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
+    """What a rank runs in a branch of a tick; None where it skips the branch."""
+    line = ticks.table[tick][rank]
+    for task, column in zip(ticks.cells[tick][rank], ("f", "b"), strict=True):
+        is_run = line[ticks.columns.index(column if ticks.program == "pair" else "kind")]
+        if task is not None and SCOPES[task.kind] == scope and is_run:
+            return task
+    return None
+
+
 def _scopes(compiled_text: str) -> tuple[dict[str, str], set[str]]:
-    """For each operation of a tick's forward or backward its scope, and the operations that enter one."""
+    """For each operation of a tick's tasks its scope, and the operations that enter one."""
     operations: dict[str, str] = {}
     entries: set[str] = set()
     pattern = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*? metadata=\{.*?op_name="([^"]*)"')
@@ -145,7 +155,7 @@ def _scopes(compiled_text: str) -> tuple[dict[str, str], set[str]]:
         if match is None:
             continue
         name, path = match.groups()
-        for scope in (FORWARD_SCOPE, BACKWARD_SCOPE):
+        for scope in SCOPES.values():
             if f"/{scope}/cond/" in path:
                 operations[name] = scope
             elif path.endswith(f"/{scope}/cond") and " conditional(" in line:

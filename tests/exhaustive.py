@@ -1,4 +1,4 @@
-"""Every schedule x mesh x chunks x remat x layers beside the reference, in float64: `make exhaustive`, 20 minutes.
+"""Every schedule x mesh x chunks x remat x layers beside the reference, in float64: `make exhaustive`, 40 minutes.
 
 The tests run a selection in which every pair of these values occurs; this runs the whole product, in two processes.
 """
@@ -20,10 +20,12 @@ def errors(part: int) -> list[tuple[float, str]]:
     import conftest  # noqa: F401  simulated devices and float64, before JAX starts
     from cases import difference, make_stack, run_reference, run_spmd
     from test_spmd_equals_reference import FACTORS, case_of, name_of, possible
+    from test_spmd_singles import SINGLES
 
+    factors = FACTORS | {"schedule": [*FACTORS["schedule"], *SINGLES]}
     free = ("schedule", "mesh", "remat", "layers")
     fixed = {"model": "untied swiglu grouped", "unroll": 16, "gather_each_tick": False, "skip_idle": True}
-    product = (dict(zip(free, values, strict=True)) for values in itertools.product(*(FACTORS[name] for name in free)))
+    product = (dict(zip(free, values, strict=True)) for values in itertools.product(*(factors[name] for name in free)))
     found = []
     for values in itertools.islice(filter(possible, product), part, None, NUM_PROCESSES):
         case = case_of(values | fixed)

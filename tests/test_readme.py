@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from ppctl.cli import main
-from ppctl.schedule import FAMILIES
+from ppctl.costs import Costs
+from ppctl.schedule import FAMILIES, build
+from ppctl.schedule.simulate import simulate
+from ppctl.schedule.ticks import ticks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -51,6 +54,14 @@ def test_charts_are_what_ppctl_draws(capsys):
 
 def test_every_family_stands_in_the_schedule_table():
     assert set(re.findall(r"^\| `(\w+)`[^|]*\| ", README, re.MULTILINE)) >= set(FAMILIES)
+
+
+def test_the_schedule_table_says_what_lockstep_costs():
+    costs, found = Costs(), dict(re.findall(r"^\| `(\w+)`.* \| ([^|]+) \|$", README, re.MULTILINE))
+    for family in FAMILIES:
+        schedule = build(family, 8, 32)
+        stretch = ticks(schedule, costs).makespan_s(costs) / simulate(schedule, costs).makespan_s
+        assert found[family] == f"{stretch:.2f}", family
 
 
 def test_make_targets_exist():

@@ -47,12 +47,18 @@ class Layout:
     def is_even(self) -> bool:
         return bool((self.counts == self.counts.max()).all())
 
+    @cached_property
+    def _is_in_order(self) -> bool:
+        """Whether natural order is staged order: stages of one size, dealt round the ranks."""
+        _, place = self._index
+        return self.is_even and bool((place == np.arange(len(place))).all())
+
     @property
     def num_chunks(self) -> int:
         return len(self.counts)
 
     def _by_chunk(self) -> list[range]:
-        """The layers of (chunk 0, rank 0), (chunk 0, rank 1), ... Looped placement keeps model order."""
+        """The layers of (chunk 0, rank 0), (chunk 0, rank 1), ...: in model order where placement is looped."""
         num_ranks = self.mesh.shape["pp"]
         stages: list[list[range]] = [[] for _ in range(num_ranks)]
         for layers, rank in zip(self.partition, self.rank_of, strict=True):
@@ -79,7 +85,7 @@ class Layout:
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
             if not _is_layer(path):
                 return leaf
-            if self.is_even:  # natural order is staged order
+            if self._is_in_order:
                 return leaf.reshape(*layer.shape, *leaf.shape[1:])
             staged = leaf[layer]
             return jnp.where(valid.reshape(valid.shape + (1,) * (leaf.ndim - 1)), staged, 0)
@@ -94,7 +100,7 @@ class Layout:
             if not _is_layer(path):
                 return leaf
             layers = leaf.reshape(-1, *leaf.shape[3:])
-            return layers if self.is_even else layers[place]
+            return layers if self._is_in_order else layers[place]
 
         return jax.tree_util.tree_map_with_path(convert, tree)
 

@@ -20,7 +20,7 @@ from ppctl.schedule.interleaved import interleaved
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.looped_bfs import looped_bfs
 from ppctl.schedule.one_f_one_b import eager_1f1b, one_f_one_b
-from ppctl.schedule.ticks import runs_on_ring
+from ppctl.schedule.ticks import runs_in_pairs, runs_on_ring
 from ppctl.schedule.v_shaped import v_half, v_min
 from ppctl.schedule.validate import validate
 from ppctl.schedule.zb_v import zb_v
@@ -43,8 +43,9 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
     "hanayo": hanayo,
 }
 
-# the families that executor=spmd runs: stages dealt round the ranks, whole backwards
-LOOPED_WHOLE = tuple(name for name, generate in FAMILIES.items() if runs_on_ring(generate(2, 4)))
+# the families that executor=spmd runs; those of them with looped placement and whole backwards, which it runs in pairs
+ON_RING = tuple(name for name, generate in FAMILIES.items() if runs_on_ring(generate(2, 4)))
+LOOPED_WHOLE = tuple(name for name in ON_RING if runs_in_pairs(FAMILIES[name](2, 4)))
 
 ADVICE: dict[str, Callable[[Schedule, Costs], str | None]] = {
     "v_half": needs_split_backward,

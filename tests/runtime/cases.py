@@ -1,5 +1,6 @@
 """Tiny models, and one step of each by the spmd executor and by the reference, for the tests beside this file."""
 
+import inspect
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +17,7 @@ from ppctl.partition import explicit, uniform
 from ppctl.runtime.layout import Layout
 from ppctl.runtime.reference import reference
 from ppctl.runtime.spmd import Options, spmd
-from ppctl.schedule import build
+from ppctl.schedule import FAMILIES, build
 from ppctl.schedule.ticks import forward_only, ticks
 
 COMPILE_FAST = {"xla_backend_optimization_level": 0}  # the same program in slower machine code: most time is compiling
@@ -90,7 +91,8 @@ class Case:
         return Options(self.remat, self.skip_idle, self.gather_each_tick, self.unroll, jnp.float64)
 
     def program(self):
-        knobs = {"num_chunks": self.num_chunks} if self.schedule in ("interleaved", "looped_bfs") else {}
+        has_knob = "num_chunks" in inspect.signature(FAMILIES[self.schedule]).parameters
+        knobs = {"num_chunks": self.num_chunks} if has_knob else {}
         return build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
 
     def layout(self):

@@ -13,9 +13,9 @@ from ppctl.mesh import make_mesh
 from ppctl.model.stack import init
 from ppctl.partition import explicit, uniform
 from ppctl.runtime.layout import Layout
-from ppctl.schedule.placement import loop
+from ppctl.schedule.placement import loop, v_shape
 
-LAYOUTS = [  # (num_layers, mesh, num_chunks)
+LAYOUTS = [  # (num_layers, mesh, num_chunks); V: down the ranks and back up
     (8, (1, 4, 1), 1),
     (8, (1, 4, 1), 2),
     (7, (1, 3, 1), 1),
@@ -25,13 +25,17 @@ LAYOUTS = [  # (num_layers, mesh, num_chunks)
     (6, (8, 1, 1), 1),
     (5, (1, 2, 4), 1),
     (33, (1, 8, 1), 4),
+    (16, (1, 4, 1), "V"),
+    (10, (1, 4, 2), "V"),
+    (2, (2, 1, 1), "V"),
 ]
 layouts = pytest.mark.parametrize("size", LAYOUTS, ids=str)
 
 
 def layout_of(size):
     num_layers, mesh, num_chunks = size
-    return Layout(make_mesh(*mesh), uniform(num_layers, mesh[1] * num_chunks), loop(mesh[1], num_chunks))
+    rank_of = v_shape(mesh[1]) if num_chunks == "V" else loop(mesh[1], num_chunks)
+    return Layout(make_mesh(*mesh), uniform(num_layers, len(rank_of)), rank_of)
 
 
 def bits(tree):
@@ -61,14 +65,17 @@ def test_staging_and_back_keeps_every_bit_where_a_stage_has_no_layer(sizes):
 
 @layouts
 def test_every_layer_lies_in_its_stage_and_the_padding_is_zero(size):
-    num_layers, (_, num_ranks, _), num_chunks = size
+    num_layers, (_, num_ranks, _), shape = size
     layout = layout_of(size)
+    num_chunks = 2 if shape == "V" else shape
     natural = np.arange(1.0, num_layers + 1)[:, None] * np.ones(3)
     staged = np.asarray(layout.to_staged({"layers": natural})["layers"])
     assert layout.num_chunks == num_chunks
     assert layout.is_even == (num_layers % (num_ranks * num_chunks) == 0)
     for stage, layers in enumerate(layout.partition):
         chunk, rank = divmod(stage, num_ranks)
+        if shape == "V" and chunk == 1:
+            rank = num_ranks - 1 - rank
         held = staged[chunk, rank, :, 0].tolist()
         assert held == [l + 1 for l in layers] + [0.0] * (len(held) - len(layers))
         assert layout.counts[chunk, rank] == len(layers)
@@ -100,12 +107,12 @@ def test_initial_weights_do_not_depend_on_the_layout(size):
 
 @layouts
 def test_layers_are_sharded_over_pp_and_fsdp_and_ends_over_both(size):
-    num_layers, (_, num_ranks, num_shards), num_chunks = size
+    _, (_, num_ranks, num_shards), _ = size
     layout = layout_of(size)
-    staged = layout.to_staged(make_params(make_stack("untied gelu", num_layers)))
+    staged = layout.to_staged(make_params(make_stack("untied gelu", size[0])))
     placed = jax.device_put(staged, layout.shardings(layout.staged_specs(staged)))
     for leaf in jax.tree.leaves(placed["layers"]):  # every dim after [V, P, K] is a multiple of 8
-        assert leaf.shape[:2] == (num_chunks, num_ranks)
+        assert leaf.shape[:2] == (layout.num_chunks, num_ranks)
         assert leaf.addressable_shards[0].data.size * num_ranks * num_shards == leaf.size
         assert leaf.addressable_shards[0].data.shape[1] == 1
     for leaf in jax.tree.leaves(placed["ends"]):

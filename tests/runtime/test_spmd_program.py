@@ -49,15 +49,20 @@ def computations(text):
     return found
 
 
-def collectives_below(program, root):
-    """How many collectives of each kind stand in `root` and all that it calls: loops, branches, fusions."""
+def called(program, root):
+    """The names of `root` and of all that it calls: loops, branches, fusions."""
     seen, todo = set(), [root]
     while todo:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
             todo += [word for line in program[name] for word in re.findall(r"%([\w.\-]+)", line) if word in program]
-    lines = [line for name in seen for line in program[name]]
+    return seen
+
+
+def collectives_below(program, root):
+    """How many collectives of each kind stand in `root` and all that it calls."""
+    lines = [line for name in called(program, root) for line in program[name]]
     count = {kind: sum(bool(re.search(rf" {kind}(-start)?\(", line)) for line in lines) for kind in COLLECTIVES}
     return {kind: number for kind, number in count.items() if number}
 

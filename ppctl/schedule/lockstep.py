@@ -1,0 +1,87 @@
+"""Ticks in lockstep: which tasks every rank runs in each, what that costs, and slots for the values between them."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Literal, NamedTuple
+
+from ppctl.costs import Costs
+from ppctl.schedule.ir import Schedule, Task, Value, reads, writes
+from ppctl.schedule.simulate import duration_s
+from ppctl.schedule.validate import walk
+
+Shape = Literal["one", "pair"]  # one task a tick | an F, then a backward
+
+
+class Cell(NamedTuple):
+    """What one rank does in one tick."""
+
+    forward: Task | None
+    backward: Task | None  # B, I or W
+
+
+def lockstep_s(cells: tuple[tuple[Cell, ...], ...], costs: Costs, num_chunks: int) -> float:
+    """Seconds of ticks in lockstep: each lasts as long as its slowest rank, plus one transfer."""
+
+    def cell_s(cell: Cell) -> float:
+        return sum(duration_s(task, costs, num_chunks) for task in cell if task is not None)
+
+    return sum(max(map(cell_s, row)) + costs.hop_s for row in cells)
+
+
+def pack(schedule: Schedule, shape: Shape) -> tuple[tuple[Cell, ...], ...]:
+    """The tasks of every rank in ticks, in program order and as early as their values allow; [tick][rank].
+
+    ScheduleError when the ranks wait for each other.
+    """
+    num_stages = schedule.num_stages
+    written: dict[Value, int] = {}  # value -> tick
+    at = [0] * schedule.num_ranks
+    cells: list[tuple[Cell, ...]] = []
+
+    def take(rank: int, kinds: str, tick: int) -> Task | None:
+        """The rank's next task, if it is of these kinds and all it reads is there; a stash is there at once."""
+        tasks = schedule.ranks[rank]
+        if at[rank] == len(tasks) or tasks[at[rank]].kind not in kinds:
+            return None
+        task = tasks[at[rank]]
+        for value in reads(task, num_stages):
+            if written.get(value, tick) >= tick and not (value.name == "stash" and value in written):
+                return None
+        at[rank] += 1
+        written.update(dict.fromkeys(writes(task, num_stages), tick))
+        return task
+
+    while any(i < len(tasks) for i, tasks in zip(at, schedule.ranks, strict=True)):
+        row = []
+        for rank in range(schedule.num_ranks):
+            forward = take(rank, "F", len(cells))
+            backward = take(rank, "BIW", len(cells)) if forward is None or shape == "pair" else None
+            row.append(Cell(forward, backward))
+        if not any(map(any, row)):  # what is missing now would be missing for ever: the walk says what it is
+            for _ in walk(schedule):
+                pass
+        cells.append(tuple(row))
+    return tuple(cells)
+
+
+class Slots:
+    """Slots of one kind on one rank: the lowest free number is taken, so the count is the peak of live values."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.count = 0
+        self.of: dict[Value, int] = {}
+
+    def put(self, value: Value) -> int:
+        if self.free:
+            slot = heapq.heappop(self.free)
+        else:
+            slot, self.count = self.count, self.count + 1
+        self.of[value] = slot
+        return slot
+
+    def drop(self, value: Value) -> int:
+        slot = self.of.pop(value)
+        heapq.heappush(self.free, slot)
+        return slot
