@@ -229,7 +229,7 @@ class _Search:
         return Choice(candidates[0], candidates, self.cap, min(self.bounds_s), len(self.priorities), self.num_blocks)
 
     def _candidate(self, start: _Start) -> Candidate:
-        schedule = start.published or validate(start.jobs.as_schedule(start.orders, "auto"))
+        schedule = start.published or validate(start.jobs.as_schedule(start.orders, f"auto: {start.label}"))
         return Candidate(start.label, schedule, start.makespan_s, start.published is not None)
 
     def _best(self, count: int) -> list[_Start]:
