@@ -15,27 +15,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from ppctl import config as config_module
 from ppctl import optim
 from ppctl.config import Config
 from ppctl.costs import Costs
 from ppctl.data import BUILDERS, DataSet
+from ppctl.engine import Engine
+from ppctl.engine.mpmd import Mpmd
+from ppctl.engine.one_program import OneProgram
+from ppctl.engine.states import States
 from ppctl.errors import ConfigError
-from ppctl.mesh import DATA_AXES, make_mesh
+from ppctl.mesh import make_mesh
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
 from ppctl.partition import uniform
 from ppctl.runtime.flops import matmul_flops
 from ppctl.runtime.layout import Layout
+from ppctl.runtime.mpmd.tasks import Model
 from ppctl.runtime.reference import reference
 from ppctl.runtime.spmd import Options, spmd
 from ppctl.schedule import Schedule, build
+from ppctl.schedule.ir import Task
+from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import Ticks, forward_only, ticks
-from ppctl.train import init_state, train_step
+from ppctl.train import init_state
 
 Tree = Any
 DEFAULT_DTYPE = "float32"
@@ -47,7 +53,7 @@ CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late a
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything a command needs, built from one config. State and gradients are staged (`runtime.layout`)."""
+    """Everything a command needs, built from one config."""
 
     config: Config
     dtype: jnp.dtype  # of compute
@@ -55,74 +61,26 @@ class Parts:
     stack: Stack
     mesh: Mesh
     schedule: Schedule
-    ticks: Ticks | None  # None: executor=reference
-    layout: Layout
-    lr_schedule: optax.Schedule
-    optimizer: optax.GradientTransformation
-    loss_and_grads: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
-    loss_only: Callable[[Tree, Tree], tuple[jax.Array, None]]
-
-    def init_natural(self) -> Tree:
-        """Initial state in natural order: a function of the model and the seed alone."""
-        return init_state(init(self.stack, self.config.run.seed), self.optimizer)
-
-    def init_staged(self) -> Tree:
-        return self.layout.to_staged(self.init_natural())
-
-    @cached_property
-    def natural_state(self) -> Tree:
-        """Shapes, dtypes and shardings of the state as checkpoints hold it."""
-        return self._described(self.init_natural, self.layout.natural_specs)
-
-    @cached_property
-    def staged_state(self) -> Tree:
-        """Shapes, dtypes and shardings of the state as training holds it."""
-        return self._described(self.init_staged, self.layout.staged_specs)
-
-    def _described(self, function: Callable[[], Tree], specs: Callable[[Tree], Tree]) -> Tree:
-        shapes: Tree = jax.eval_shape(function)
-        shardings = self.layout.shardings(specs(shapes))
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
-
-    def new_state(self) -> Tree:
-        """The initial state on the mesh. Nothing is ever whole on one device unless the mesh has one."""
-        return jax.jit(self.init_staged, out_shardings=shardings_of(self.staged_state))()
-
-    @cached_property
-    def to_natural(self) -> Callable[[Tree], Tree]:
-        return jax.jit(self.layout.to_natural, out_shardings=shardings_of(self.natural_state))
-
-    @cached_property
-    def to_staged(self) -> Callable[[Tree], Tree]:
-        return jax.jit(self.layout.to_staged, out_shardings=shardings_of(self.staged_state))
+    ticks: Ticks | None  # of executor=spmd
+    states: States
+    engine: Engine
 
     @cached_property
     def batch_shapes(self) -> Tree:
-        """Shapes, dtypes and shardings of a global batch."""
-        batch = next(self.data.batches())
-        return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.batch_sharding) for name, a in batch.items()}
+        """Shapes and dtypes of a global batch."""
+        return batch_shapes(self.data)
 
     @property
-    def batch_sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P(DATA_AXES))
-
-    def put(self, batch: Tree) -> Tree:
-        """A global batch on the mesh."""
-        return jax.device_put(batch, self.batch_sharding)
-
-    @property
-    def train_step(self) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
-        return train_step(self.loss_and_grads, self.optimizer, self.lr_schedule)
-
-    def lower_train_step(self) -> jax.stages.Lowered:
-        """The traced train step (state, batch) -> (state, metrics), state donated, ready to compile."""
-        out = (shardings_of(self.staged_state), NamedSharding(self.mesh, P()))
-        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
-        return step.lower(self.staged_state, self.batch_shapes)
+    def bubble_fraction(self) -> float | None:
+        """Idle share of all ranks that the schedule predicts for this executor, 0..1; None without a pipeline."""
+        costs = task_costs(self.config.executor.remat)
+        if self.config.executor.name == "reference":
+            return None
+        return simulate(self.schedule, costs).bubble_fraction if self.ticks is None else self.ticks.bubble_fraction(costs)
 
 
-def shardings_of(tree: Tree) -> Tree:
-    return jax.tree.map(lambda a: a.sharding, tree)
+def batch_shapes(data: DataSet) -> Tree:
+    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in next(data.batches()).items()}
 
 
 def task_costs(remat: str) -> Costs:
@@ -131,11 +89,11 @@ def task_costs(remat: str) -> Costs:
 
 
 def plan(config: Config) -> tuple[Schedule, Ticks | None, tuple[range, ...]]:
-    """Schedule, ticks (None: executor=reference) and partition of a config. Neither JAX nor data is touched."""
+    """Schedule, ticks (of executor=spmd) and partition of a config. Neither JAX nor data is touched."""
     settings, executor = config.schedule, config.executor
     schedule = build(settings.name, config.mesh.pp, settings.num_microbatches, **settings.knobs())
     partition = uniform(config.model.num_layers, schedule.num_stages)
-    if executor.name == "reference":
+    if executor.name != "spmd":
         return schedule, None, partition
     lowered = ticks(schedule, task_costs(executor.remat), **Options(remat=executor.remat).lowering)
     return schedule, lowered, partition
@@ -167,15 +125,15 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     dtype = jnp.dtype(dtype_name)
     stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))
     layout = Layout(mesh, partition, schedule.rank_of)
-    loss_and_grads, loss_only = make_executor(config, stack, layout, schedule, lowered, dtype)
     settings = asdict(config.optim)
     schedule_settings = {key: settings.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
     lr_schedule = optim.lr_schedule(**schedule_settings, num_steps=config.run.num_steps)
     del settings["name"]
     optimizer = optim.adamw(lr_schedule, **settings)
-    return Parts(
-        config, dtype, data, stack, mesh, schedule, lowered, layout, lr_schedule, optimizer, loss_and_grads, loss_only
-    )
+    states = States(layout, lambda: init_state(init(stack, config.run.seed), optimizer))
+    make = mpmd_engine if config.executor.name == "mpmd" else one_program
+    engine = make(config, stack, states, schedule, lowered, dtype, batch_shapes(data), optimizer, lr_schedule)
+    return Parts(config, dtype, data, stack, mesh, schedule, lowered, states, engine)
 
 
 def open_data(config: Config) -> DataSet:
@@ -207,11 +165,19 @@ def make_stack(config: Config, data: DataSet, dtype: jnp.dtype) -> Stack:
     return transformer(**settings, vocab_size=vocab_size, dtype=dtype)
 
 
-def make_executor(
-    config: Config, stack: Stack, layout: Layout, schedule: Schedule, lowered: Ticks | None, dtype: jnp.dtype
-) -> tuple[Callable, Callable]:
-    """(loss_and_grads, loss_only) of the executor that the config names, both on staged parameters."""
-    executor = config.executor
+def one_program(
+    config: Config,
+    stack: Stack,
+    states: States,
+    schedule: Schedule,
+    lowered: Ticks | None,
+    dtype: jnp.dtype,
+    batch: Tree,
+    optimizer: optax.GradientTransformation,
+    lr_schedule: optax.Schedule,
+) -> OneProgram:
+    """The engine of executor=spmd, or of executor=reference where `lowered` is None."""
+    executor, layout = config.executor, states.layout
     if lowered is None:
         build_reference = partial(
             reference,
@@ -222,16 +188,47 @@ def make_executor(
             dtype=dtype,
         )
         gradients, loss = (_on_staged(build_reference(with_grads=flag), layout) for flag in (True, False))
-        return gradients, loss
-    options = Options(
-        remat=executor.remat,
-        skip_idle=executor.idle != "compute",
-        gather_each_tick=executor.gather == "tick",
-        unroll=executor.unroll,
-        dtype=dtype,
+    else:
+        options = Options(
+            remat=executor.remat,
+            skip_idle=executor.idle != "compute",
+            gather_each_tick=executor.gather == "tick",
+            unroll=executor.unroll,
+            dtype=dtype,
+        )
+        evaluation = ticks(forward_only(schedule), task_costs(executor.remat), **options.lowering)
+        gradients, loss = spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
+    return OneProgram(states, batch, gradients, loss, optimizer, lr_schedule)
+
+
+def mpmd_engine(
+    config: Config,
+    stack: Stack,
+    states: States,
+    schedule: Schedule,
+    _: None,
+    dtype: jnp.dtype,
+    batch: Tree,
+    optimizer: optax.GradientTransformation,
+    lr_schedule: optax.Schedule,
+) -> Mpmd:
+    """The engine of executor=mpmd. The host dispatches tasks in the order in which the simulator starts them."""
+    params, mesh = states.natural["params"], config.mesh
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    rows = config.data.batch_size // (mesh.dp * mesh.fsdp * schedule.num_microbatches)
+    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
+    executor, num_microbatches = config.executor, schedule.num_microbatches
+    model = Model(
+        stack, params["ends"], layer, microbatch, num_microbatches, executor.remat, executor.unroll, dtype
     )
-    evaluation = ticks(forward_only(schedule), task_costs(executor.remat), **options.lowering)
-    return spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
+    training, evaluation = ((each, dispatch_order(each, executor.remat)) for each in (schedule, forward_only(schedule)))
+    return Mpmd(states, batch, model, (training, evaluation), optimizer, lr_schedule)
+
+
+def dispatch_order(schedule: Schedule, remat: str) -> list[Task]:
+    """The tasks by their start on free-running ranks; a task comes after those that it reads from."""
+    start_s = simulate(schedule, task_costs(remat)).start_s  # in an order that ranks can run: ties keep it
+    return sorted(start_s, key=start_s.__getitem__)
 
 
 def _on_staged(loss_and_grads: Callable, layout: Layout) -> Callable:

@@ -15,7 +15,7 @@ LEVELS = {
     7: ("cli",),
     6: ("run", "compose", "assemble", "verify", "bench", "look"),
     5: ("checkpoint", "metrics", "profile", "report", "draw"),
-    4: ("train", "optim", "data"),
+    4: ("engine", "train", "optim", "data"),
     3: ("runtime",),
     2: ("mesh", "model", "plan"),
     1: ("schedule", "costs", "partition"),

@@ -15,6 +15,7 @@ from ppctl.config.run import (
     DTYPES,
     Checkpoint,
     Data,
+    Mpmd,
     Optim,
     Profile,
     Reference,
@@ -42,6 +43,7 @@ __all__ = [
     "Hanayo",
     "Interleaved",
     "Mesh",
+    "Mpmd",
     "Optim",
     "Profile",
     "Reference",
@@ -99,7 +101,7 @@ def check(config: Config) -> None:
     if config.executor.name == "reference" and mesh.num_devices > 1:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} has {mesh.num_devices}. "
-            "Use mesh=1x1 or executor=spmd."
+            "Use mesh=1x1, executor=spmd or executor=mpmd."
         )
     is_mlp, is_rows = config.model.name == "mlp", data.name == "regression"
     if is_mlp != is_rows:

@@ -44,6 +44,13 @@ class Spmd(Reference):
 
 
 @dataclass
+class Mpmd(Reference):
+    """One compiled function for each stage and kind of task, dispatched by the host in the order of the schedule."""
+
+    name: str = "mpmd"
+
+
+@dataclass
 class Optim:
     """AdamW (no decay on norms and biases), global-norm clipping over all stages, warm-up and cosine lr_schedule."""
 

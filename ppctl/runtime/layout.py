@@ -44,6 +44,12 @@ class Layout:
     def is_even(self) -> bool:
         return bool((self.counts == self.counts.max()).all())
 
+    @cached_property
+    def _is_in_order(self) -> bool:
+        """Whether natural order is staged order: stages of one size, dealt round the ranks."""
+        _, place = self._index
+        return self.is_even and bool((place == np.arange(len(place))).all())
+
     @property
     def num_chunks(self) -> int:
         return len(self.counts)
@@ -76,7 +82,7 @@ class Layout:
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
             if not _is_layer(path):
                 return leaf
-            if self.is_even:  # natural order is staged order
+            if self._is_in_order:
                 return leaf.reshape(*layer.shape, *leaf.shape[1:])
             staged = leaf[layer]
             return jnp.where(valid.reshape(valid.shape + (1,) * (leaf.ndim - 1)), staged, 0)
@@ -91,7 +97,7 @@ class Layout:
             if not _is_layer(path):
                 return leaf
             layers = leaf.reshape(-1, *leaf.shape[3:])
-            return layers if self.is_even else layers[place]
+            return layers if self._is_in_order else layers[place]
 
         return jax.tree_util.tree_map_with_path(convert, tree)
 
@@ -100,8 +106,8 @@ class Layout:
 
         def spec(path: tuple, leaf: jax.Array) -> P:
             if _is_layer(path):
-                return P(None, "pp", None, *self._fsdp(leaf.shape[3:], ("fsdp",)))
-            return P(*self._fsdp(leaf.shape, ("pp", "fsdp")))
+                return P(None, "pp", None, *self.over(leaf.shape[3:], ("fsdp",)))
+            return P(*self.over(leaf.shape, ("pp", "fsdp")))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -111,12 +117,12 @@ class Layout:
         def spec(path: tuple, leaf: jax.Array) -> P:
             if _is_layer(path):
                 over_pp = "pp" if leaf.shape[0] % self.mesh.shape["pp"] == 0 else None
-                return P(over_pp, *self._fsdp(leaf.shape[1:], ("fsdp",)))
-            return P(*self._fsdp(leaf.shape, ("pp", "fsdp")))
+                return P(over_pp, *self.over(leaf.shape[1:], ("fsdp",)))
+            return P(*self.over(leaf.shape, ("pp", "fsdp")))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
-    def _fsdp(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple:
+    def over(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple:
         """Axis names for each dim of `shape`: the largest dim that divides takes `axes`, or the last of them alone."""
         for names in (axes, axes[-1:]):
             size = int(np.prod([self.mesh.shape[name] for name in names]))
