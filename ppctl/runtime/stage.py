@@ -7,15 +7,21 @@ remat  | the stash of a microbatch                                  | the backwa
 none   | all but attention scores and element-wise results          | those
 layer  | the input of each layer                                    | one layer at a time
 full   | the stage's input                                          | the stage
+
+The backward runs whole (`backward`), or as `input_grad`, which recomputes the same, and later `weight_grad`, which
+recomputes nothing: what it needs was handed to it as `pending`, and the stash is free from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from ppctl.runtime.split import Split, split
 
 Tree = Any
 Layer = Callable[[Tree, jax.Array], jax.Array]
@@ -93,6 +99,13 @@ class Stage:
         self.layer, self.remat = layer, remat
         kept = jax.checkpoint(layer, policy=KEEP_PRODUCTS) if remat == "none" else layer
         self.residuals = Residuals(kept, w0, x)
+        self._shapes = w0, x
+
+    @cached_property
+    def split(self) -> Split:
+        """The two halves of a layer's backward. ConfigError where it has none."""
+        w0, x = self._shapes
+        return split(self.residuals.pull, w0, self.residuals.shapes, x)
 
     @property
     def keeps_input(self) -> bool:
@@ -137,6 +150,33 @@ class Stage:
 
         gx, dw = fold(body, gy, numbered(w, stash), reverse=True)
         return gx, dw, aux
+
+    def input_grad(self, w: Any, count: Any, stash: Tree, cotangent: Callable) -> tuple[jax.Array, Any, Any]:
+        """(gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
+        y, kept = self._save(w, count, stash) if self.remat == "full" else (None, stash)
+        gy, aux = cotangent(y)
+
+        def run(w: Tree, kept: Any, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+            saved = self.residuals.save(w, kept)[1] if self.remat == "layer" else kept
+            return self.split.input_grad(w, saved, gy)
+
+        def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, list[jax.Array]]:
+            k, layer_w, layer_kept = item
+            skip = lambda w, kept, gy: (gy, zeros_like(self.split.pending))  # noqa: E731
+            return where_layer(count, k, run, skip, layer_w, layer_kept, gy)
+
+        gx, pending = fold(body, gy, numbered(w, kept), reverse=True)
+        return gx, pending, aux
+
+    def weight_grad(self, w: Any, count: Any, pending: Any) -> Any:
+        """Gradients of w, from what `input_grad` handed on."""
+
+        def body(_: None, item: tuple) -> tuple[None, Tree]:
+            k, layer_w, layer_pending = item
+            skip = lambda w, pending: zeros_like(w)  # noqa: E731
+            return None, where_layer(count, k, self.split.weight_grad, skip, layer_w, layer_pending)
+
+        return fold(body, None, numbered(w, pending))[1]
 
     def _save(self, w: Any, count: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, list]:
