@@ -76,7 +76,9 @@ class Parts:
         costs = task_costs(self.config.executor.remat)
         if self.config.executor.name == "reference":
             return None
-        return simulate(self.schedule, costs).bubble_fraction if self.ticks is None else self.ticks.bubble_fraction(costs)
+        return (
+            simulate(self.schedule, costs).bubble_fraction if self.ticks is None else self.ticks.bubble_fraction(costs)
+        )
 
 
 def batch_shapes(data: DataSet) -> Tree:
@@ -131,8 +133,8 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     del settings["name"]
     optimizer = optim.adamw(lr_schedule, **settings)
     states = States(layout, lambda: init_state(init(stack, config.run.seed), optimizer))
-    make = mpmd_engine if config.executor.name == "mpmd" else one_program
-    engine = make(config, stack, states, schedule, lowered, dtype, batch_shapes(data), optimizer, lr_schedule)
+    common = (config, stack, states, schedule, dtype, batch_shapes(data), optimizer, lr_schedule)
+    engine = mpmd_engine(*common) if config.executor.name == "mpmd" else one_program(*common, lowered)
     return Parts(config, dtype, data, stack, mesh, schedule, lowered, states, engine)
 
 
@@ -170,11 +172,11 @@ def one_program(
     stack: Stack,
     states: States,
     schedule: Schedule,
-    lowered: Ticks | None,
     dtype: jnp.dtype,
     batch: Tree,
     optimizer: optax.GradientTransformation,
     lr_schedule: optax.Schedule,
+    lowered: Ticks | None,
 ) -> OneProgram:
     """The engine of executor=spmd, or of executor=reference where `lowered` is None."""
     executor, layout = config.executor, states.layout
@@ -206,7 +208,6 @@ def mpmd_engine(
     stack: Stack,
     states: States,
     schedule: Schedule,
-    _: None,
     dtype: jnp.dtype,
     batch: Tree,
     optimizer: optax.GradientTransformation,
@@ -218,9 +219,7 @@ def mpmd_engine(
     rows = config.data.batch_size // (mesh.dp * mesh.fsdp * schedule.num_microbatches)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
     executor, num_microbatches = config.executor, schedule.num_microbatches
-    model = Model(
-        stack, params["ends"], layer, microbatch, num_microbatches, executor.remat, executor.unroll, dtype
-    )
+    model = Model(stack, params["ends"], layer, microbatch, num_microbatches, executor.remat, executor.unroll, dtype)
     training, evaluation = ((each, dispatch_order(each, executor.remat)) for each in (schedule, forward_only(schedule)))
     return Mpmd(states, batch, model, (training, evaluation), optimizer, lr_schedule)
 

@@ -16,7 +16,7 @@ import jax
 from rich.console import Console
 
 from ppctl.assemble import Parts, assemble, without_pipeline
-from ppctl.config import Config, Schedule
+from ppctl.config import Config, Schedule, Spmd
 from ppctl.engine import Engine
 from ppctl.report import show_json, show_table
 from ppctl.schedule import LOOPED_WHOLE
@@ -36,7 +36,7 @@ class Candidate:
     batch: Tree
     compile_cpu_s: float  # trace and compile
     temp_bytes: int  # of one device
-    num_tasks: int  # that the host dispatches in a step
+    num_tasks: int | None  # that the host dispatches in a step; None where a step is one program
 
 
 def bench(config: Config, *, as_json: bool) -> int:
@@ -45,10 +45,13 @@ def bench(config: Config, *, as_json: bool) -> int:
     if config.executor.name != "reference":
         for remat in config.executor.REMAT:
             requests[f"remat={remat}"] = replace(config, executor=replace(config.executor, remat=remat))
+    if config.executor.name == "mpmd" and config.schedule.name in LOOPED_WHOLE:
+        requests["executor=spmd"] = replace(config, executor=Spmd(remat=config.executor.remat))
     # the largest mesh first: it decides how many devices are simulated
     candidates = [prepare(name, request) for name, request in reversed(requests.items())][::-1]
     steps = time_steps(candidates)
-    growth = [] if config.executor.name == "reference" else [grow(config, name) for name in LOOPED_WHOLE]
+    families = {"reference": (), "spmd": LOOPED_WHOLE, "mpmd": (config.schedule.name,)}[config.executor.name]
+    growth = [grow(config, name) for name in families]
     if as_json:
         show_json({"steps": steps, "growth": growth, "rounds": ROUNDS, "device": jax.devices()[0].device_kind})
         return 0
@@ -66,7 +69,7 @@ def bench(config: Config, *, as_json: bool) -> int:
                 f"{row['wall_s']:.3f}",
                 f"{row['compile_cpu_s']:.1f}",
                 f"{row['temp_bytes'] / 1e6:.0f}",
-                f"{row['dispatch_s'] / row['num_tasks'] * 1e6:.0f}",
+                "" if row["dispatch_us_per_task"] is None else f"{row['dispatch_us_per_task']:.0f}",
             )
             for row in steps
         ),
@@ -87,7 +90,7 @@ def prepare(name: str, config: Config) -> Candidate:
     engine = parts.engine
     temp_bytes, compile_cpu_s = _compile(parts)
     batch = engine.put(next(parts.data.batches()))
-    num_tasks = sum(map(len, parts.schedule.ranks)) if config.executor.name == "mpmd" else 1
+    num_tasks = sum(map(len, parts.schedule.ranks)) if config.executor.name == "mpmd" else None
     return Candidate(name, engine, engine.new_state(), batch, compile_cpu_s, temp_bytes, num_tasks)
 
 
@@ -109,8 +112,8 @@ def time_steps(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
             "cpu_s": statistics.median(cpu for cpu, _, _ in taken[1:]),
             "cpu_ratio": statistics.median(cpu / base for (cpu, *_), (base, *_) in zip(taken[1:], first, strict=True)),
             "wall_s": statistics.median(wall for _, wall, _ in taken[1:]),
-            "dispatch_s": statistics.median(host for _, _, host in taken[1:]),
-            "num_tasks": candidate.num_tasks,
+            "dispatch_s": (host_s := statistics.median(host for _, _, host in taken[1:])),
+            "dispatch_us_per_task": None if candidate.num_tasks is None else host_s / candidate.num_tasks * 1e6,
             "compile_cpu_s": candidate.compile_cpu_s,
             "temp_bytes": candidate.temp_bytes,
         }
@@ -123,7 +126,9 @@ def grow(config: Config, family: str) -> dict[str, Any]:
     rows = config.data.batch_size // config.schedule.num_microbatches
     compiled = {}
     for num_microbatches in GROWTH:
-        schedule = Schedule(name=family, num_microbatches=num_microbatches)
+        is_own = family == config.schedule.name
+        schedule = config.schedule if is_own else Schedule(name=family)
+        schedule = replace(schedule, num_microbatches=num_microbatches)
         data = replace(config.data, batch_size=rows * num_microbatches)
         temp_bytes, cpu_s = _compile(assemble(replace(config, schedule=schedule, data=data)))
         compiled[num_microbatches] = cpu_s, temp_bytes

@@ -44,7 +44,8 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
         clipped = lambda g: jnp.where(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm)  # noqa: E731
         return jax.tree.map(clipped, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    # optax's types know of no extra arguments
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
 def decays(params: Any) -> Any:

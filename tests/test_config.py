@@ -153,7 +153,7 @@ def config_with(**parts: object) -> c.Config:
         (config_with(run=c.Run(profile=c.Profile(start=199))), r"199\+2 is past the last step .*start=198 at most"),
         (config_with(run=c.Run(profile=c.Profile(start=198, num_steps=5))), "start=195 at most, or fewer"),
         (config_with(data=c.Synthetic(batch_size=12)), r"12 is not a multiple of .* = 8\*1\*1 = 8. Use .*=16"),
-        (config_with(mesh=c.Mesh(1, 2), executor=c.Reference()), "mesh=1x2 has 2. Use mesh=1x1 or executor=spmd"),
+        (config_with(mesh=c.Mesh(1, 2), executor=c.Reference()), "mesh=1x2 has 2. Use mesh=1x1, executor=spmd or"),
         (config_with(model=c.MLP()), "model=mlp cannot learn from data=synthetic. Use data=regression or"),
         (config_with(data=c.Regression()), "model=transformer cannot learn from data=regression. Use data=stdlib"),
     ],

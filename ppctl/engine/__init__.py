@@ -20,7 +20,7 @@ class Footprint:
 
 
 class Engine(Protocol):
-    """A model, an optimizer and an executor on a mesh. States are opaque to who drives it; they are donated to `step`."""
+    """A model, an optimizer and an executor on a mesh. States are opaque to its user; `step` takes their memory."""
 
     def new_state(self) -> Tree:
         """The initial state: a function of the model and the seed alone."""

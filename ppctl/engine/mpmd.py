@@ -24,7 +24,7 @@ from ppctl.mesh import DATA_AXES
 from ppctl.optim import sum_of_squares
 from ppctl.runtime.mpmd.machine import Machine, Walk
 from ppctl.runtime.mpmd.plan import Key, Op, Program, roles, task_ops
-from ppctl.runtime.mpmd.rank import Library, rank_ops, rank_roles, with_tied
+from ppctl.runtime.mpmd.rank import Library, rank_op, rank_ops, rank_roles, with_tied
 from ppctl.runtime.mpmd.split import Split
 from ppctl.runtime.mpmd.tasks import Model
 from ppctl.schedule.ir import Schedule, Task
@@ -131,8 +131,7 @@ class Mpmd:
         return ops, [("metrics",), *kept]
 
     def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> Op:
-        names = (tuple(key[0] for key in keys) for keys in (reads, writes))
-        return Op(Program(kind, *names, self.roles[rank]), rank, tuple(reads), tuple(writes))
+        return rank_op(kind, self.roles[rank], rank, reads, writes)
 
     def _sent(self, name: str, key: Key) -> list[Op]:
         """Moves of a value of the last rank to all, as (name, rank)."""
@@ -173,7 +172,10 @@ class _Programs:
         self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
         staged = engine.states.staged
         self.of_state = {
-            here: {name: engine.split.described(tree, r, (jax.tree_util.DictKey(name),))[1] for name, tree in staged.items()}
+            here: {
+                name: engine.split.described(tree, r, (jax.tree_util.DictKey(name),))[1]
+                for name, tree in staged.items()
+            }
             for r, here in enumerate(engine.roles)
         }
         self.library = Library(engine.model, {here: specs["params"] for here, specs in self.of_state.items()})

@@ -7,7 +7,6 @@ way to load one executable on other devices, so ranks share the trace, and the s
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -6,15 +6,15 @@ w, ends_in, ends_out        a stage's parameters, those of the embedding and of 
 inputs, targets, m          the batch, and the number of a microbatch
 x, gx; y, gy                input and output of a stage for one microbatch, and their gradients
 stash, pending              what a forward keeps for its backward, what I leaves to W
-acc, acc_in, acc_out        sums of a stage's gradients, of the embedding's, of the head's (with loss and number of losses)
-turn                        the number of tasks that a rank has begun: it makes them run in program order on devices that
-                            would otherwise run whatever is ready
+acc, acc_in, acc_out        sums of gradients: a stage's, the embedding's, the head's (with loss and number of losses)
+turn                        the number of tasks that a rank has begun: it makes them run in program order, also on
+                            devices that would otherwise run whatever is ready
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from ppctl.schedule.ir import Schedule, Task
 
@@ -22,12 +22,12 @@ Key = tuple  # (name, numbers that tell values of this name apart)
 
 
 class Program(NamedTuple):
-    """What is traced and lowered once: programs that compare equal are one. `kind` E is a forward that keeps nothing."""
+    """What is traced and lowered once: equal programs are one. Kind E is a forward that keeps nothing."""
 
     kind: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    shape: Hashable  # whatever else tells programs of a kind apart
+    shape: Any  # whatever else tells programs of a kind apart, hashable
 
 
 class Op(NamedTuple):

@@ -5,7 +5,7 @@ These programs communicate over (dp, fsdp) of the rank's submesh; tasks do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,9 +50,7 @@ def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[R
     return tuple(RankRole(tuple(stages), num_rows, tied.get(rank)) for rank, stages in enumerate(here))
 
 
-def rank_ops(
-    layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool
-) -> tuple[list[Op], list[Op]]:
+def rank_ops(layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool) -> tuple[list[Op], list[Op]]:
     """What runs before the tasks, from ("params", rank), and after them, to ("grads", rank).
 
     A tied leaf's gradient goes from the head's rank to the embedding's, and the whole sum back, as ("tied", rank).
@@ -65,22 +63,23 @@ def rank_ops(
         sums += [("acc_in",)] * here.has_first
         writes += [("ends_in",)] * here.has_first + [("ends_out",)] * here.has_last
         writes += (sums if with_grads else []) + [("acc_out",)] * here.has_last
-        before.append(_op("prepare", here, r, [("params", r)], writes))
+        before.append(rank_op("prepare", here, r, [("params", r)], writes))
         sums += [("acc_out",)] * here.has_last
         if here.tied == "head":
             to = layout.rank_of[0]
-            after.insert(0, _op("finish", here, r, sums, [("grads", r), ("tied_head",)]))
+            after.insert(0, rank_op("finish", here, r, sums, [("grads", r), ("tied_head",)]))
             after.insert(1, Op(None, to, (("tied_head",),), (("tied", to),)))
         elif here.tied == "embedding":
             back = layout.rank_of[-1]
-            after.append(_op("finish", here, r, [*sums, ("tied", r)], [("grads", r), ("tied_sum",)]))
+            after.append(rank_op("finish", here, r, [*sums, ("tied", r)], [("grads", r), ("tied_sum",)]))
             after.append(Op(None, back, (("tied_sum",),), (("tied", back),)))
         else:
-            after.append(_op("finish", here, r, sums, [("grads", r)]))
+            after.append(rank_op("finish", here, r, sums, [("grads", r)]))
     return before, after if with_grads else []
 
 
-def _op(kind: str, here: RankRole, rank: int, reads: list[Key], writes: list[Key]) -> Op:
+def rank_op(kind: str, here: RankRole, rank: int, reads: Sequence[Key], writes: Sequence[Key]) -> Op:
+    """A program of a whole rank, from these values to those."""
     names = lambda keys: tuple(key[0] for key in keys)  # noqa: E731
     return Op(Program(kind, names(reads), names(writes), here), rank, tuple(reads), tuple(writes))
 

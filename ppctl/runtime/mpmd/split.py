@@ -1,7 +1,7 @@
 """From a tree in staged form on the whole mesh to a tree for each rank on its submesh, and back.
 
-A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies them. Leaves of the ends
-go to the ranks that use them, everything else (counts) to all.
+A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies them. Leaves of the
+ends go to the ranks that use them, everything else (counts) to all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Split:
         return P(*self.layout.over(shape, ("fsdp",))) if what == "ends" else P()
 
     def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
-        """(shapes, specs) of a rank's tree, None where it holds nothing of a leaf. `above`: the path to a staged tree."""
+        """(shapes, specs) of a rank's part of a staged tree, None where it has nothing. `above`: the tree's path."""
 
         def shape(path: tuple, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
             what, holders = self._place(path)

@@ -145,10 +145,8 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
     if kind == "W":
         out["acc"] = add(v["acc"], stage.weight_grad(v["w"], None, unlead(v["pending"])))
         return out
-    if stage.keeps_input:
-        stash = model.embed(v) if role.is_first else v["x"]
-    else:
-        stash = unlead(v["stash"])
+    recomputed = lambda: model.embed(v) if role.is_first else v["x"]  # noqa: E731
+    stash = recomputed() if stage.keeps_input else unlead(v["stash"])
     cotangent = lambda y: model.head(v, y) if stage.keeps_input and role.is_last else (v["gy"], None)  # noqa: E731
     if kind == "B":
         out["gx"], dw, out["acc_out"] = stage.backward(v["w"], None, stash, cotangent)
