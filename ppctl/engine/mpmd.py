@@ -108,7 +108,7 @@ class Mpmd:
         schedule, order = self.evaluation if what == "loss" else self.training
         before, after = rank_ops(self.layout, self.roles, with_grads=what != "loss")
         tasks = task_ops(schedule, order, self.sizes, keeps_input=self.model.stage.keeps_input)
-        ops = [*before, *tasks, *after, self._op("mean", self.last, [("acc_out",)], [("loss",), ("number",)])]
+        ops = [*before, *tasks, *after, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
         if what == "loss":
             return ops, [("loss",)]
         if what == "grads":
@@ -204,8 +204,8 @@ class _Programs:
             return ("params", "optimizer", "step") if program.kind == "update" else ()
         return self.library.donated(program)
 
-    def _mean(self, _: Program, acc_out: Tree) -> tuple:
-        loss, number = (jax.lax.psum(a[0], DATA_AXES) for a in acc_out[:2])
+    def _mean(self, _: Program, losses: Tree) -> tuple:
+        loss, number = (jax.lax.psum(a[0], DATA_AXES) for a in losses)
         return loss / number, number
 
     def _scaled(self, grads: Tree, number: jax.Array, tied: Sequence[Tree]) -> Tree:

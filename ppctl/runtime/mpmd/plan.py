@@ -6,7 +6,8 @@ w, ends_in, ends_out        a stage's parameters, those of the embedding and of 
 inputs, targets, m          the batch, and the number of a microbatch
 x, gx; y, gy                input and output of a stage for one microbatch, and their gradients
 stash, pending              what a forward keeps for its backward, what I leaves to W
-acc, acc_in, acc_out        sums of gradients: a stage's, the embedding's, the head's (with loss and number of losses)
+acc, acc_in, acc_out        sums of gradients: a stage's, the embedding's, the head's
+losses                      sums of the losses and of their number
 turn                        the number of tasks that a rank has begun: it makes them run in program order, also on
                             devices that would otherwise run whatever is ready
 """
@@ -61,7 +62,8 @@ def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
     forward is left to its backward, with the head, and the first one's input is embedded again.
     """
     embedding = ("ends_in", "inputs", "m") if role.is_first else ("x",)
-    head = ("ends_out", "targets", "m", "acc_out") if role.is_last else ()
+    head = ("ends_out", "targets", "m", "losses") if role.is_last else ()
+    with_grad = ("acc_out",) if role.is_last else ()
     reads: tuple[str, ...] = ("turn", "w")
     writes: tuple[str, ...] = ("turn",)
     if kind == "F" and keeps_input:
@@ -70,15 +72,15 @@ def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
         kind = "E"
     if kind == "E":
         reads += embedding + head
-        writes += ("acc_out",) if role.is_last else ("y",)
+        writes += ("losses",) if role.is_last else ("y",)
     elif kind == "F":
-        reads += embedding + head
-        writes += ("stash", "gy", "acc_out") if role.is_last else ("stash", "y")
+        reads += embedding + head + with_grad
+        writes += ("stash", "gy", "losses", "acc_out") if role.is_last else ("stash", "y")
     elif kind == "W":
         reads += ("pending", "acc")
         writes += ("acc",)
     else:
-        reads += embedding + head if keeps_input else ("stash",)
+        reads += embedding + head + with_grad if keeps_input else ("stash",)
         if not (keeps_input and role.is_last):
             reads += ("gy",)
         if role.is_first:
@@ -86,7 +88,7 @@ def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
         reads += ("acc",) if kind == "B" else ()
         writes += ("acc",) if kind == "B" else ("pending",)
         writes += ("acc_in",) if role.is_first else ("gx",)
-        writes += ("acc_out",) if keeps_input and role.is_last else ()
+        writes += ("losses", "acc_out") if keeps_input and role.is_last else ()
     return Program(kind, tuple(dict.fromkeys(reads)), writes, role)
 
 

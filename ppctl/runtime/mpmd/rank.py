@@ -60,11 +60,11 @@ def rank_ops(layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool) -
         stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
         writes: list[Key] = [("turn", r), *(("w", s) for s in stages)]
         sums: list[Key] = [("acc", s) for s in stages]
-        sums += [("acc_in",)] * here.has_first
+        sums += [("acc_in",)] * here.has_first + [("acc_out",)] * here.has_last
         writes += [("ends_in",)] * here.has_first + [("ends_out",)] * here.has_last
-        writes += (sums if with_grads else []) + [("acc_out",)] * here.has_last
+        writes += [("losses",)] * here.has_last
+        writes += sums if with_grads else []
         before.append(rank_op("prepare", here, r, [("params", r)], writes))
-        sums += [("acc_out",)] * here.has_last
         if here.tied == "head":
             to = layout.rank_of[0]
             after.insert(0, rank_op("finish", here, r, sums, [("grads", r), ("tied_head",)]))
@@ -109,9 +109,8 @@ def prepare(model: Model, here: RankRole, program: Program, specs: Tree, params:
         found["ends_out"] = [ends] = [model.keep(whole["ends"], by_head)]
         head = lambda ends, x, targets: model.stack.head(model.fill(ends), x, targets)  # noqa: E731
         sums = jax.eval_shape(head, ends, model.x, model.microbatch["targets"])
-        has_grads = "acc" in program.writes
-        sums = tuple(jnp.zeros((1, *a.shape), a.dtype) for a in sums)
-        found["acc_out"] = [(*sums, zeros(ends) if has_grads else None)]
+        found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in sums)]
+        found["acc_out"] = [zeros(ends)]
     return tuple(found[name].pop(0) for name in program.writes)
 
 
@@ -125,7 +124,7 @@ def finish(model: Model, here: RankRole, program: Program, specs: Tree, *values:
     chunks = [_stacked(model, here.num_rows, acc) for acc in accs]
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *chunks)
     ends = model.keep(model.ends, (False,) * len(model.tied))
-    for part in (v.get("acc_in"), v["acc_out"][2] if here.has_last else None):
+    for part in (v.get("acc_in"), v.get("acc_out")):
         if part is not None:
             ends = jax.tree.map(_plus, ends, unlead(part), is_leaf=is_none)
     grads = {"ends": scatter(ends, specs["ends"], DATA_AXES), "layers": scatter(layers, specs["layers"], DATA_AXES)}

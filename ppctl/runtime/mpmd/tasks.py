@@ -102,18 +102,16 @@ class Model:
         return add(v["acc_in"], pull(gx)[0])
 
     def loss(self, v: dict[str, Any], y: jax.Array) -> Tree:
-        """acc_out with the loss of y added."""
-        loss, number, ends = v["acc_out"]
-        found = self.stack.head(self.fill(v["ends_out"]), y, self.rows(v["targets"], v["m"]))
-        return *add((loss, number), found), ends
+        """losses with the loss of y added."""
+        return add(v["losses"], self.stack.head(self.fill(v["ends_out"]), y, self.rows(v["targets"], v["m"])))
 
-    def head(self, v: dict[str, Any], y: jax.Array) -> tuple[jax.Array, Tree]:
-        """(gradient of y, acc_out with the loss of y and the head's gradient added)."""
+    def head(self, v: dict[str, Any], y: jax.Array) -> tuple[jax.Array, tuple[Tree, Tree]]:
+        """(gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
         targets = self.rows(v["targets"], v["m"])
         head = lambda ends, y: self.stack.head(self.fill(ends), y, targets)  # noqa: E731
         loss, pull, number = jax.vjp(head, v["ends_out"], y, has_aux=True)
         ends, gy = pull(jnp.ones_like(loss))
-        return gy, add(v["acc_out"], (loss, number, ends))
+        return gy, (add(v["losses"], (loss, number)), add(v["acc_out"], ends))
 
 
 def add(total: Tree, update: Tree) -> Tree:
@@ -138,21 +136,21 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
         if kind == "F":
             out["stash"] = lead(stash)
         if role.is_last and kind == "F":
-            out["gy"], out["acc_out"] = model.head(v, out["y"])
+            out["gy"], (out["losses"], out["acc_out"]) = model.head(v, out["y"])
         elif role.is_last:
-            out["acc_out"] = model.loss(v, out["y"])
+            out["losses"] = model.loss(v, out["y"])
         return out
     if kind == "W":
         out["acc"] = add(v["acc"], stage.weight_grad(v["w"], None, unlead(v["pending"])))
         return out
     recomputed = lambda: model.embed(v) if role.is_first else v["x"]  # noqa: E731
     stash = recomputed() if stage.keeps_input else unlead(v["stash"])
-    cotangent = lambda y: model.head(v, y) if stage.keeps_input and role.is_last else (v["gy"], None)  # noqa: E731
+    cotangent = lambda y: model.head(v, y) if stage.keeps_input and role.is_last else (v["gy"], (None, None))  # noqa: E731
     if kind == "B":
-        out["gx"], dw, out["acc_out"] = stage.backward(v["w"], None, stash, cotangent)
+        out["gx"], dw, (out["losses"], out["acc_out"]) = stage.backward(v["w"], None, stash, cotangent)
         out["acc"] = add(v["acc"], dw)
     else:
-        out["gx"], pending, out["acc_out"] = stage.input_grad(v["w"], None, stash, cotangent)
+        out["gx"], pending, (out["losses"], out["acc_out"]) = stage.input_grad(v["w"], None, stash, cotangent)
         out["pending"] = lead(pending)
     if role.is_first:
         out["acc_in"] = model.embed_grad(v, out["gx"])
