@@ -44,6 +44,7 @@ class Mpmd:
         schedules: tuple[tuple[Schedule, Sequence[Task]], tuple[Schedule, Sequence[Task]]],
         optimizer: optax.GradientTransformation,
         lr_schedule: optax.Schedule,
+        compiler_options: Mapping[str, Any] | None = None,  # of XLA, as jax.jit takes them
     ):
         layout = states.layout
         self.states, self.batch_shapes, self.model, self.layout = states, batch_shapes, model, layout
@@ -55,7 +56,7 @@ class Mpmd:
         used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
         holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.tied))]
         self.split = Split(layout, model.ends, holders)
-        self.machine = Machine(self.split.submeshes, _Programs(self, optimizer, lr_schedule))
+        self.machine = Machine(self.split.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
         self.walks: dict[str, Walk] = {}
 
     # states
@@ -99,11 +100,11 @@ class Mpmd:
     def walk(self, what: str) -> Walk:
         """The compiled plan of a step, of a loss alone, or of loss and gradients ("grads")."""
         if what not in self.walks:
-            ops, kept = self._ops(what)
-            self.walks[what] = self.machine.compile(ops, self._given_shapes(), kept)
+            ops, kept = self.plan(what)
+            self.walks[what] = self.machine.compile(ops, self.given_shapes(), kept)
         return self.walks[what]
 
-    def _ops(self, what: str) -> tuple[list[Op], list[Key]]:
+    def plan(self, what: str) -> tuple[list[Op], list[Key]]:
         """(the plan, what it leaves)."""
         schedule, order = self.evaluation if what == "loss" else self.training
         before, after = rank_ops(self.layout, self.roles, with_grads=what != "loss")
@@ -156,7 +157,7 @@ class Mpmd:
             given |= {(name, r): tree for name, tree in of_rank.items()}
         return given | self._numbers
 
-    def _given_shapes(self) -> dict[Key, Tree]:
+    def given_shapes(self) -> dict[Key, Tree]:
         shape = self.machine.shape
         shapes: dict[Key, Tree] = {(name,): shape(a, P(DATA_AXES)) for name, a in self.batch_shapes.items()}
         for name, tree in self.states.staged.items():

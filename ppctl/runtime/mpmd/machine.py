@@ -59,8 +59,8 @@ class Walk:
 class Machine:
     """The submeshes of the ranks, all of one shape, and the programs that run on them."""
 
-    def __init__(self, submeshes: Sequence[Mesh], programs: Programs):
-        self.submeshes, self.programs = submeshes, programs
+    def __init__(self, submeshes: Sequence[Mesh], programs: Programs, options: Mapping[str, Any] | None = None):
+        self.submeshes, self.programs, self.options = submeshes, programs, dict(options or {})
         one = submeshes[0]
         self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
         self.lowered: dict[Program, tuple[jax.stages.Lowered, tuple]] = {}
@@ -138,7 +138,9 @@ class Machine:
 
         def compiled(key: tuple[Program, int]) -> jax.stages.Compiled:
             program, rank = key
-            return self.lowered[program][0].compile(device_assignment=tuple(self.submeshes[rank].devices.flat))
+            return self.lowered[program][0].compile(
+                self.options, device_assignment=tuple(self.submeshes[rank].devices.flat)
+            )
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             self.compiled.update(zip(missing, threads.map(compiled, missing), strict=True))
