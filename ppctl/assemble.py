@@ -25,6 +25,7 @@ from ppctl.data import BUILDERS, DataSet
 from ppctl.engine import Engine
 from ppctl.engine.mpmd import Mpmd
 from ppctl.engine.one_program import OneProgram
+from ppctl.engine.post_validation import PostValidated
 from ppctl.engine.states import States
 from ppctl.errors import ConfigError
 from ppctl.mesh import make_mesh
@@ -212,7 +213,7 @@ def mpmd_engine(
     batch: Tree,
     optimizer: optax.GradientTransformation,
     lr_schedule: optax.Schedule,
-) -> Mpmd:
+) -> Mpmd | PostValidated:
     """The engine of executor=mpmd. The host dispatches tasks in the order in which the simulator starts them."""
     params, mesh = states.natural["params"], config.mesh
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
@@ -221,7 +222,10 @@ def mpmd_engine(
     executor, num_microbatches = config.executor, schedule.num_microbatches
     model = Model(stack, params["ends"], layer, microbatch, num_microbatches, executor.remat, executor.unroll, dtype)
     training, evaluation = ((each, dispatch_order(each, executor.remat)) for each in (schedule, forward_only(schedule)))
-    return Mpmd(states, batch, model, (training, evaluation), optimizer, lr_schedule)
+    engine = Mpmd(states, batch, model, (training, evaluation), optimizer, lr_schedule)
+    if not executor.post_validation:
+        return engine
+    return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=config.optim.clip_norm))
 
 
 def dispatch_order(schedule: Schedule, remat: str) -> list[Task]:

@@ -48,6 +48,11 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
+def needs_no_clipping(norm: float, max_norm: float | None) -> bool:
+    """Whether `clip_by_norm` leaves gradients of this norm as they are. None: there is no clipping."""
+    return max_norm is None or norm < max_norm
+
+
 def decays(params: Any) -> Any:
     """For each leaf, whether weight decay applies: not to norms and biases."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NO_DECAY, params)

@@ -136,7 +136,8 @@ def describe(parts: Parts, start: int) -> Iterator[str]:
             f"{parts.bubble_fraction:.1%}, at most {max(peak_activations(schedule)):g} live activations"
         )
     if config.executor.name == "mpmd":
-        yield "executor  mpmd: a program for each stage and kind of task, dispatched by the host, ranks run freely"
+        barrier = ", no barrier before the optimizer" if config.executor.post_validation else ""
+        yield f"executor  mpmd: a program for each stage and kind of task, dispatched by the host{barrier}"
     if ticks is not None:
         costs = task_costs(config.executor.remat)
         stretch = ticks.makespan_s(costs) / simulate(schedule, costs).makespan_s

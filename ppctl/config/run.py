@@ -48,6 +48,7 @@ class Mpmd(Reference):
     """One compiled function for each stage and kind of task, dispatched by the host in the order of the schedule."""
 
     name: str = "mpmd"
+    post_validation: bool = False  # a rank updates before the global norm is known, and again if that was wrong
 
 
 @dataclass

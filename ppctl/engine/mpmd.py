@@ -31,6 +31,7 @@ from ppctl.schedule.ir import Schedule, Task
 from ppctl.train import apply_gradients
 
 Tree = Any
+STATE = ("params", "optimizer", "step")  # what a rank's state holds
 
 
 class Mpmd:
@@ -85,58 +86,92 @@ class Mpmd:
         return Footprint(max(step.peak_bytes), "")
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        found = self.walk("step").run(self._given(state, batch))
-        keys = ("params", "optimizer", "step")
-        return tuple({key: found[key, r] for key in keys} for r in self.ranks), found["metrics",]
+        found = self.walk("step").run(self.given(state, batch))
+        return self.state_of(found), found["metrics",]
+
+    def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
+        """The state in what a walk has left; `try` leaves it as next_params and so on."""
+        return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)
 
     def loss(self, state: Tree, batch: Tree) -> jax.Array:
-        return self.walk("loss").run(self._given(state, batch))["loss",]
+        return self.walk("loss").run(self.given(state, batch))["loss",]
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        found = self.walk("grads").run(self._given(state, batch))
+        found = self.walk("grads").run(self.given(state, batch))
         grads = self.split.join([found["mean_grads", r] for r in self.ranks], self.states.staged["params"])
         return found["loss",], jax.jit(self.layout.to_natural)(grads)
 
     def walk(self, what: str) -> Walk:
-        """The compiled plan of a step, of a loss alone, or of loss and gradients ("grads")."""
+        """The compiled plan of that name."""
         if what not in self.walks:
+            given = self.given_shapes()
+            if what == "redo":
+                tried = self.walk("try").shapes
+                given = {key: shape for key, shape in given.items() if key[0] in STATE} | {
+                    key: tried[key] for key in self.outcome
+                }
             ops, kept = self.plan(what)
-            self.walks[what] = self.machine.compile(ops, self.given_shapes(), kept)
+            self.walks[what] = self.machine.compile(ops, given, kept)
         return self.walks[what]
 
     def plan(self, what: str) -> tuple[list[Op], list[Key]]:
-        """(the plan, what it leaves)."""
+        """(a plan, what it leaves).
+
+        step: a train step. loss: that of a batch, from forwards alone. grads: loss and gradients. try: a step in which
+        each rank updates as soon as its gradients are ready, unclipped, and the norm is formed afterwards. redo: the
+        update of a step that was tried, from the state before it and from its `outcome`.
+        """
+        if what == "redo":
+            return self._updates("update", "scale"), self.state_keys
         schedule, order = self.evaluation if what == "loss" else self.training
         before, after = rank_ops(self.layout, self.roles, with_grads=what != "loss")
         tasks = task_ops(schedule, order, self.sizes, keeps_input=self.model.stage.keeps_input)
-        ops = [*before, *tasks, *after, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
+        ops = [*before, *tasks, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
         if what == "loss":
             return ops, [("loss",)]
+        if what == "step":
+            ops += [*after, *self._norm(), *self._sent("scale"), *self._updates("update", "scale")]
+            return ops, [("metrics",), *self.state_keys]
+        ops += [*self._sent("number"), *after]
         if what == "grads":
-            ops += self._sent("number", ("number",))
             kept = [("mean_grads", r) for r in self.ranks]
             ops += [self._op("divide", r, [*self._grads(r), ("number", r)], [kept[r]]) for r in self.ranks]
             return ops, [("loss",), *kept]
-        ops += [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
-        for r in self.ranks:
-            ops += [Op(None, self.last, (("squares", r),), (("squares_there", r),))] if r != self.last else []
+        ops += [*self._updates("try", "number"), *self._norm(), *self._sent("scale")]
+        return ops, [("metrics",), *((f"next_{name}", r) for name, r in self.state_keys), *self.outcome]
+
+    @property
+    def state_keys(self) -> list[Key]:
+        return [(name, r) for r in self.ranks for name in STATE]
+
+    @property
+    def outcome(self) -> list[Key]:
+        """What `redo` needs of a step that was tried."""
+        return [key for r in self.ranks for key in (*self._grads(r), ("scale", r))]
+
+    def _norm(self) -> list[Op]:
+        """From gradients to metrics and scale: each rank's sum of squares goes to the last one, which adds them up."""
+        ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
+        away = [r for r in self.ranks if r != self.last]
+        ops += [Op(None, self.last, (("squares", r),), (("squares_there", r),)) for r in away]
         squares = [("squares" if r == self.last else "squares_there", r) for r in self.ranks]
         reads = [("loss",), ("number",), ("step", self.last), *squares]
-        ops.append(self._op("combine", self.last, reads, [("metrics",), ("scale",)]))
-        ops += self._sent("scale", ("scale",))
-        kept = []
+        return [*ops, self._op("combine", self.last, reads, [("metrics",), ("scale",)])]
+
+    def _updates(self, kind: str, scale: str) -> list[Op]:
+        ops = []
         for r in self.ranks:
-            state = [("params", r), ("optimizer", r), ("step", r)]
-            ops.append(self._op("update", r, [*state, *self._grads(r), ("scale", r)], state))
-            kept += state
-        return ops, [("metrics",), *kept]
+            state = [(name, r) for name in STATE]
+            writes = [(f"next_{name}", r) for name in STATE] if kind == "try" else state
+            ops.append(self._op(kind, r, [*state, *self._grads(r), (scale, r)], writes))
+        return ops
 
     def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> Op:
         return rank_op(kind, self.roles[rank], rank, reads, writes)
 
-    def _sent(self, name: str, key: Key) -> list[Op]:
+    def _sent(self, name: str) -> list[Op]:
         """Moves of a value of the last rank to all, as (name, rank)."""
-        return [Op(None, r, (key,), ((name, r),)) for r in self.ranks]
+        return [Op(None, r, ((name,),), ((name, r),)) for r in self.ranks]
 
     def _grads(self, rank: int) -> list[Key]:
         """All of a rank's gradients: those of tied leaves come back from the rank that adds them up."""
@@ -151,11 +186,12 @@ class Mpmd:
         many = range(self.model.num_microbatches)
         return {("m", r, m): jax.device_put(np.int32(m), sharding) for r, sharding in shardings.items() for m in many}
 
-    def _given(self, state: Tree, batch: Tree) -> dict[Key, Tree]:
-        given: dict[Key, Tree] = {(name,): array for name, array in batch.items()}
-        for r, of_rank in enumerate(state):
-            given |= {(name, r): tree for name, tree in of_rank.items()}
-        return given | self._numbers
+    def given(self, state: Tree, batch: Tree) -> dict[Key, Tree]:
+        """The values that plans start from."""
+        return {(name,): array for name, array in batch.items()} | self.given_state(state) | self._numbers
+
+    def given_state(self, state: Tree) -> dict[Key, Tree]:
+        return {(name, r): tree for r, of_rank in enumerate(state) for name, tree in of_rank.items()}
 
     def given_shapes(self) -> dict[Key, Tree]:
         shape = self.machine.shape
@@ -186,9 +222,11 @@ class _Programs:
             "squares": self._squares,
             "combine": self._combine,
             "update": self._update,
+            "try": self._try,
         }
 
     def specs(self, program: Program, name: str) -> Tree:
+        name = name.removeprefix("next_")
         if name in ("optimizer", "step"):
             return self.of_state[program.shape][name]
         if name in ("loss", "number", "squares", "squares_there", "metrics", "scale"):
@@ -202,7 +240,7 @@ class _Programs:
 
     def donated(self, program: Program) -> tuple[str, ...]:
         if program.kind in self.functions:
-            return ("params", "optimizer", "step") if program.kind == "update" else ()
+            return STATE if program.kind == "update" else ()
         return self.library.donated(program)
 
     def _mean(self, _: Program, losses: Tree) -> tuple:
@@ -235,3 +273,8 @@ class _Programs:
         state = {"params": params, "optimizer": optimizer, "step": step}
         state = apply_gradients(self.optimizer, state, self._scaled(grads, number, tied), norm)
         return state["params"], state["optimizer"], state["step"]
+
+    def _try(self, program: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
+        """The update as it is where the norm turns out to need no clipping."""
+        *tied, number = rest
+        return self._update(program, params, optimizer, step, grads, *tied, (number, jnp.zeros_like(number)))

@@ -35,11 +35,11 @@ class MpmdCase(Case):
         return build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
 
 
-def make_optimizer():
-    return optim.adamw(LR_SCHEDULE, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=CLIP_NORM)
+def make_optimizer(clip_norm=CLIP_NORM):
+    return optim.adamw(LR_SCHEDULE, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=clip_norm)
 
 
-def make_engine(case, **options):
+def make_engine(case, clip_norm=CLIP_NORM):
     """An engine of float64 whose initial state has `make_params`, and a batch of the case."""
     stack, schedule = make_stack(case.model, case.num_layers), case.program()
     params = make_params(stack)
@@ -54,9 +54,9 @@ def make_engine(case, **options):
         stack, params["ends"], layer, microbatch, case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64")
     )
     schedules = tuple((each, dispatch_order(each, case.remat)) for each in (schedule, forward_only(schedule)))
-    optimizer = make_optimizer()
+    optimizer = make_optimizer(clip_norm)
     states = States(layout, lambda: init_state(jax.tree.map(jnp.asarray, params), optimizer))
-    engine = Mpmd(states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST, **options)
+    engine = Mpmd(states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST)
     return engine, batch
 
 

@@ -39,6 +39,7 @@ class Walk:
     slots: Mapping[Key, int]
     given: tuple[Key, ...]
     kept: tuple[Key, ...]
+    shapes: Mapping[Key, Tree]  # of what is kept
     peak_bytes: tuple[int, ...]  # for each rank, on one device: values and temporaries, without what is given
 
     def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
@@ -100,7 +101,8 @@ class Machine:
             places = (tuple(slots[key] for key in keys) for keys in (op.reads, op.writes, drop))
             steps.append((call, *places))
         peak_bytes = self._peak_bytes(ops, freed, shapes, given)
-        return Walk(tuple(ops), tuple(steps), slots, tuple(given), tuple(kept), peak_bytes)
+        kept_shapes = {key: shapes[key] for key in kept}
+        return Walk(tuple(ops), tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, peak_bytes)
 
     def _lower(self, program: Program, reads: tuple) -> tuple:
         """Shapes of what a program writes; lowers it the first time."""
