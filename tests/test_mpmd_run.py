@@ -35,6 +35,7 @@ def test_a_run_goes_from_spmd_to_mpmd_and_back_through_its_checkpoints(tmp_path,
     chain = [("spmd", "1f1b", 2), ("mpmd", "zb_h1", 4), ("spmd", "gpipe", 6)]
     for executor, schedule, until in chain:
         words = [*steps, f"executor={executor}", f"schedule={schedule}"]
+        words += ["executor.post_validation=true"] * (executor == "mpmd")
         assert train(mixed, *words) == 0 if until == 6 else stop_after(mixed, words, until)
     assert losses(mixed) == pytest.approx(losses(tmp_path / "spmd"), rel=1e-5)
     for found, wanted in zip(*(records(run_dir, "eval") for run_dir in (mixed, tmp_path / "spmd")), strict=True):
