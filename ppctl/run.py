@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import yaml
 from rich.console import Console
 
-from ppctl import profile
+from ppctl import profile, timeline
 from ppctl.assemble import Parts, assemble, model_flops, task_costs
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
@@ -34,6 +34,7 @@ from ppctl.schedule.simulate import peak_activations, simulate
 
 Tree = Any
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TIMELINE_AFTER = 2  # steps that warm up before the one that run.timeline measures
 LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by more than this
 
 
@@ -240,8 +241,12 @@ class _Loop:
                 if step == window.start:
                     self._read()  # no step before the window in its trace
                 dispatched_s = time.perf_counter()
-                with window.step(step):
-                    state, numbers = self.parts.engine.step(state, batch)
+                if config.timeline and step == min(start + TIMELINE_AFTER, config.num_steps - 1):
+                    self._read()
+                    state, numbers = self._measure(state, batch)
+                else:
+                    with window.step(step):
+                        state, numbers = self.parts.engine.step(state, batch)
                 self._read()
                 self._unread = (step + 1, numbers, dispatched_s)
                 finished = step + 1
@@ -347,6 +352,16 @@ class _Loop:
             "versions": {name: version(name) for name in ("ppctl", "jax", "orbax-checkpoint")},
         }
         self.checkpoints.save(finished, natural, meta)
+
+    def _measure(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        """A step of which every task is timed; writes and shows the timeline."""
+        engine: Any = self.parts.engine  # config.check asks for one whose tasks are programs
+        state, numbers, measured = timeline.timed_step(engine, self.parts.schedule, state, batch)
+        directory = Path(self.parts.config.run.dir) / "timeline"
+        with _writing(directory):
+            for line in timeline.write(directory, measured):
+                self.metrics.note(line)
+        return state, numbers
 
     def _show_profile(self, directory: Path) -> None:
         written = None

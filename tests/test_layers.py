@@ -14,7 +14,7 @@ ROOT = Path(ppctl.__file__).parent
 LEVELS = {
     7: ("cli",),
     6: ("run", "compose", "assemble", "verify", "bench", "look"),
-    5: ("checkpoint", "metrics", "profile", "report", "draw"),
+    5: ("checkpoint", "metrics", "profile", "timeline", "report", "draw"),
     4: ("engine", "train", "optim", "data"),
     3: ("runtime",),
     2: ("mesh", "model", "plan"),

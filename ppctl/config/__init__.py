@@ -110,6 +110,16 @@ def check(config: Config) -> None:
             f"Use {'data=regression' if is_mlp else 'data=stdlib (or text, tokens, synthetic)'}"
             f" or model={'transformer' if is_mlp else 'mlp'}."
         )
+    if config.run.timeline and config.executor.name != "mpmd":
+        raise ConfigError(
+            f"run.timeline=true measures tasks that are programs of their own, but executor={config.executor.name} is "
+            "one program. Use executor=mpmd, or run.profile.start=N, which traces any executor."
+        )
+    if config.run.timeline and config.run.profile.start is not None:
+        raise ConfigError(
+            f"run.timeline=true and run.profile.start={config.run.profile.start} both trace, and one trace can run "
+            "at a time. Leave one of them out."
+        )
     profile = config.run.profile
     if profile.start is not None and profile.start + profile.num_steps > config.run.num_steps:
         raise ConfigError(

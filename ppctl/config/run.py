@@ -187,6 +187,7 @@ class Run:
     eval_every: int | None = 100  # steps; None: no evaluation
     eval_batches: int = 4  # of data.batch_size each
     tensorboard: bool = True
+    timeline: bool = False  # measure when each task of one step runs (executor=mpmd): run.dir/timeline/
     peak_flops: float | None = None  # FLOP/s of one device, for MFU; None: the table in costs.py
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profile: Profile = field(default_factory=Profile)

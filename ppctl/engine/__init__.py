@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import jax
 
+from ppctl.schedule.ir import Task
+
 Tree = Any
 
 
@@ -52,4 +54,20 @@ class Engine(Protocol):
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         """(mean loss, gradients in natural order) of a batch."""
+        ...
+
+
+class TimedEngine(Engine, Protocol):
+    """An engine whose tasks are programs of their own, so that each can be timed."""
+
+    def programs(self) -> list[list[tuple[str, Task | None]]]:
+        """For each rank the programs of a step in order: name of the module, and its task if it is one."""
+        ...
+
+    def devices(self) -> list[int]:
+        """For each rank the id of its first device."""
+        ...
+
+    def step_by_step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
+        """`step`, one program at a time, with the seconds that each task took."""
         ...

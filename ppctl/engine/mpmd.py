@@ -89,6 +89,17 @@ class Mpmd:
         found = self.walk("step").run(self.given(state, batch))
         return self.state_of(found), found["metrics",]
 
+    def step_by_step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
+        seconds: dict[Task, float] = {}
+        found = self.walk("step").timed(seconds).run(self.given(state, batch))
+        return self.state_of(found), found["metrics",], seconds
+
+    def programs(self) -> list[list[tuple[str, Task | None]]]:
+        return self.walk("step").programs
+
+    def devices(self) -> list[int]:
+        return [submesh.devices.flat[0].id for submesh in self.split.submeshes]
+
     def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
         """The state in what a walk has left; `try` leaves it as next_params and so on."""
         return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)

@@ -17,6 +17,8 @@ import jax
 
 from ppctl.engine import Footprint
 from ppctl.engine.mpmd import Mpmd
+from ppctl.runtime.mpmd.machine import Walk
+from ppctl.schedule.ir import Task
 
 Tree = Any
 
@@ -29,6 +31,11 @@ class Attempt:
     before: Tree | None = None
     outcome: dict | None = None  # of the step that led here
     norm: jax.Array | None = None
+
+    def block_until_ready(self) -> Attempt:
+        """For jax.block_until_ready."""
+        jax.block_until_ready(self.state)
+        return self
 
 
 class PostValidated:
@@ -83,9 +90,20 @@ class PostValidated:
             attempt.before = attempt.outcome = None
         return attempt.state
 
-    def _try(self, state: Tree, batch: Tree) -> tuple[Attempt, dict[str, jax.Array]]:
+    def step_by_step(self, state: Attempt, batch: Tree) -> tuple[Attempt, dict[str, jax.Array], dict[Task, float]]:
+        seconds: dict[Task, float] = {}
+        walk = self.engine.walk("try").timed(seconds)
+        return *self._try(self.settled(state), batch, walk), seconds
+
+    def programs(self) -> list[list[tuple[str, Task | None]]]:
+        return self.engine.walk("try").programs
+
+    def devices(self) -> list[int]:
+        return self.engine.devices()
+
+    def _try(self, state: Tree, batch: Tree, walk: Walk | None = None) -> tuple[Attempt, dict[str, jax.Array]]:
         engine = self.engine
-        found = engine.walk("try").run(engine.given(state, batch))
+        found = (walk or engine.walk("try")).run(engine.given(state, batch))
         metrics = found["metrics",]
         outcome = {key: found[key] for key in engine.outcome}
         return Attempt(engine.state_of(found, "next_"), state, outcome, metrics["grad_norm"]), metrics

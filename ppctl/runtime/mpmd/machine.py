@@ -7,10 +7,11 @@ way to load one executable on other devices, so ranks share the trace, and the s
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.runtime.mpmd.plan import Key, Op, Program, last_uses
+from ppctl.schedule.ir import Task
 
 Tree = Any
 
@@ -55,6 +57,28 @@ class Walk:
             for i in freed:
                 values[i] = None
         return {key: values[self.slots[key]] for key in self.kept}
+
+    def timed(self, seconds: dict[Task, float]) -> Walk:
+        """The same walk, one program at a time; its runs put the seconds of each task into `seconds`."""
+
+        def waiting(op: Op, call: Callable[..., Sequence]) -> Callable[..., Sequence]:
+            def run(*values: Tree) -> Sequence:
+                began = time.perf_counter()
+                results = jax.block_until_ready(call(*values))
+                if op.program is not None and op.task is not None:
+                    seconds[op.task] = time.perf_counter() - began
+                return results
+
+            return run
+
+        steps = tuple((waiting(op, call), *rest) for op, (call, *rest) in zip(self.ops, self.steps, strict=True))
+        return replace(self, steps=steps)
+
+    @cached_property
+    def programs(self) -> list[list[tuple[str, Task | None]]]:
+        """For each rank its programs in order: name of the compiled module, and the task if it is one."""
+        ranks = range(len(self.peak_bytes))
+        return [[(f"jit_{o.program.kind}", o.task) for o in self.ops if o.program and o.rank == r] for r in ranks]
 
 
 class Machine:
