@@ -98,13 +98,14 @@ def _why_not_on_ring(schedule: Schedule) -> str | None:
         if there != (here + 1) % num_ranks:
             return (
                 f"{schedule.name}: stages {stage} and {stage + 1} are on ranks {here} and {there}, but the spmd ring "
-                f"goes from rank {here} to {(here + 1) % num_ranks}. Use a schedule with looped placement."
+                f"goes from rank {here} to {(here + 1) % num_ranks}. "
+                "Use executor=mpmd, or a schedule with looped placement."
             )
     split = next((task for tasks in schedule.ranks for task in tasks if task.kind in "IW"), None)
     if split is not None:
         return (
             f"{schedule.name}: {split} splits the backward, and the spmd executor runs whole ones (B). "
-            "Use a schedule of F and B alone, such as interleaved."
+            "Use executor=mpmd, or a schedule of F and B alone, such as interleaved."
         )
     return None
 

@@ -250,7 +250,7 @@ def test_a_placement_that_is_no_ring_is_refused():
         ticks(Schedule("v shape", ranks, (0, 1, 1), 1), COSTS)
     assert str(error.value) == (
         "v shape: stages 1 and 2 are on ranks 1 and 1, but the spmd ring goes from rank 1 to 0. "
-        "Use a schedule with looped placement."
+        "Use executor=mpmd, or a schedule with looped placement."
     )
 
 
@@ -261,7 +261,7 @@ def test_a_split_backward_is_refused():
         ticks(replace(schedule, ranks=split), COSTS)
     assert str(error.value) == (
         "gpipe: 0I0 splits the backward, and the spmd executor runs whole ones (B). "
-        "Use a schedule of F and B alone, such as interleaved."
+        "Use executor=mpmd, or a schedule of F and B alone, such as interleaved."
     )
 
 
