@@ -15,16 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from ppctl import config as config_module
 from ppctl import optim
 from ppctl.config import Config
 from ppctl.costs import Costs
 from ppctl.data import BUILDERS, DataSet
+from ppctl.engine import Engine
+from ppctl.engine.mpmd import Mpmd
+from ppctl.engine.one_program import OneProgram
+from ppctl.engine.post_validation import PostValidated
+from ppctl.engine.states import States
 from ppctl.errors import ConfigError
-from ppctl.mesh import DATA_AXES, make_mesh
+from ppctl.mesh import make_mesh
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
@@ -32,11 +36,14 @@ from ppctl.partition import Partition, balanced, explicit, stage_costs, uniform
 from ppctl.request import schedule_of
 from ppctl.runtime.flops import end_costs, matmul_flops
 from ppctl.runtime.layout import Layout
+from ppctl.runtime.mpmd.tasks import Model
 from ppctl.runtime.reference import reference
 from ppctl.runtime.spmd import Options, spmd
 from ppctl.schedule import Schedule
+from ppctl.schedule.ir import Task
+from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import Ticks, forward_only, ticks
-from ppctl.train import init_state, train_step
+from ppctl.train import init_state
 
 Tree = Any
 DEFAULT_DTYPE = "float32"
@@ -49,7 +56,7 @@ CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late a
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything a command needs, built from one config. State and gradients are staged (`runtime.layout`)."""
+    """Everything a command needs, built from one config."""
 
     config: Config
     dtype: jnp.dtype  # of compute
@@ -57,74 +64,28 @@ class Parts:
     stack: Stack
     mesh: Mesh
     schedule: Schedule
-    ticks: Ticks | None  # None: executor=reference
-    layout: Layout
-    lr_schedule: optax.Schedule
-    optimizer: optax.GradientTransformation
-    loss_and_grads: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
-    loss_only: Callable[[Tree, Tree], tuple[jax.Array, None]]
-
-    def init_natural(self) -> Tree:
-        """Initial state in natural order: a function of the model and the seed alone."""
-        return init_state(init(self.stack, self.config.run.seed), self.optimizer)
-
-    def init_staged(self) -> Tree:
-        return self.layout.to_staged(self.init_natural())
-
-    @cached_property
-    def natural_state(self) -> Tree:
-        """Shapes, dtypes and shardings of the state as checkpoints hold it."""
-        return self._described(self.init_natural, self.layout.natural_specs)
-
-    @cached_property
-    def staged_state(self) -> Tree:
-        """Shapes, dtypes and shardings of the state as training holds it."""
-        return self._described(self.init_staged, self.layout.staged_specs)
-
-    def _described(self, function: Callable[[], Tree], specs: Callable[[Tree], Tree]) -> Tree:
-        shapes: Tree = jax.eval_shape(function)
-        shardings = self.layout.shardings(specs(shapes))
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
-
-    def new_state(self) -> Tree:
-        """The initial state on the mesh. Nothing is ever whole on one device unless the mesh has one."""
-        return jax.jit(self.init_staged, out_shardings=shardings_of(self.staged_state))()
-
-    @cached_property
-    def to_natural(self) -> Callable[[Tree], Tree]:
-        return jax.jit(self.layout.to_natural, out_shardings=shardings_of(self.natural_state))
-
-    @cached_property
-    def to_staged(self) -> Callable[[Tree], Tree]:
-        return jax.jit(self.layout.to_staged, out_shardings=shardings_of(self.staged_state))
+    ticks: Ticks | None  # of executor=spmd
+    states: States
+    engine: Engine
 
     @cached_property
     def batch_shapes(self) -> Tree:
-        """Shapes, dtypes and shardings of a global batch."""
-        batch = next(self.data.batches())
-        return {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.batch_sharding) for name, a in batch.items()}
+        """Shapes and dtypes of a global batch."""
+        return batch_shapes(self.data)
 
     @property
-    def batch_sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P(DATA_AXES))
-
-    def put(self, batch: Tree) -> Tree:
-        """A global batch on the mesh."""
-        return jax.device_put(batch, self.batch_sharding)
-
-    @property
-    def train_step(self) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
-        return train_step(self.loss_and_grads, self.optimizer, self.lr_schedule)
-
-    def lower_train_step(self) -> jax.stages.Lowered:
-        """The traced train step (state, batch) -> (state, metrics), state donated, ready to compile."""
-        out = (shardings_of(self.staged_state), NamedSharding(self.mesh, P()))
-        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
-        return step.lower(self.staged_state, self.batch_shapes)
+    def bubble_fraction(self) -> float | None:
+        """Idle share of all ranks that the schedule predicts for this executor, 0..1; None without a pipeline."""
+        costs = task_costs(self.config.executor.remat)
+        if self.config.executor.name == "reference":
+            return None
+        return (
+            simulate(self.schedule, costs).bubble_fraction if self.ticks is None else self.ticks.bubble_fraction(costs)
+        )
 
 
-def shardings_of(tree: Tree) -> Tree:
-    return jax.tree.map(lambda a: a.sharding, tree)
+def batch_shapes(data: DataSet) -> Tree:
+    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in next(data.batches()).items()}
 
 
 def task_costs(remat: str) -> Costs:
@@ -133,7 +94,7 @@ def task_costs(remat: str) -> Costs:
 
 
 def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
-    """Schedule, ticks (None: executor=reference) and partition of a config. Neither JAX nor data is touched.
+    """Schedule, ticks (of executor=spmd) and partition of a config. Neither JAX nor data is touched.
 
     With partition=balanced the partition is that of a model whose embedding and head cost nothing.
     """
@@ -144,7 +105,7 @@ def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
     in_lockstep = (lambda schedule: lower(schedule).makespan_s(costs)) if executor.name == "spmd" else None
     schedule = schedule_of(settings, config.mesh.pp, costs, most_chunks, in_lockstep).schedule
     partition = divide(config, schedule)
-    return schedule, None if executor.name == "reference" else lower(schedule), partition
+    return schedule, lower(schedule) if executor.name == "spmd" else None, partition
 
 
 def divide(config: Config, schedule: Schedule, *, embed: float = 0.0, head: float = 0.0) -> Partition:
@@ -159,7 +120,7 @@ def divide(config: Config, schedule: Schedule, *, embed: float = 0.0, head: floa
 
 def partition_text(parts: Parts) -> str | None:
     """The layers of each stage and how even their costs are, in a line; None for even stages nobody asked for."""
-    name, partition = parts.config.partition.name, parts.layout.partition
+    name, partition = parts.config.partition.name, parts.states.layout.partition
     ends = _end_costs(parts.config, parts.stack, parts.data)
 
     def unevenness(partition: Partition) -> float:
@@ -168,7 +129,7 @@ def partition_text(parts: Parts) -> str | None:
 
     text = f"largest stage {unevenness(partition):.2f} times the mean"
     if name == "uniform":
-        if parts.layout.is_even and unevenness(partition) <= UNEVEN_NOTICE:
+        if parts.states.layout.is_even and unevenness(partition) <= UNEVEN_NOTICE:
             return None
         best = unevenness(balanced(parts.stack.num_layers, parts.schedule.rank_of, **ends))
         text += f", {best:.2f} with partition=balanced" if best < unevenness(partition) else ""
@@ -210,15 +171,15 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     if config.partition.name == "balanced":
         partition = divide(config, schedule, **_end_costs(config, stack, data))
     layout = Layout(mesh, partition, schedule.rank_of)
-    loss_and_grads, loss_only = make_executor(config, stack, layout, schedule, lowered, dtype)
     settings = asdict(config.optim)
     schedule_settings = {key: settings.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
     lr_schedule = optim.lr_schedule(**schedule_settings, num_steps=config.run.num_steps)
     del settings["name"]
     optimizer = optim.adamw(lr_schedule, **settings)
-    return Parts(
-        config, dtype, data, stack, mesh, schedule, lowered, layout, lr_schedule, optimizer, loss_and_grads, loss_only
-    )
+    states = States(layout, lambda: init_state(init(stack, config.run.seed), optimizer))
+    common = (config, stack, states, schedule, dtype, batch_shapes(data), optimizer, lr_schedule)
+    engine = mpmd_engine(*common) if config.executor.name == "mpmd" else one_program(*common, lowered)
+    return Parts(config, dtype, data, stack, mesh, schedule, lowered, states, engine)
 
 
 def open_data(config: Config) -> DataSet:
@@ -250,11 +211,19 @@ def make_stack(config: Config, data: DataSet, dtype: jnp.dtype) -> Stack:
     return transformer(**settings, vocab_size=vocab_size, dtype=dtype)
 
 
-def make_executor(
-    config: Config, stack: Stack, layout: Layout, schedule: Schedule, lowered: Ticks | None, dtype: jnp.dtype
-) -> tuple[Callable, Callable]:
-    """(loss_and_grads, loss_only) of the executor that the config names, both on staged parameters."""
-    executor = config.executor
+def one_program(
+    config: Config,
+    stack: Stack,
+    states: States,
+    schedule: Schedule,
+    dtype: jnp.dtype,
+    batch: Tree,
+    optimizer: optax.GradientTransformation,
+    lr_schedule: optax.Schedule,
+    lowered: Ticks | None,
+) -> OneProgram:
+    """The engine of executor=spmd, or of executor=reference where `lowered` is None."""
+    executor, layout = config.executor, states.layout
     if lowered is None:
         build_reference = partial(
             reference,
@@ -265,16 +234,47 @@ def make_executor(
             dtype=dtype,
         )
         gradients, loss = (_on_staged(build_reference(with_grads=flag), layout) for flag in (True, False))
-        return gradients, loss
-    options = Options(
-        remat=executor.remat,
-        skip_idle=executor.idle != "compute",
-        gather_each_tick=executor.gather == "tick",
-        unroll=executor.unroll,
-        dtype=dtype,
-    )
-    evaluation = ticks(forward_only(schedule), task_costs(executor.remat), **options.lowering)
-    return spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
+    else:
+        options = Options(
+            remat=executor.remat,
+            skip_idle=executor.idle != "compute",
+            gather_each_tick=executor.gather == "tick",
+            unroll=executor.unroll,
+            dtype=dtype,
+        )
+        evaluation = ticks(forward_only(schedule), task_costs(executor.remat), **options.lowering)
+        gradients, loss = spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
+    return OneProgram(states, batch, gradients, loss, optimizer, lr_schedule)
+
+
+def mpmd_engine(
+    config: Config,
+    stack: Stack,
+    states: States,
+    schedule: Schedule,
+    dtype: jnp.dtype,
+    batch: Tree,
+    optimizer: optax.GradientTransformation,
+    lr_schedule: optax.Schedule,
+) -> Mpmd | PostValidated:
+    """The engine of executor=mpmd. The host dispatches tasks in the order in which the simulator starts them."""
+    params, mesh = states.natural["params"], config.mesh
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    rows = config.data.batch_size // (mesh.dp * mesh.fsdp * schedule.num_microbatches)
+    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
+    executor, num_microbatches = config.executor, schedule.num_microbatches
+    model = Model(stack, params["ends"], layer, microbatch, num_microbatches, executor.remat, executor.unroll, dtype)
+    training, evaluation = ((each, dispatch_order(each, executor.remat)) for each in (schedule, forward_only(schedule)))
+    engine = Mpmd(states, batch, model, (training, evaluation), optimizer, lr_schedule)
+    if not executor.post_validation:
+        return engine
+    return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=config.optim.clip_norm))
+
+
+def dispatch_order(schedule: Schedule, remat: str) -> list[Task]:
+    """The tasks by their start on free-running ranks; a task comes after those that it reads from."""
+    start_s = simulate(schedule, task_costs(remat)).start_s  # in an order that ranks can run: ties keep it
+    return sorted(start_s, key=start_s.__getitem__)
 
 
 def _on_staged(loss_and_grads: Callable, layout: Layout) -> Callable:

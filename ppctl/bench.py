@@ -16,7 +16,8 @@ import jax
 from rich.console import Console
 
 from ppctl.assemble import Parts, assemble, without_pipeline
-from ppctl.config import Config, Schedule, Uniform
+from ppctl.config import Config, Schedule, Spmd, Uniform
+from ppctl.engine import Engine
 from ppctl.report import show_json, show_table
 from ppctl.schedule import LOOPED_WHOLE
 
@@ -27,14 +28,15 @@ GROWTH = (8, 16, 64)  # microbatches at which programs are compared
 
 @dataclass
 class Candidate:
-    """A compiled train step with its state, ready to run again and again."""
+    """An engine with a compiled train step and its state, ready to run again and again."""
 
     name: str
-    step: jax.stages.Compiled
+    engine: Engine
     state: Tree
     batch: Tree
     compile_cpu_s: float  # trace and compile
     temp_bytes: int  # of one device
+    num_tasks: int | None  # that the host dispatches in a step; None where a step is one program
 
 
 def bench(config: Config, *, as_json: bool) -> int:
@@ -43,10 +45,13 @@ def bench(config: Config, *, as_json: bool) -> int:
     if config.executor.name != "reference":
         for remat in config.executor.REMAT:
             requests[f"remat={remat}"] = replace(config, executor=replace(config.executor, remat=remat))
+    if config.executor.name == "mpmd" and config.schedule.name in LOOPED_WHOLE:
+        requests["executor=spmd"] = replace(config, executor=Spmd(remat=config.executor.remat))
     # the largest mesh first: it decides how many devices are simulated
     candidates = [prepare(name, request) for name, request in reversed(requests.items())][::-1]
     steps = time_steps(candidates)
-    growth = [] if config.executor.name == "reference" else [grow(config, name) for name in LOOPED_WHOLE]
+    families = {"reference": (), "spmd": LOOPED_WHOLE, "mpmd": (config.schedule.name,)}[config.executor.name]
+    growth = [grow(config, name) for name in families]
     if as_json:
         show_json({"steps": steps, "growth": growth, "rounds": ROUNDS, "device": jax.devices()[0].device_kind})
         return 0
@@ -55,7 +60,7 @@ def bench(config: Config, *, as_json: bool) -> int:
     show_table(
         console,
         f"one train step ({what}), medians of {ROUNDS} rounds",
-        ("", "CPU s", "/ reference", "wall s", "compile CPU s", "temp MB a device"),
+        ("", "CPU s", "/ reference", "wall s", "compile CPU s", "temp MB a device", "dispatch us a task"),
         (
             (
                 row["name"],
@@ -64,6 +69,7 @@ def bench(config: Config, *, as_json: bool) -> int:
                 f"{row['wall_s']:.3f}",
                 f"{row['compile_cpu_s']:.1f}",
                 f"{row['temp_bytes'] / 1e6:.0f}",
+                "" if row["dispatch_us_per_task"] is None else f"{row['dispatch_us_per_task']:.0f}",
             )
             for row in steps
         ),
@@ -81,26 +87,33 @@ def bench(config: Config, *, as_json: bool) -> int:
 def prepare(name: str, config: Config) -> Candidate:
     """The compiled step of `config` and what it runs on."""
     parts = assemble(config)
-    step, compile_cpu_s = _compile(parts)
-    batch = parts.put(next(parts.data.batches()))
-    return Candidate(name, step, parts.new_state(), batch, compile_cpu_s, _temp_bytes(step))
+    engine = parts.engine
+    temp_bytes, compile_cpu_s = _compile(parts)
+    batch = engine.put(next(parts.data.batches()))
+    num_tasks = sum(map(len, parts.schedule.ranks)) if config.executor.name == "mpmd" else None
+    return Candidate(name, engine, engine.new_state(), batch, compile_cpu_s, temp_bytes, num_tasks)
 
 
 def time_steps(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """For each candidate medians of CPU and wall seconds a step, and of its CPU ratio to the first, round by round."""
-    times: list[list[tuple[float, float]]] = [[] for _ in candidates]
+    """For each candidate medians of CPU and wall seconds a step, of the dispatching thread's CPU seconds, and of its
+    CPU ratio to the first, round by round."""
+    times: list[list[tuple[float, float, float]]] = [[] for _ in candidates]
     for _ in range(ROUNDS + 1):
         for candidate, taken in zip(candidates, times, strict=True):
-            cpu, wall = time.process_time(), time.perf_counter()
-            candidate.state, _ = jax.block_until_ready(candidate.step(candidate.state, candidate.batch))
-            taken.append((time.process_time() - cpu, time.perf_counter() - wall))
+            cpu, wall, host = time.process_time(), time.perf_counter(), time.thread_time()
+            candidate.state, _ = running = candidate.engine.step(candidate.state, candidate.batch)
+            host = time.thread_time() - host
+            jax.block_until_ready(running)
+            taken.append((time.process_time() - cpu, time.perf_counter() - wall, host))
     first = times[0][1:]  # the first round warms up
     return [
         {
             "name": candidate.name,
-            "cpu_s": statistics.median(cpu for cpu, _ in taken[1:]),
-            "cpu_ratio": statistics.median(cpu / base for (cpu, _), (base, _) in zip(taken[1:], first, strict=True)),
-            "wall_s": statistics.median(wall for _, wall in taken[1:]),
+            "cpu_s": statistics.median(cpu for cpu, _, _ in taken[1:]),
+            "cpu_ratio": statistics.median(cpu / base for (cpu, *_), (base, *_) in zip(taken[1:], first, strict=True)),
+            "wall_s": statistics.median(wall for _, wall, _ in taken[1:]),
+            "dispatch_s": (host_s := statistics.median(host for _, _, host in taken[1:])),
+            "dispatch_us_per_task": None if candidate.num_tasks is None else host_s / candidate.num_tasks * 1e6,
             "compile_cpu_s": candidate.compile_cpu_s,
             "temp_bytes": candidate.temp_bytes,
         }
@@ -113,23 +126,19 @@ def grow(config: Config, family: str) -> dict[str, Any]:
     rows = config.data.batch_size // config.schedule.num_microbatches
     compiled = {}
     for num_microbatches in GROWTH:
-        schedule = Schedule(name=family, num_microbatches=num_microbatches)
+        is_own = family == config.schedule.name
+        schedule = config.schedule if is_own else Schedule(name=family)
+        schedule = replace(schedule, num_microbatches=num_microbatches)
         data = replace(config.data, batch_size=rows * num_microbatches)
         request = replace(config, schedule=schedule, data=data, partition=Uniform())  # which fits any family
-        step, cpu_s = _compile(assemble(request))
-        compiled[num_microbatches] = cpu_s, _temp_bytes(step)
+        temp_bytes, cpu_s = _compile(assemble(request))
+        compiled[num_microbatches] = cpu_s, temp_bytes
     few, some, many = (compiled[m] for m in GROWTH)
     return {"name": family, "compile_ratio": many[0] / few[0], "temp_ratio": many[1] / some[1]}
 
 
-def _compile(parts: Parts) -> tuple[jax.stages.Compiled, float]:
+def _compile(parts: Parts) -> tuple[int, float]:
+    """(bytes of temporaries on one device, as the compiler planned them; CPU seconds of trace and compile)."""
     began = time.process_time()
-    step = parts.lower_train_step().compile()
-    return step, time.process_time() - began
-
-
-def _temp_bytes(step: jax.stages.Compiled) -> int:
-    """Bytes of temporaries on one device, as the compiler planned them."""
-    memory = step.memory_analysis()
-    assert memory is not None, "every backend of ours reports memory"
-    return memory.temp_size_in_bytes
+    footprint = parts.engine.compile(evaluate=False)
+    return footprint.temp_bytes, time.process_time() - began

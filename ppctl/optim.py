@@ -28,9 +28,29 @@ def adamw(
     weight_decay: float,
     clip_norm: float | None,
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only. The norm that is clipped is over all stages."""
-    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only, behind clipping.
+
+    `update(..., norm=n)` takes the global norm of the gradients, which may be over more than the tree it is given.
+    """
+    clip = optax.identity() if clip_norm is None else clip_by_norm(clip_norm)
     return optax.chain(clip, optax.adamw(schedule, b1, b2, eps, weight_decay=weight_decay, mask=decays))
+
+
+def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """optax.clip_by_global_norm of a norm that is known: g where norm < max_norm, else g / norm * max_norm."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, norm: jax.Array, **_: Any) -> tuple[Any, Any]:
+        del params
+        clipped = lambda g: jnp.where(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm)  # noqa: E731
+        return jax.tree.map(clipped, updates), state
+
+    # optax's types know of no extra arguments
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
+
+
+def needs_no_clipping(norm: float, max_norm: float | None) -> bool:
+    """Whether `clip_by_norm` leaves gradients of this norm as they are. None: there is no clipping."""
+    return max_norm is None or norm < max_norm
 
 
 def decays(params: Any) -> Any:
@@ -40,5 +60,12 @@ def decays(params: Any) -> Any:
 
 def global_norm(tree: Any) -> jax.Array:
     """The 2-norm of all leaves together, in at least float32."""
-    squares = [jnp.sum(jnp.square(a.astype(jnp.promote_types(a.dtype, jnp.float32)))) for a in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares))
+    return jnp.sqrt(sum_of_squares(tree))
+
+
+def sum_of_squares(tree: Any) -> jax.Array:
+    """Of all entries of all leaves, in at least float32."""
+    return sum(
+        (jnp.sum(jnp.square(a.astype(jnp.promote_types(a.dtype, jnp.float32)))) for a in jax.tree.leaves(tree)),
+        start=jnp.zeros((), jnp.float32),
+    )

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import yaml
 from rich.console import Console
 
-from ppctl import profile
+from ppctl import profile, timeline
 from ppctl.assemble import Parts, assemble, model_flops, partition_text, task_costs
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
@@ -34,6 +34,7 @@ from ppctl.schedule.simulate import peak_activations, simulate
 
 Tree = Any
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TIMELINE_AFTER = 2  # steps that warm up before the one that run.timeline measures
 LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by more than this
 
 
@@ -50,7 +51,7 @@ def train(config: Config, *, as_json: bool) -> int:
         start = resume_step(config, parts, checkpoints)
         if config.run.eval_every is not None:
             parts.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
-        restored = checkpoints.restore(start, parts.natural_state) if start else None  # refuses another model
+        restored = checkpoints.restore(start, parts.states.natural) if start else None  # refuses another model
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
             if as_json:
@@ -60,9 +61,9 @@ def train(config: Config, *, as_json: bool) -> int:
             say(line)
         with _writing(run_dir):
             (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-        step, evaluate, compile_time_s = compile_steps(parts, console)
+        program_text, compile_time_s = compile_steps(parts, console)
         say(f"compiled in {compile_time_s:.1f} s")
-        state = parts.new_state() if restored is None else parts.to_staged(restored)
+        state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
         del restored
         with Metrics(
             run_dir,
@@ -72,7 +73,7 @@ def train(config: Config, *, as_json: bool) -> int:
             tensorboard=config.run.tensorboard,
             console=console,
         ) as metrics:
-            loop = _Loop(parts, step, evaluate, compile_time_s, checkpoints, metrics)
+            loop = _Loop(parts, program_text, compile_time_s, checkpoints, metrics)
             with _stop_requests(console) as stop:
                 exit_code = loop.run(state, start, stop)
     summary = loop.summary(exit_code)
@@ -120,21 +121,26 @@ def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
 def describe(parts: Parts, start: int) -> Iterator[str]:
     """What is about to run, a line each."""
     config, schedule, ticks = parts.config, parts.schedule, parts.ticks
-    num_params = sum(math.prod(a.shape) for a in jax.tree.leaves(parts.natural_state["params"]))
+    num_params = sum(math.prod(a.shape) for a in jax.tree.leaves(parts.states.natural["params"]))
     device = parts.mesh.devices.flat[0]
     model, mesh = config.model, config.mesh
     yield f"model     {model.name}, {model.num_layers} layers, {num_params:,} parameters, {parts.dtype} compute"
     yield f"data      {parts.data.source}"
     yield f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {parts.mesh.size} x {device.device_kind}"
-    if ticks is None:
+    if parts.bubble_fraction is None:
         yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
     else:
-        costs = task_costs(config.executor.remat)
+        many_ticks = "" if ticks is None else f"{ticks.num_ticks} ticks, "
         yield (
             f"schedule  {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} "
-            f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {ticks.num_ticks} ticks, bubble "
-            f"{ticks.bubble_fraction(costs):.1%}, at most {max(peak_activations(schedule)):g} live activations"
+            f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {many_ticks}bubble "
+            f"{parts.bubble_fraction:.1%}, at most {max(peak_activations(schedule)):g} live activations"
         )
+    if config.executor.name == "mpmd":
+        barrier = ", no barrier before the optimizer" if config.executor.post_validation else ""
+        yield f"executor  mpmd: a program for each stage and kind of task, dispatched by the host{barrier}"
+    if ticks is not None:
+        costs = task_costs(config.executor.remat)
         stretch = ticks.makespan_s(costs) / simulate(schedule, costs).makespan_s
         if stretch > LOCKSTEP_NOTICE:
             yield (
@@ -147,16 +153,12 @@ def describe(parts: Parts, start: int) -> Iterator[str]:
     yield f"run       {config.run.dir}, " + (f"resuming after step {start}" if start else "from the start")
 
 
-def compile_steps(parts: Parts, console: Console) -> tuple[jax.stages.Compiled, jax.stages.Compiled | None, float]:
-    """(train step, evaluation or None, seconds of tracing and compiling), with a sign of life meanwhile."""
+def compile_steps(parts: Parts, console: Console) -> tuple[str, float]:
+    """(text of the compiled step, "" if it is many programs; seconds of compiling), with a sign of life meanwhile."""
     began = time.perf_counter()
     with _alive(console, "compiling"):
-        step = parts.lower_train_step().compile()
-        evaluate = None
-        if parts.config.run.eval_every is not None:
-            loss = lambda params, batch: parts.loss_only(params, batch)[0]  # noqa: E731
-            evaluate = jax.jit(loss).lower(parts.staged_state["params"], parts.batch_shapes).compile()
-    return step, evaluate, time.perf_counter() - began
+        footprint = parts.engine.compile(evaluate=parts.config.run.eval_every is not None)
+    return footprint.text, time.perf_counter() - began
 
 
 @contextmanager
@@ -221,8 +223,7 @@ class _Loop:
     """The training loop. Numbers of a step are read one step later, so that the devices never wait for the host."""
 
     parts: Parts
-    train_step: jax.stages.Compiled
-    evaluate: jax.stages.Compiled | None
+    program_text: str  # of the compiled step
     compile_time_s: float
     checkpoints: Checkpoints
     metrics: Metrics
@@ -239,12 +240,16 @@ class _Loop:
         self.last = {"step": start}
         with profile.traced(window):
             for step in range(start, config.num_steps):
-                batch = self.parts.put(next(batches))
+                batch = self.parts.engine.put(next(batches))
                 if step == window.start:
                     self._read()  # no step before the window in its trace
                 dispatched_s = time.perf_counter()
-                with window.step(step):
-                    state, numbers = self.train_step(state, batch)
+                if config.timeline and step == min(start + TIMELINE_AFTER, config.num_steps - 1):
+                    self._read()
+                    state, numbers = self._measure(state, batch)
+                else:
+                    with window.step(step):
+                        state, numbers = self.parts.engine.step(state, batch)
                 self._read()
                 self._unread = (step + 1, numbers, dispatched_s)
                 finished = step + 1
@@ -326,19 +331,20 @@ class _Loop:
         unit, count = ("tokens_per_s", math.prod(inputs)) if is_text else ("rows_per_s", inputs[0])
         device = parts.mesh.devices.flat[0]
         peak = config.run.peak_flops or peak_flops(device.device_kind, str(parts.dtype))
-        bubble = None if parts.ticks is None else parts.ticks.bubble_fraction(task_costs(config.executor.remat))
-        return unit, count, model_flops(parts), None if peak is None else peak * parts.mesh.size, bubble
+        all_peak = None if peak is None else peak * parts.mesh.size
+        return unit, count, model_flops(parts), all_peak, parts.bubble_fraction
 
     def _evaluate(self, state: Tree, finished: int) -> None:
-        assert self.evaluate is not None
+        engine = self.parts.engine
         batches = self.parts.data.eval_batches(self.parts.config.run.eval_batches)
-        losses = [self.evaluate(state["params"], self.parts.put(batch)) for batch in batches]
+        losses = [engine.loss(state, engine.put(batch)) for batch in batches]
         with _writing(Path(self.parts.config.run.dir)):
             self.metrics.log_eval(finished, {"eval_loss": sum(map(float, losses)) / len(losses)})
 
     def _save(self, state: Tree, finished: int) -> None:
         """Nothing; saves a state whose every number is finite. That of a step's loss says nothing of its update."""
-        if not _is_finite(state):
+        natural = self.parts.engine.to_natural(state)
+        if not _is_finite(natural):
             raise self._non_finite(finished, "its update is not finite", newest_good=finished - 1)
         data = self.parts.data
         meta = {
@@ -348,12 +354,21 @@ class _Loop:
             "rng": {"seed": self.parts.config.run.seed, "data_order": "a function of seed and step"},
             "versions": {name: version(name) for name in ("ppctl", "jax", "orbax-checkpoint")},
         }
-        self.checkpoints.save(finished, self.parts.to_natural(state), meta)
+        self.checkpoints.save(finished, natural, meta)
+
+    def _measure(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        """A step of which every task is timed; writes and shows the timeline."""
+        engine: Any = self.parts.engine  # config.check asks for one whose tasks are programs
+        state, numbers, measured = timeline.timed_step(engine, self.parts.schedule, state, batch)
+        directory = Path(self.parts.config.run.dir) / "timeline"
+        with _writing(directory):
+            for line in timeline.write(directory, measured):
+                self.metrics.note(line)
+        return state, numbers
 
     def _show_profile(self, directory: Path) -> None:
         written = None
         if self.parts.ticks is not None:
-            text = self.train_step.as_text() or ""
-            written = profile.write_tasks(directory, text, self.parts.ticks, self.parts.mesh)
+            written = profile.write_tasks(directory, self.program_text, self.parts.ticks, self.parts.mesh)
         tasks = "" if written is None else f"; tasks by rank for Perfetto in {written}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")

@@ -27,9 +27,16 @@ def train_step(
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         loss, grads = loss_and_grads(state["params"], batch)
-        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
-        metrics = {"loss": loss, "grad_norm": global_norm(grads), "lr": lr_schedule(state["step"])}
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, metrics
+        norm = global_norm(grads)
+        metrics = {"loss": loss, "grad_norm": norm, "lr": lr_schedule(state["step"])}
+        return apply_gradients(optimizer, state, grads, norm), metrics
 
     return step
+
+
+def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads: Tree, norm: jax.Array) -> Tree:
+    """The next state of a model or of a part of it; `norm` is that of the whole model's gradients."""
+    update = optax.with_extra_args_support(optimizer).update
+    updates, optimizer_state = update(grads, state["optimizer"], state["params"], norm=norm)
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}

@@ -89,9 +89,8 @@ def both(parts: Parts) -> tuple[float, Tree, float, Tree]:
         dtype=parts.dtype,
     )
     expected_loss, expected = jax.jit(plain)(params, batch)
-    staged = parts.new_state()["params"]
-    loss, grads = jax.jit(parts.loss_and_grads)(staged, parts.put(batch))
-    return float(expected_loss), expected, float(loss), jax.jit(parts.layout.to_natural)(grads)
+    loss, grads = parts.engine.loss_and_grads(parts.engine.new_state(), parts.engine.put(batch))
+    return float(expected_loss), expected, float(loss), grads
 
 
 def compare(expected: Tree, actual: Tree) -> Iterator[Leaf]:

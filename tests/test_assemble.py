@@ -76,7 +76,7 @@ def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data(
 def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
     here, there = assemble(transformer_config()), assemble(transformer_config(**parts))
     assert model_flops(here) == model_flops(there)
-    states = [jax.jit(built.to_natural)(built.new_state()) for built in (here, there)]
+    states = [built.engine.to_natural(built.engine.new_state()) for built in (here, there)]
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -85,13 +85,14 @@ def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
 def test_states_have_the_shapes_and_shardings_that_are_promised(num_layers):
     model = small(num_layers=num_layers)
     parts = assemble(transformer_config(model=model, mesh=Mesh(1, 2, 2), schedule=Interleaved(num_microbatches=2)))
-    staged = parts.new_state()
-    for state, described in ((staged, parts.staged_state), (parts.to_natural(staged), parts.natural_state)):
+    engine, states = parts.engine, parts.states
+    staged = engine.new_state()
+    for state, described in ((staged, states.staged), (engine.to_natural(staged), states.natural)):
         assert jax.tree.structure(state) == jax.tree.structure(described)
         for leaf, wanted in zip(*map(jax.tree.leaves, (state, described)), strict=True):
             assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
             assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-    back = parts.to_staged(parts.to_natural(staged))
+    back = engine.from_natural(engine.to_natural(staged))
     for a, b in zip(*map(jax.tree.leaves, (staged, back)), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -99,7 +100,7 @@ def test_states_have_the_shapes_and_shardings_that_are_promised(num_layers):
 def test_a_batch_is_divided_over_rows_and_shards_and_whole_on_every_rank():
     parts = assemble(transformer_config(mesh=Mesh(2, 2, 2), schedule=Schedule(num_microbatches=2)))
     batch = next(parts.data.batches())
-    placed = parts.put(batch)
+    placed = parts.engine.put(batch)
     for name, array in placed.items():
         np.testing.assert_array_equal(array, batch[name])
         assert {shard.data.shape for shard in array.addressable_shards} == {(BATCH_SIZE // 4, SEQ_LEN)}
@@ -110,9 +111,9 @@ def test_weights_are_float32_whatever_the_compute():
     for dtype in ("bfloat16", "float32"):
         parts = assemble(transformer_config(run=Run(dtype=dtype)))
         assert parts.dtype == dtype
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(parts.natural_state["params"])} == {"float32"}
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(parts.states.natural["params"])} == {"float32"}
     parts = assemble(transformer_config(run=Run(dtype="float64")))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(parts.natural_state["params"])} == {"float64"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(parts.states.natural["params"])} == {"float64"}
 
 
 def test_dtype_is_the_commands_default_unless_set():
@@ -145,7 +146,7 @@ def test_without_a_pipeline_the_same_model_meets_the_same_data():
 
 
 def sizes_of(parts):
-    return [len(layers) for layers in parts.layout.partition]
+    return [len(layers) for layers in parts.states.layout.partition]
 
 
 @pytest.mark.parametrize(
@@ -249,4 +250,4 @@ def test_what_cannot_be_is_refused_in_one_line(parts, error, message):
 
 def test_a_vocabulary_may_be_larger_than_the_data_needs():
     parts = assemble(transformer_config(model=small(vocab_size=32)))
-    assert parts.natural_state["params"]["ends"]["embedding"].shape == (32, 16)
+    assert parts.states.natural["params"]["ends"]["embedding"].shape == (32, 16)

@@ -179,7 +179,7 @@ def config_with(**parts: object) -> c.Config:
             "partition=balanced divides .*Use partition=",
         ),
         (config_with(partition=c.Explicit(layers=[8]), executor=c.Reference()), "partition=explicit divides layers"),
-        (config_with(mesh=c.Mesh(1, 2), executor=c.Reference()), "mesh=1x2 has 2. Use mesh=1x1 or executor=spmd"),
+        (config_with(mesh=c.Mesh(1, 2), executor=c.Reference()), "mesh=1x2 has 2. Use mesh=1x1, executor=spmd or"),
         (config_with(model=c.MLP()), "model=mlp cannot learn from data=synthetic. Use data=regression or"),
         (config_with(data=c.Regression()), "model=transformer cannot learn from data=regression. Use data=stdlib"),
     ],

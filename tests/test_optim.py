@@ -1,6 +1,7 @@
 """The optimizer over a pipeline is the optimizer over the whole model."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,17 @@ def test_metrics_are_of_the_step_before_the_update():
         assert state["step"] == k + 1
 
 
+@pytest.mark.parametrize("clip_norm", [4.0, 5.0, 6.0])
+def test_clipping_by_a_known_norm_is_optax_clipping_by_the_global_one(clip_norm):
+    grads = {"a": jnp.array([3.0]), "b": jnp.array([[4.0]])}
+    found, state = optim.clip_by_norm(clip_norm).update(grads, optax.EmptyState(), norm=jnp.asarray(5.0))
+    theirs = optax.clip_by_global_norm(clip_norm)
+    expected, expected_state = theirs.update(grads, theirs.init(grads))
+    assert state == expected_state  # checkpoints hold it
+    for ours, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(ours, other)
+
+
 # --- weight decay ----------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +143,8 @@ def test_weight_decay_moves_matrices_and_neither_norms_nor_biases(name):
     params = jax.tree.map(lambda a: np.ones(a.shape), shapes)
     optimizer = optim.adamw(optax.constant_schedule(0.5), **SETTINGS)
     zero = jax.tree.map(np.zeros_like, params)
-    updates, _ = jax.jit(optimizer.update)(zero, jax.jit(optimizer.init)(params), params)
+    update = jax.jit(partial(optimizer.update, norm=jnp.zeros(())))
+    updates, _ = update(zero, jax.jit(optimizer.init)(params), params)
     for path, update in jax.tree_util.tree_leaves_with_path(updates):
         is_layer = path[0].key == "layers"
         is_matrix = update.ndim - is_layer == 2
@@ -144,7 +157,8 @@ def test_no_clipping_leaves_the_gradient_as_it_is():
 
     def update(clip_norm):
         optimizer = optim.adamw(optax.constant_schedule(1.0), **(settings | {"clip_norm": clip_norm}))
-        return optimizer.update(grads, optimizer.init(params), params)[0]["kernel"]
+        norm = optim.global_norm(grads)
+        return optimizer.update(grads, optimizer.init(params), params, norm=norm)[0]["kernel"]
 
     assert np.allclose(update(None), -0.5)
     assert np.allclose(update(1.0), -0.5 / 1e6, rtol=1e-3)

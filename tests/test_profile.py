@@ -93,12 +93,14 @@ def test_operations_of_another_program_are_no_tasks(tmp_path):
         schedule=Schedule(num_microbatches=2),
     )
     parts = assemble(config)
+    engine = parts.engine
 
     def other(state, batch):
-        return parts.train_step(state, batch)
+        return engine.train_step(state, batch)
 
-    programs = [jax.jit(f).lower(parts.staged_state, parts.batch_shapes).compile() for f in (parts.train_step, other)]
-    state, batch = parts.new_state(), parts.put(next(parts.data.batches()))
+    shapes = engine.states.staged, engine.placed_batch
+    programs = [jax.jit(f).lower(*shapes).compile() for f in (engine.train_step, other)]
+    state, batch = engine.new_state(), engine.put(next(parts.data.batches()))
     window = profile.Window(tmp_path, 0, 1)
     with profile.traced(window), window.step(0):
         for program in programs:

@@ -23,12 +23,13 @@ def broken(change):
 
     def assembled(request, **kwargs):
         parts = assemble.assemble(request, **kwargs)
+        right = parts.engine.loss_and_grads_of
 
         def loss_and_grads(params, batch):
-            loss, grads = parts.loss_and_grads(params, batch)
+            loss, grads = right(params, batch)
             return loss, change(grads)
 
-        return replace(parts, loss_and_grads=loss_and_grads)
+        return replace(parts, engine=replace(parts.engine, loss_and_grads_of=loss_and_grads))
 
     return assembled
 

@@ -15,6 +15,7 @@ from ppctl.config.run import (
     DTYPES,
     Checkpoint,
     Data,
+    Mpmd,
     Optim,
     Profile,
     Reference,
@@ -60,6 +61,7 @@ __all__ = [
     "Hanayo",
     "Interleaved",
     "Mesh",
+    "Mpmd",
     "Optim",
     "Profile",
     "Reference",
@@ -119,7 +121,7 @@ def check(config: Config) -> None:
     if config.executor.name == "reference" and mesh.num_devices > 1:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} has {mesh.num_devices}. "
-            "Use mesh=1x1 or executor=spmd."
+            "Use mesh=1x1, executor=spmd or executor=mpmd."
         )
     if config.executor.name == "reference" and config.partition.name != "uniform":
         raise ConfigError(
@@ -132,6 +134,16 @@ def check(config: Config) -> None:
             f"model={config.model.name} cannot learn from data={data.name}. "
             f"Use {'data=regression' if is_mlp else 'data=stdlib (or text, tokens, synthetic)'}"
             f" or model={'transformer' if is_mlp else 'mlp'}."
+        )
+    if config.run.timeline and config.executor.name != "mpmd":
+        raise ConfigError(
+            f"run.timeline=true measures tasks that are programs of their own, but executor={config.executor.name} is "
+            "one program. Use executor=mpmd, or run.profile.start=N, which traces any executor."
+        )
+    if config.run.timeline and config.run.profile.start is not None:
+        raise ConfigError(
+            f"run.timeline=true and run.profile.start={config.run.profile.start} both trace, and one trace can run "
+            "at a time. Leave one of them out."
         )
     profile = config.run.profile
     if profile.start is not None and profile.start + profile.num_steps > config.run.num_steps:

@@ -44,6 +44,14 @@ class Spmd(Reference):
 
 
 @dataclass
+class Mpmd(Reference):
+    """One compiled function for each stage and kind of task, dispatched by the host in the order of the schedule."""
+
+    name: str = "mpmd"
+    post_validation: bool = False  # a rank updates before the global norm is known, and again if that was wrong
+
+
+@dataclass
 class Optim:
     """AdamW (no decay on norms and biases), global-norm clipping over all stages, warm-up and cosine lr_schedule."""
 
@@ -179,6 +187,7 @@ class Run:
     eval_every: int | None = 100  # steps; None: no evaluation
     eval_batches: int = 4  # of data.batch_size each
     tensorboard: bool = True
+    timeline: bool = False  # measure when each task of one step runs (executor=mpmd): run.dir/timeline/
     peak_flops: float | None = None  # FLOP/s of one device, for MFU; None: the table in costs.py
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profile: Profile = field(default_factory=Profile)

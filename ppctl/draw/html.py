@@ -36,7 +36,8 @@ def chart(drawing: Drawing) -> dict[str, Any]:
     `tasks` is base64 of deflated little-endian arrays in this order, each over all tasks, rank after rank in program
     order: start (float64), waits_for (int32: distance to the number of that task, 0 for none), stage (uint32),
     microbatch (uint32), kind (uint8: index in `kinds`). `memory` is the same of time (float32) and of activations
-    (float32), over the points of every rank's curve. A task of kind k and stage s lasts `seconds[k][s]`.
+    (float32), over the points of every rank's curve. A task of kind k and stage s lasts `seconds[k][s]`, unless the
+    timeline was measured: then `lasts` is the same of each task's seconds (float64), otherwise of nothing.
     """
     timeline, schedule = drawing.timeline, drawing.schedule
     tasks = [task for tasks in schedule.ranks for task in tasks]
@@ -75,6 +76,9 @@ def chart(drawing: Drawing) -> dict[str, Any]:
             array("I", (task.stage for task in tasks)),
             array("I", (task.microbatch for task in tasks)),
             array("B", (KINDS.index(task.kind) for task in tasks)),
+        ),
+        "lasts": _packed(
+            array("d", (timeline.end_s[t] - timeline.start_s[t] for t in tasks) if timeline.is_measured else ())
         ),
         "memory": _packed(
             array("f", (at_s for curve in curves for at_s, _ in curve)),

@@ -18,7 +18,7 @@ async function unpack(text) {
 const offsets = (counts) => counts.reduce((sums, n) => [...sums, sums[sums.length - 1] + n], [0]);
 
 async function decode(c) {
-  const [tasks, memory] = await Promise.all([unpack(c.tasks), unpack(c.memory)]);
+  const [tasks, memory, lasts] = await Promise.all([c.tasks, c.memory, c.lasts].map(unpack));
   c.first = offsets(c.num_tasks);
   c.point = offsets(c.num_points);
   const n = c.first[c.first.length - 1], points = c.point[c.point.length - 1];
@@ -28,7 +28,8 @@ async function decode(c) {
   Object.assign(c, { mb: take(Uint32Array, n), kind: take(Uint8Array, n) });
   c.when = new Float32Array(memory, 0, points);
   c.live = new Float32Array(memory, 4 * points, points);
-  c.end = c.start.map((s, i) => s + c.seconds[c.kind[i]][c.stage[i]]);
+  const measured = new Float64Array(lasts); // empty where tasks of a kind and stage are alike
+  c.end = c.start.map((s, i) => s + (measured.length ? measured[i] : c.seconds[c.kind[i]][c.stage[i]]));
   c.peak = Math.max(...c.peaks);
   c.ranks = c.num_tasks.length;
   c.shown = c.peaks.indexOf(c.peak); // the rank of the memory curve

@@ -109,8 +109,8 @@ class Layout:
 
         def spec(path: tuple, leaf: jax.Array) -> P:
             if _is_layer(path):
-                return P(None, "pp", None, *self._fsdp(leaf.shape[3:], ("fsdp",)))
-            return P(*self._fsdp(leaf.shape, ("pp", "fsdp")))
+                return P(None, "pp", None, *self.over(leaf.shape[3:], ("fsdp",)))
+            return P(*self.over(leaf.shape, ("pp", "fsdp")))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -120,12 +120,12 @@ class Layout:
         def spec(path: tuple, leaf: jax.Array) -> P:
             if _is_layer(path):
                 over_pp = "pp" if leaf.shape[0] % self.mesh.shape["pp"] == 0 else None
-                return P(over_pp, *self._fsdp(leaf.shape[1:], ("fsdp",)))
-            return P(*self._fsdp(leaf.shape, ("pp", "fsdp")))
+                return P(over_pp, *self.over(leaf.shape[1:], ("fsdp",)))
+            return P(*self.over(leaf.shape, ("pp", "fsdp")))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
-    def _fsdp(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple:
+    def over(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple:
         """Axis names for each dim of `shape`: the largest dim that divides takes `axes`, or the last of them alone."""
         for names in (axes, axes[-1:]):
             size = int(np.prod([self.mesh.shape[name] for name in names]))

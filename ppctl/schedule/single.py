@@ -32,13 +32,13 @@ def why_not(schedule: Schedule) -> str | None:
             return (
                 f"{schedule.name}: stages {stage} and {stage + 1} are on ranks {here} and {there}, but the spmd ring "
                 f"goes from rank {here} to {(here - 1) % num_ranks} and {(here + 1) % num_ranks}. "
-                "Use a schedule with looped or V-shaped placement."
+                "Use executor=mpmd, or a schedule with looped or V-shaped placement."
             )
     counts = [len(stages) for stages in schedule.stages_of]
     if len(set(counts)) > 1:
         return (
             f"{schedule.name}: the ranks hold {', '.join(map(str, counts))} stages, but executor=spmd needs the same "
-            "number on each. Use a schedule with looped or V-shaped placement."
+            "number on each. Use executor=mpmd, or a schedule with looped or V-shaped placement."
         )
     return None
 

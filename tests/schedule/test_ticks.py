@@ -254,7 +254,7 @@ def test_a_hop_between_ranks_that_are_not_neighbours_is_refused():
         ticks(forwards_and_backwards((0, 2, 1, 3)), COSTS)
     assert str(error.value) == (
         "mine: stages 0 and 1 are on ranks 0 and 2, but the spmd ring goes from rank 0 to 3 and 1. "
-        "Use a schedule with looped or V-shaped placement."
+        "Use executor=mpmd, or a schedule with looped or V-shaped placement."
     )
 
 
@@ -263,7 +263,7 @@ def test_ranks_with_different_numbers_of_stages_are_refused():
         ticks(forwards_and_backwards((0, 1, 1)), COSTS)
     assert str(error.value) == (
         "mine: the ranks hold 1, 2 stages, but executor=spmd needs the same number on each. "
-        "Use a schedule with looped or V-shaped placement."
+        "Use executor=mpmd, or a schedule with looped or V-shaped placement."
     )
 
 

@@ -1,0 +1,291 @@
+"""The engine of the mpmd executor: a plan of programs on submeshes, an optimizer for each rank.
+
+The global norm is formed across ranks: each sums the squares of its gradients, the last rank adds them up and sends the
+norm back. The state is a tuple with a tree for each rank; a tied leaf of the ends is on two of them and gets the same
+update on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.engine import Footprint
+from ppctl.engine.states import States
+from ppctl.mesh import DATA_AXES
+from ppctl.optim import sum_of_squares
+from ppctl.runtime.mpmd.machine import Machine, Walk
+from ppctl.runtime.mpmd.plan import Key, Op, Program, roles, task_ops
+from ppctl.runtime.mpmd.rank import Library, rank_op, rank_ops, rank_roles, with_tied
+from ppctl.runtime.mpmd.split import Split
+from ppctl.runtime.mpmd.tasks import Model
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.train import apply_gradients
+
+Tree = Any
+STATE = ("params", "optimizer", "step")  # what a rank's state holds
+
+
+class Mpmd:
+    """An `Engine`. `schedules` are those of training and of evaluation, each with its tasks in order of dispatch."""
+
+    def __init__(
+        self,
+        states: States,
+        batch_shapes: Tree,
+        model: Model,
+        schedules: tuple[tuple[Schedule, Sequence[Task]], tuple[Schedule, Sequence[Task]]],
+        optimizer: optax.GradientTransformation,
+        lr_schedule: optax.Schedule,
+        compiler_options: Mapping[str, Any] | None = None,  # of XLA, as jax.jit takes them
+    ):
+        layout = states.layout
+        self.states, self.batch_shapes, self.model, self.layout = states, batch_shapes, model, layout
+        self.training, self.evaluation = schedules
+        self.sizes = [len(layers) for layers in layout.partition]
+        self.roles = rank_roles(model, layout, roles(self.training[0], self.sizes))
+        self.ranks = range(len(self.roles))
+        self.first, self.last = layout.rank_of[0], layout.rank_of[-1]
+        used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
+        holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.tied))]
+        self.split = Split(layout, model.ends, holders)
+        self.machine = Machine(self.split.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
+        self.walks: dict[str, Walk] = {}
+
+    # states
+
+    def new_state(self) -> Tree:
+        return self.split.split(self.states.new())
+
+    def to_natural(self, state: Tree) -> Tree:
+        return self.states.to_natural(self.split.join(state, self.states.staged))
+
+    def from_natural(self, state: Tree) -> Tree:
+        return self.split.split(self.states.to_staged(state))
+
+    def put(self, batch: Mapping[str, Any]) -> Tree:
+        """The inputs on the first stage's submesh, the targets on the last one's."""
+        ranks = {"inputs": self.first, "targets": self.last}
+        shardings = {name: NamedSharding(self.split.submeshes[rank], P(DATA_AXES)) for name, rank in ranks.items()}
+        return jax.device_put(dict(batch), shardings)
+
+    # steps
+
+    def compile(self, *, evaluate: bool) -> Footprint:
+        step = self.walk("step")
+        if evaluate:
+            self.walk("loss")
+        return Footprint(max(step.peak_bytes), "")
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        found = self.walk("step").run(self.given(state, batch))
+        return self.state_of(found), found["metrics",]
+
+    def step_by_step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
+        seconds: dict[Task, float] = {}
+        found = self.walk("step").timed(seconds).run(self.given(state, batch))
+        return self.state_of(found), found["metrics",], seconds
+
+    def programs(self) -> list[list[tuple[str, Task | None]]]:
+        return self.walk("step").programs
+
+    def devices(self) -> list[int]:
+        return [submesh.devices.flat[0].id for submesh in self.split.submeshes]
+
+    def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
+        """The state in what a walk has left; `try` leaves it as next_params and so on."""
+        return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)
+
+    def loss(self, state: Tree, batch: Tree) -> jax.Array:
+        return self.walk("loss").run(self.given(state, batch))["loss",]
+
+    def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        found = self.walk("grads").run(self.given(state, batch))
+        grads = self.split.join([found["mean_grads", r] for r in self.ranks], self.states.staged["params"])
+        return found["loss",], jax.jit(self.layout.to_natural)(grads)
+
+    def walk(self, what: str) -> Walk:
+        """The compiled plan of that name."""
+        if what not in self.walks:
+            given = self.given_shapes()
+            if what == "redo":
+                tried = self.walk("try").shapes
+                given = {key: shape for key, shape in given.items() if key[0] in STATE} | {
+                    key: tried[key] for key in self.outcome
+                }
+            ops, kept = self.plan(what)
+            self.walks[what] = self.machine.compile(ops, given, kept)
+        return self.walks[what]
+
+    def plan(self, what: str) -> tuple[list[Op], list[Key]]:
+        """(a plan, what it leaves).
+
+        step: a train step. loss: that of a batch, from forwards alone. grads: loss and gradients. try: a step in which
+        each rank updates as soon as its gradients are ready, unclipped, and the norm is formed afterwards. redo: the
+        update of a step that was tried, from the state before it and from its `outcome`.
+        """
+        if what == "redo":
+            return self._updates("update", "scale"), self.state_keys
+        schedule, order = self.evaluation if what == "loss" else self.training
+        before, after = rank_ops(self.layout, self.roles, with_grads=what != "loss")
+        tasks = task_ops(schedule, order, self.sizes, keeps_input=self.model.stage.keeps_input)
+        ops = [*before, *tasks, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
+        if what == "loss":
+            return ops, [("loss",)]
+        if what == "step":
+            ops += [*after, *self._norm(), *self._sent("scale"), *self._updates("update", "scale")]
+            return ops, [("metrics",), *self.state_keys]
+        ops += [*self._sent("number"), *after]
+        if what == "grads":
+            kept = [("mean_grads", r) for r in self.ranks]
+            ops += [self._op("divide", r, [*self._grads(r), ("number", r)], [kept[r]]) for r in self.ranks]
+            return ops, [("loss",), *kept]
+        ops += [*self._updates("try", "number"), *self._norm(), *self._sent("scale")]
+        return ops, [("metrics",), *((f"next_{name}", r) for name, r in self.state_keys), *self.outcome]
+
+    @property
+    def state_keys(self) -> list[Key]:
+        return [(name, r) for r in self.ranks for name in STATE]
+
+    @property
+    def outcome(self) -> list[Key]:
+        """What `redo` needs of a step that was tried."""
+        return [key for r in self.ranks for key in (*self._grads(r), ("scale", r))]
+
+    def _norm(self) -> list[Op]:
+        """From gradients to metrics and scale: each rank's sum of squares goes to the last one, which adds them up."""
+        ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
+        away = [r for r in self.ranks if r != self.last]
+        ops += [Op(None, self.last, (("squares", r),), (("squares_there", r),)) for r in away]
+        squares = [("squares" if r == self.last else "squares_there", r) for r in self.ranks]
+        reads = [("loss",), ("number",), ("step", self.last), *squares]
+        return [*ops, self._op("combine", self.last, reads, [("metrics",), ("scale",)])]
+
+    def _updates(self, kind: str, scale: str) -> list[Op]:
+        ops = []
+        for r in self.ranks:
+            state = [(name, r) for name in STATE]
+            writes = [(f"next_{name}", r) for name in STATE] if kind == "try" else state
+            ops.append(self._op(kind, r, [*state, *self._grads(r), (scale, r)], writes))
+        return ops
+
+    def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> Op:
+        return rank_op(kind, self.roles[rank], rank, reads, writes)
+
+    def _sent(self, name: str) -> list[Op]:
+        """Moves of a value of the last rank to all, as (name, rank)."""
+        return [Op(None, r, ((name,),), ((name, r),)) for r in self.ranks]
+
+    def _grads(self, rank: int) -> list[Key]:
+        """All of a rank's gradients: those of tied leaves come back from the rank that adds them up."""
+        return [("grads", rank)] + [("tied", rank)] * (self.roles[rank].tied == "head")
+
+    # what a plan is given
+
+    @cached_property
+    def _numbers(self) -> dict[Key, jax.Array]:
+        """The number of each microbatch, on the ranks that look it up."""
+        shardings = {r: NamedSharding(self.split.submeshes[r], P()) for r in (self.first, self.last)}
+        many = range(self.model.num_microbatches)
+        return {("m", r, m): jax.device_put(np.int32(m), sharding) for r, sharding in shardings.items() for m in many}
+
+    def given(self, state: Tree, batch: Tree) -> dict[Key, Tree]:
+        """The values that plans start from."""
+        return {(name,): array for name, array in batch.items()} | self.given_state(state) | self._numbers
+
+    def given_state(self, state: Tree) -> dict[Key, Tree]:
+        return {(name, r): tree for r, of_rank in enumerate(state) for name, tree in of_rank.items()}
+
+    def given_shapes(self) -> dict[Key, Tree]:
+        shape = self.machine.shape
+        shapes: dict[Key, Tree] = {(name,): shape(a, P(DATA_AXES)) for name, a in self.batch_shapes.items()}
+        for name, tree in self.states.staged.items():
+            path = (jax.tree_util.DictKey(name),)
+            shapes |= {(name, r): shape(*self.split.described(tree, r, path)) for r in self.ranks}
+        return shapes | {key: shape(number, P()) for key, number in self._numbers.items()}
+
+
+class _Programs:
+    """The programs of the tasks, and those of the optimizer."""
+
+    def __init__(self, engine: Mpmd, optimizer: optax.GradientTransformation, lr_schedule: optax.Schedule):
+        self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
+        staged = engine.states.staged
+        self.of_state = {
+            here: {
+                name: engine.split.described(tree, r, (jax.tree_util.DictKey(name),))[1]
+                for name, tree in staged.items()
+            }
+            for r, here in enumerate(engine.roles)
+        }
+        self.library = Library(engine.model, {here: specs["params"] for here, specs in self.of_state.items()})
+        self.functions = {
+            "mean": self._mean,
+            "divide": self._divide,
+            "squares": self._squares,
+            "combine": self._combine,
+            "update": self._update,
+            "try": self._try,
+        }
+
+    def specs(self, program: Program, name: str) -> Tree:
+        name = name.removeprefix("next_")
+        if name in ("optimizer", "step"):
+            return self.of_state[program.shape][name]
+        if name in ("loss", "number", "squares", "squares_there", "metrics", "scale"):
+            return P()
+        return self.library.specs(program, "params" if name == "mean_grads" else name)
+
+    def function(self, program: Program) -> Callable[..., tuple]:
+        if program.kind not in self.functions:
+            return self.library.function(program)
+        return partial(self.functions[program.kind], program)
+
+    def donated(self, program: Program) -> tuple[str, ...]:
+        if program.kind in self.functions:
+            return STATE if program.kind == "update" else ()
+        return self.library.donated(program)
+
+    def _mean(self, _: Program, losses: Tree) -> tuple:
+        loss, number = (jax.lax.psum(a[0], DATA_AXES) for a in losses)
+        return loss / number, number
+
+    def _scaled(self, grads: Tree, number: jax.Array, tied: Sequence[Tree]) -> Tree:
+        """Gradients of the mean loss, with those of tied leaves where they came back from another rank."""
+        if tied:
+            grads = grads | {"ends": with_tied(self.engine.model, grads["ends"], *tied)}
+        return jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+
+    def _divide(self, _: Program, grads: Tree, *rest: Tree) -> tuple:
+        *tied, number = rest
+        return (self._scaled(grads, number, tied),)
+
+    def _squares(self, program: Program, grads: Tree) -> tuple:
+        specs = jax.tree.leaves(self.specs(program, "grads"), is_leaf=lambda a: isinstance(a, P))
+        shards: dict[bool, list] = {True: [], False: []}
+        for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
+            shards[any(spec)].append(leaf)
+        return (jax.lax.psum(sum_of_squares(shards[True]), "fsdp") + sum_of_squares(shards[False]),)
+
+    def _combine(self, _: Program, loss: jax.Array, number: jax.Array, step: jax.Array, *squares: jax.Array) -> tuple:
+        norm = jnp.sqrt(sum(squares)) / number
+        return {"loss": loss, "grad_norm": norm, "lr": self.lr_schedule(step)}, (number, norm)
+
+    def _update(self, _: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
+        *tied, (number, norm) = rest
+        state = {"params": params, "optimizer": optimizer, "step": step}
+        state = apply_gradients(self.optimizer, state, self._scaled(grads, number, tied), norm)
+        return state["params"], state["optimizer"], state["step"]
+
+    def _try(self, program: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
+        """The update as it is where the norm turns out to need no clipping."""
+        *tied, number = rest
+        return self._update(program, params, optimizer, step, grads, *tied, (number, jnp.zeros_like(number)))

@@ -1,0 +1,84 @@
+"""The engine of executors whose step is one XLA program on the whole mesh: spmd, and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.engine import Footprint
+from ppctl.engine.states import States, shardings_of
+from ppctl.mesh import DATA_AXES
+from ppctl.train import train_step
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class OneProgram:
+    """An `Engine` whose state is staged. `loss_and_grads_of` and `loss_of` take staged parameters."""
+
+    states: States
+    batch_shapes: Tree  # shapes and dtypes of a global batch
+    loss_and_grads_of: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+    loss_of: Callable[[Tree, Tree], tuple[jax.Array, None]]
+    optimizer: optax.GradientTransformation
+    lr_schedule: optax.Schedule
+    compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
+
+    def new_state(self) -> Tree:
+        return self.states.new()
+
+    def to_natural(self, state: Tree) -> Tree:
+        return self.states.to_natural(state)
+
+    def from_natural(self, state: Tree) -> Tree:
+        return self.states.to_staged(state)
+
+    def put(self, batch: Mapping[str, Any]) -> Tree:
+        return jax.device_put(batch, self.batch_sharding)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.states.layout.mesh, P(DATA_AXES))
+
+    @cached_property
+    def placed_batch(self) -> Tree:
+        """Shapes, dtypes and shardings of a batch that was put."""
+        sharding = self.batch_sharding
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), self.batch_shapes)
+
+    @property
+    def train_step(self) -> Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]:
+        return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
+
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """The traced train step (state, batch) -> (state, metrics), state donated, ready to compile."""
+        out = (shardings_of(self.states.staged), NamedSharding(self.states.layout.mesh, P()))
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
+        return step.lower(self.states.staged, self.placed_batch)
+
+    def compile(self, *, evaluate: bool) -> Footprint:
+        self.compiled["step"] = step = self.lower_train_step().compile()
+        if evaluate:
+            loss = jax.jit(lambda params, batch: self.loss_of(params, batch)[0])
+            self.compiled["loss"] = loss.lower(self.states.staged["params"], self.placed_batch).compile()
+        memory = step.memory_analysis()
+        assert memory is not None, "every backend of ours reports memory"
+        return Footprint(memory.temp_size_in_bytes, step.as_text() or "")
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        return self.compiled["step"](state, batch)
+
+    def loss(self, state: Tree, batch: Tree) -> jax.Array:
+        return self.compiled["loss"](state["params"], batch)
+
+    def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        loss, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
+        return loss, jax.jit(self.states.layout.to_natural)(grads)

@@ -1,0 +1,146 @@
+"""The host's plan: which program runs where in which order, what it reads and writes, and when a value is last used.
+
+A plan is data, made once from a schedule; a step only follows it. Values have names:
+
+w, ends_in, ends_out        a stage's parameters, those of the embedding and of the head, as the tasks take them
+inputs, targets, m          the batch, and the number of a microbatch
+x, gx; y, gy                input and output of a stage for one microbatch, and their gradients
+stash, pending              what a forward keeps for its backward, what I leaves to W
+acc, acc_in, acc_out        sums of gradients: a stage's, the embedding's, the head's
+losses                      sums of the losses and of their number
+turn                        the number of tasks that a rank has begun: it makes them run in program order, also on
+                            devices that would otherwise run whatever is ready
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ppctl.schedule.ir import Schedule, Task
+
+Key = tuple  # (name, numbers that tell values of this name apart)
+
+
+class Program(NamedTuple):
+    """What is traced and lowered once: equal programs are one. Kind E is a forward that keeps nothing."""
+
+    kind: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    shape: Any  # whatever else tells programs of a kind apart, hashable
+
+
+class Op(NamedTuple):
+    """One entry of a plan: a program on a rank, or a move to it (program is None) of the first value read."""
+
+    program: Program | None
+    rank: int
+    reads: tuple[Key, ...]
+    writes: tuple[Key, ...]
+    task: Task | None = None
+
+
+class Role(NamedTuple):
+    """What a stage does beside its layers."""
+
+    num_layers: int
+    is_first: bool
+    is_last: bool
+
+
+def roles(schedule: Schedule, sizes: Sequence[int]) -> tuple[Role, ...]:
+    """The role of each stage; `sizes` are their numbers of layers."""
+    last = schedule.num_stages - 1
+    return tuple(Role(size, s == 0, s == last) for s, size in enumerate(sizes))
+
+
+def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
+    """The program of a task, or None where there is nothing to run.
+
+    keeps_input (remat=full): the stash is the stage's input, and the backward runs the stage again; so the last stage's
+    forward is left to its backward, with the head, and the first one's input is embedded again.
+    """
+    embedding = ("ends_in", "inputs", "m") if role.is_first else ("x",)
+    head = ("ends_out", "targets", "m", "losses") if role.is_last else ()
+    with_grad = ("acc_out",) if role.is_last else ()
+    reads: tuple[str, ...] = ("turn", "w")
+    writes: tuple[str, ...] = ("turn",)
+    if kind == "F" and keeps_input:
+        if role.is_last:
+            return None
+        kind = "E"
+    if kind == "E":
+        reads += embedding + head
+        writes += ("losses",) if role.is_last else ("y",)
+    elif kind == "F":
+        reads += embedding + head + with_grad
+        writes += ("stash", "gy", "losses", "acc_out") if role.is_last else ("stash", "y")
+    elif kind == "W":
+        reads += ("pending", "acc")
+        writes += ("acc",)
+    else:
+        reads += embedding + head + with_grad if keeps_input else ("stash",)
+        if not (keeps_input and role.is_last):
+            reads += ("gy",)
+        if role.is_first:
+            reads += ("ends_in", "inputs", "m", "acc_in")
+        reads += ("acc",) if kind == "B" else ()
+        writes += ("acc",) if kind == "B" else ("pending",)
+        writes += ("acc_in",) if role.is_first else ("gx",)
+        writes += ("losses", "acc_out") if keeps_input and role.is_last else ()
+    return Program(kind, tuple(dict.fromkeys(reads)), writes, role)
+
+
+def task_ops(schedule: Schedule, order: Iterable[Task], sizes: Sequence[int], *, keeps_input: bool) -> list[Op]:
+    """The tasks of `schedule` in `order`, each with the moves of what it wrote and another rank reads.
+
+    A schedule of forwards alone keeps nothing.
+    """
+    rank_of, role = schedule.rank_of, roles(schedule, sizes)
+    has_backward = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
+    ops: list[Op] = []
+    for task in order:
+        s, kind, m = task
+        program = task_program(kind if has_backward else "E", role[s], keeps_input)
+        if program is None:
+            continue
+        rank = rank_of[s]
+        moves = {}  # name written -> (rank that reads it, key there)
+        if s < schedule.num_stages - 1:
+            moves["y"] = rank_of[s + 1], ("x", s + 1, m)
+        if s > 0:
+            moves["gx"] = rank_of[s - 1], ("gy", s - 1, m)
+
+        def key(name: str, s: int = s, m: int = m, rank: int = rank) -> Key:
+            if name in ("turn",):
+                return (name, rank)
+            if name == "m":
+                return (name, rank, m)
+            if name in ("w", "acc"):
+                return (name, s)
+            return (name, s, m) if name in ("x", "y", "gx", "gy", "stash", "pending") else (name,)
+
+        here = {name: there for name, (reader, there) in moves.items() if reader == rank}
+        writes = tuple(here.get(name, key(name)) for name in program.writes)
+        ops.append(Op(program, rank, tuple(map(key, program.reads)), writes, task))
+        for name, (reader, there) in moves.items():
+            if reader != rank and name in program.writes:
+                ops.append(Op(None, reader, (key(name),), (there,), task))
+    return ops
+
+
+def last_uses(ops: Sequence[Op], keep: Collection[Key]) -> list[tuple[Key, ...]]:
+    """For each entry the values that nothing reads after it, `keep` excepted: they are freed there.
+
+    >>> copy = Program("copy", ("a",), ("b",), None)
+    >>> last_uses([Op(copy, 0, (("a",),), (("b",),)), Op(copy, 0, (("b",),), (("c",),))], keep={("c",)})
+    [(('a',),), (('b',),)]
+    """
+    live = set(keep)
+    found: list[tuple[Key, ...]] = []
+    for op in reversed(ops):
+        touched = dict.fromkeys(op.reads + op.writes)
+        found.append(tuple(key for key in touched if key not in live))
+        live = (live - set(op.writes)) | set(op.reads)
+    return found[::-1]
