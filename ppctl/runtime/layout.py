@@ -71,7 +71,7 @@ class Layout:
         place = np.zeros(sum(map(len, stages)), np.int32)
         for i, layers in enumerate(stages):
             layer[i, : len(layers)] = layers
-            place[np.asarray(layers)] = i * longest + np.arange(len(layers))
+            place[list(layers)] = i * longest + np.arange(len(layers))
         return layer.reshape(*self.counts.shape, longest), place
 
     def to_staged(self, tree: Tree) -> Tree:
