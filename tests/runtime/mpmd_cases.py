@@ -1,6 +1,7 @@
 """An mpmd engine for a `Case`, with parameters of the caller's, for the tests beside this file."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,13 @@ class MpmdCase(Case):
     """One way to run a step by the mpmd executor."""
 
     num_chunks: int = 2
+    sizes: tuple[int, ...] | None = None  # layers of each stage; None: as alike as can be
+
+    def partition(self):
+        if self.sizes is None:
+            return uniform(self.num_layers, self.program().num_stages)
+        ends = np.cumsum((0, *self.sizes)).tolist()
+        return tuple(range(low, high) for low, high in pairwise(ends))
 
     def program(self):
         knobs = {KNOBS[self.schedule]: self.num_chunks} if self.schedule in KNOBS else {}
@@ -44,7 +52,7 @@ def make_engine(case, clip_norm=CLIP_NORM):
     stack, schedule = make_stack(case.model, case.num_layers), case.program()
     params = make_params(stack)
     batch = make_batch(case.model, case.batch_size)
-    layout = Layout(make_mesh(*case.mesh), uniform(case.num_layers, schedule.num_stages), schedule.rank_of)
+    layout = Layout(make_mesh(*case.mesh), case.partition(), schedule.rank_of)
     dp, _, fsdp = case.mesh
     rows = case.batch_size // (dp * fsdp * case.num_microbatches)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)

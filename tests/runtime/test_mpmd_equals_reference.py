@@ -32,6 +32,7 @@ DEFAULT = [
     MpmdCase("1f1b", (1, 4, 1), num_layers=10, remat="layer", model="mlp"),  # 3 + 3 + 2 + 2 layers
     MpmdCase("interleaved_zb", (2, 2, 2), num_layers=7, remat="full", model="mlp"),
     MpmdCase("zb_v", (1, 2, 2), num_layers=5, remat="none", model="tied swiglu"),  # both ends on one rank
+    MpmdCase("zb_h1", (1, 4, 1), remat="layer", model="mlp", sizes=(0, 5, 2, 1), unroll=2),  # a stage without layers
     MpmdCase("gpipe", (1, 1, 1), remat="layer", model="mlp"),  # a single stage
     MpmdCase("zb_h1", (1, 2, 1), num_layers=5, remat="none", model="mlp", unroll=0),  # layers scanned
 ]
