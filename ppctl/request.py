@@ -48,6 +48,7 @@ def schedule_of(
             asked.max_activations,
             max_chunks=min(asked.max_chunks, most_chunks or asked.max_chunks),
             may_split=asked.split_backward,
+            by_period=asked.objective == "period",
             makespan_s=makespan_s,
         )
         return Requested(choice.best.schedule, f"auto: {choice.best.label}", choice)

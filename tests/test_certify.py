@@ -45,7 +45,7 @@ def test_auto_is_as_short_as_the_proof_on_its_placement(cap):
     choice = choose(2, 3, REAL, cap, max_chunks=2)
     found = certify(choice.best.schedule, REAL, cap)
     assert found.is_proven
-    assert choice.best.makespan_s == pytest.approx(found.shortest_s)
+    assert choice.best.length_s == pytest.approx(found.shortest_s)
 
 
 def test_what_is_out_of_reach_is_refused():

@@ -313,7 +313,7 @@ def test_auto_says_what_it_chose_from_and_how_far_it_is_from_the_bound(capsys):
     assert said["label"] == "auto: interleaved_zb (num_chunks=4)"
     assert said["auto"]["candidates"][0] == {
         "label": "interleaved_zb (num_chunks=4)",
-        "makespan_s": 97.75,
+        "length_s": 97.75,
         "is_published": True,
     }
     text = ask(capsys, "show schedule=auto schedule.max_activations=3 schedule.max_chunks=2 mesh=1x4")
@@ -355,6 +355,7 @@ def test_a_schedule_of_ones_own_is_a_choice_like_any_other(capsys):
         ),
         ("show schedule=auto schedule.max_activations=0.1 mesh=1x2", "max_activations=0.1: no schedule .* or more"),
         ("show schedule=auto schedule.max_activations=-1 mesh=1x2", "max_activations=-1.0 must be above 0"),
+        ("show schedule=auto schedule.objective=peroid mesh=1x2", "objective=peroid.*makespan, period"),
         ("show schedule=auto schedule.max_chunks=0 mesh=1x2", "schedule.max_chunks=0"),
         ("show schedule=auto mesh=1x512 schedule.num_microbatches=512", "786,432 tasks are more than"),
     ],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from ppctl.config.checks import at_least
+from ppctl.config.checks import at_least, choice
 from ppctl.errors import ConfigError
 
 
@@ -131,9 +131,13 @@ class Auto(Schedule):
     max_activations: float | None = None  # a rank may hold, of one microbatch through 1/p of the model; None: mesh.pp
     max_chunks: int = 4  # stages a rank, at most
     split_backward: bool = True  # may a backward be split into input and weight gradients
+    objective: str = "makespan"  # what to shorten: makespan | period (a step without barrier before the optimizer)
+
+    OBJECTIVE: ClassVar[tuple[str, ...]] = ("makespan", "period")
 
     def check(self) -> None:
         super().check()
+        choice("schedule.objective", self.objective, self.OBJECTIVE)
         at_least("schedule.max_chunks", self.max_chunks, 1)
         if self.max_activations is not None and not 0 < self.max_activations < math.inf:  # written so that NaN fails
             raise ConfigError(f"schedule.max_activations={self.max_activations} must be above 0.")

@@ -105,9 +105,10 @@ def reasons(drawing: Drawing) -> list[str]:
     tried, within = choice.num_blocks
     blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
     gap = "at which it stands" if choice.is_proven else f"{choice.gap_fraction:.1%} below"
+    period = " period" if choice.by_period else ""
     told = [
-        f"the shortest with at most {number(choice.cap)} activations a rank, of {choice.num_published} published "
-        f"schedules{blocks}; on their placements no order takes less than {number(choice.lower_bound_s)} s, {gap}"
+        f"the shortest{period} with at most {number(choice.cap)} activations a rank, of {choice.num_published} "
+        f"published schedules{blocks}; on their placements none is below {number(choice.lower_bound_s)} s, {gap}"
     ]
     others = [c for c in choice.candidates[1:4] if c is not choice.best_published]
     if choice.best_published not in (None, choice.best):
@@ -118,7 +119,7 @@ def reasons(drawing: Drawing) -> list[str]:
 
 
 def _named(candidate: Candidate) -> str:
-    return f"{candidate.label} {number(candidate.makespan_s)} s"
+    return f"{candidate.label} {number(candidate.length_s)} s"
 
 
 def number(value: float) -> str:
@@ -160,6 +161,7 @@ def _chosen(choice: Choice) -> dict[str, Any]:
     """What schedule=auto found, as numbers."""
     tried, within = choice.num_blocks
     return {
+        "objective": "period" if choice.by_period else "makespan",
         "max_activations": choice.cap,
         "lower_bound_s": choice.lower_bound_s,
         "gap_fraction": choice.gap_fraction,
@@ -167,6 +169,6 @@ def _chosen(choice: Choice) -> dict[str, Any]:
         "num_building_blocks": tried,
         "num_building_blocks_within_cap": within,
         "candidates": [
-            {"label": c.label, "makespan_s": c.makespan_s, "is_published": c.is_published} for c in choice.candidates
+            {"label": c.label, "length_s": c.length_s, "is_published": c.is_published} for c in choice.candidates
         ],
     }

@@ -22,10 +22,10 @@ from ppctl.engine import Footprint
 from ppctl.engine.states import States
 from ppctl.mesh import DATA_AXES
 from ppctl.optim import sum_of_squares
+from ppctl.runtime.mpmd.division import Division
 from ppctl.runtime.mpmd.machine import Machine, Walk
 from ppctl.runtime.mpmd.plan import Key, Op, Program, roles, task_ops
 from ppctl.runtime.mpmd.rank import Library, rank_op, rank_ops, rank_roles, with_tied
-from ppctl.runtime.mpmd.split import Split
 from ppctl.runtime.mpmd.tasks import Model
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.train import apply_gradients
@@ -56,25 +56,25 @@ class Mpmd:
         self.first, self.last = layout.rank_of[0], layout.rank_of[-1]
         used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
         holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.tied))]
-        self.split = Split(layout, model.ends, holders)
-        self.machine = Machine(self.split.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
+        self.division = Division(layout, model.ends, holders)
+        self.machine = Machine(self.division.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
         self.walks: dict[str, Walk] = {}
 
     # states
 
     def new_state(self) -> Tree:
-        return self.split.split(self.states.new())
+        return self.division.split(self.states.new())
 
     def to_natural(self, state: Tree) -> Tree:
-        return self.states.to_natural(self.split.join(state, self.states.staged))
+        return self.states.to_natural(self.division.join(state, self.states.staged))
 
     def from_natural(self, state: Tree) -> Tree:
-        return self.split.split(self.states.to_staged(state))
+        return self.division.split(self.states.to_staged(state))
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
         """The inputs on the first stage's submesh, the targets on the last one's."""
         ranks = {"inputs": self.first, "targets": self.last}
-        shardings = {name: NamedSharding(self.split.submeshes[rank], P(DATA_AXES)) for name, rank in ranks.items()}
+        shardings = {name: NamedSharding(self.division.submeshes[rank], P(DATA_AXES)) for name, rank in ranks.items()}
         return jax.device_put(dict(batch), shardings)
 
     # steps
@@ -98,7 +98,7 @@ class Mpmd:
         return self.walk("step").programs
 
     def devices(self) -> list[int]:
-        return [submesh.devices.flat[0].id for submesh in self.split.submeshes]
+        return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
 
     def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
         """The state in what a walk has left; `try` leaves it as next_params and so on."""
@@ -109,7 +109,7 @@ class Mpmd:
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         found = self.walk("grads").run(self.given(state, batch))
-        grads = self.split.join([found["mean_grads", r] for r in self.ranks], self.states.staged["params"])
+        grads = self.division.join([found["mean_grads", r] for r in self.ranks], self.states.staged["params"])
         return found["loss",], jax.jit(self.layout.to_natural)(grads)
 
     def walk(self, what: str) -> Walk:
@@ -193,7 +193,7 @@ class Mpmd:
     @cached_property
     def _numbers(self) -> dict[Key, jax.Array]:
         """The number of each microbatch, on the ranks that look it up."""
-        shardings = {r: NamedSharding(self.split.submeshes[r], P()) for r in (self.first, self.last)}
+        shardings = {r: NamedSharding(self.division.submeshes[r], P()) for r in (self.first, self.last)}
         many = range(self.model.num_microbatches)
         return {("m", r, m): jax.device_put(np.int32(m), sharding) for r, sharding in shardings.items() for m in many}
 
@@ -209,7 +209,7 @@ class Mpmd:
         shapes: dict[Key, Tree] = {(name,): shape(a, P(DATA_AXES)) for name, a in self.batch_shapes.items()}
         for name, tree in self.states.staged.items():
             path = (jax.tree_util.DictKey(name),)
-            shapes |= {(name, r): shape(*self.split.described(tree, r, path)) for r in self.ranks}
+            shapes |= {(name, r): shape(*self.division.described(tree, r, path)) for r in self.ranks}
         return shapes | {key: shape(number, P()) for key, number in self._numbers.items()}
 
 
@@ -221,7 +221,7 @@ class _Programs:
         staged = engine.states.staged
         self.of_state = {
             here: {
-                name: engine.split.described(tree, r, (jax.tree_util.DictKey(name),))[1]
+                name: engine.division.described(tree, r, (jax.tree_util.DictKey(name),))[1]
                 for name, tree in staged.items()
             }
             for r, here in enumerate(engine.roles)

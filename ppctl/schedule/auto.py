@@ -15,8 +15,8 @@ from itertools import product
 from ppctl.costs import Costs
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.blocks import Block, blocks, held
-from ppctl.schedule.bounds import makespan_bound_s
-from ppctl.schedule.climb import climb
+from ppctl.schedule.bounds import makespan_bound_s, period_bound_s
+from ppctl.schedule.climb import climb, length_s
 from ppctl.schedule.greedy import fill
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.memory import peak_activations
@@ -42,15 +42,16 @@ class Candidate:
 
     label: str
     schedule: Schedule
-    makespan_s: float
+    length_s: float  # makespan, or period where that is what counts
     is_published: bool  # a family as it stands
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The answer: `best` of `candidates` (ascending, one for each makespan), none of them above `cap` activations.
+    """The answer: `best` of `candidates` (ascending, one for each length), none of them above `cap` activations.
 
-    lower_bound_s: no order of these tasks on any placement that was tried is shorter, whatever it holds.
+    lower_bound_s: no order of these tasks on any placement that was tried is shorter, whatever it holds. by_period: the
+    period counts, not the makespan.
     """
 
     best: Candidate
@@ -59,11 +60,12 @@ class Choice:
     lower_bound_s: float
     num_published: int  # families priced, each knob counted
     num_blocks: tuple[int, int]  # building blocks squeezed, and how many there are within the cap
+    by_period: bool
 
     @property
     def gap_fraction(self) -> float:
-        """What share of the best's makespan lies above the lower bound, 0..1."""
-        return 1 - self.lower_bound_s / self.best.makespan_s
+        """What share of the best's length lies above the lower bound, 0..1."""
+        return 1 - self.lower_bound_s / self.best.length_s
 
     @property
     def is_proven(self) -> bool:
@@ -84,17 +86,19 @@ def choose(
     *,
     max_chunks: int = 4,
     may_split: bool = True,
+    by_period: bool = False,
     makespan_s: Callable[[Schedule], float] | None = None,
 ) -> Choice:
     """The shortest schedule found that holds at most `cap` activations on every rank.
 
     cap: in units of one microbatch through 1/p of the model; None: p, what 1F1B holds. max_chunks: stages a rank at
-    most. may_split: whether backwards may be split into input and weight gradients. makespan_s: how long a schedule
-    takes where ranks do not run freely (ScheduleError: it cannot run there); published schedules alone are compared.
+    most. may_split: whether backwards may be split into input and weight gradients. by_period: shorten the period, a
+    step without a barrier before the optimizer. makespan_s: how long a schedule takes where ranks do not run freely
+    (ScheduleError: it cannot run there); published schedules alone are compared.
     ScheduleError where nothing fits, or for schedules too large to search.
 
     >>> choice = choose(4, 8, Costs())
-    >>> choice.best.makespan_s, choice.gap_fraction
+    >>> choice.best.length_s, choice.gap_fraction
     (24.75, 0.0)
     """
     cap = num_ranks if cap is None else cap
@@ -103,7 +107,7 @@ def choose(
             f"3*num_ranks*num_microbatches = 3*{num_ranks}*{num_microbatches} = {3 * num_ranks * num_microbatches:,} "
             f"tasks are more than the {MOST_TASKS:,} that auto searches. Choose one of `ppctl schedule list`."
         )
-    search = _Search(costs, cap, may_split, makespan_s)
+    search = _Search(costs, cap, may_split, by_period, makespan_s)
     for label, schedule in published(num_ranks, num_microbatches, max_chunks):
         search.price(label, schedule)
     if makespan_s is None and not search.is_proven:
@@ -138,7 +142,7 @@ def published(num_ranks: int, num_microbatches: int, max_chunks: int) -> Iterato
 class _Start:
     """Orders that a search goes on from; ties are broken by `number`."""
 
-    makespan_s: float
+    length_s: float
     number: int
     label: str
     jobs: Jobs
@@ -151,6 +155,7 @@ class _Search:
     costs: Costs
     cap: float
     may_split: bool
+    by_period: bool
     makespan_s: Callable[[Schedule], float] | None = None
     found: list[_Start] = field(default_factory=list)  # within the cap
     priorities: list[tuple[str, Jobs]] = field(default_factory=list)  # what greedy runs start from, within it or not
@@ -161,7 +166,7 @@ class _Search:
     @property
     def is_proven(self) -> bool:
         """Whether nothing can be shorter than what was found."""
-        return bool(self.found) and min(s.makespan_s for s in self.found) <= min(self.bounds_s) * (1 + NO_GAP)
+        return bool(self.found) and min(s.length_s for s in self.found) <= min(self.bounds_s) * (1 + NO_GAP)
 
     def price(self, label: str, schedule: Schedule) -> None:
         """Adds a published schedule if it fits."""
@@ -174,7 +179,8 @@ class _Search:
             label, schedule = f"{label}, whole backwards", merge_backward(schedule)
         free = Jobs(split_backward(schedule) if self.may_split else schedule, self.costs)
         self.priorities.append((label, free))
-        self.bounds_s.append(makespan_bound_s(free.schedule, self.costs))
+        bound_s = period_bound_s if self.by_period else makespan_bound_s
+        self.bounds_s.append(bound_s(free.schedule, self.costs))
         self.smallest = min(self.smallest, (max(peak_activations(schedule)), label))
         jobs = Jobs(schedule, self.costs)
         if all(jobs.fits(order, self._chunks(jobs)) for order in jobs.first):
@@ -208,8 +214,9 @@ class _Search:
         for start in self._best(NUM_FILLED):
             self._fill(start.label, start.jobs, start.orders)
         for start in self._best(NUM_CLIMBED):
-            makespan_s, orders = climb(start.jobs, start.orders, self._chunks(start.jobs), CLIMBED_TASKS)
-            if makespan_s < start.makespan_s:
+            cap = self._chunks(start.jobs)
+            found_s, orders = climb(start.jobs, start.orders, cap, CLIMBED_TASKS, by_period=self.by_period)
+            if found_s < start.length_s:
                 self._add(f"{start.label}, climbed", start.jobs, orders)
 
     def choice(self, num_ranks: int, num_microbatches: int) -> Choice:
@@ -224,19 +231,27 @@ class _Search:
         best = self._best(len(self.found))
         fits = [start for start in self.found if start.published is not None]
         if fits and not any(start.published is not None for start in best):
-            best.append(min(fits, key=lambda start: start.makespan_s))
+            best.append(min(fits, key=lambda start: start.length_s))
         candidates = tuple(self._candidate(start) for start in best)
-        return Choice(candidates[0], candidates, self.cap, min(self.bounds_s), len(self.priorities), self.num_blocks)
+        return Choice(
+            candidates[0],
+            candidates,
+            self.cap,
+            min(self.bounds_s),
+            len(self.priorities),
+            self.num_blocks,
+            self.by_period,
+        )
 
     def _candidate(self, start: _Start) -> Candidate:
         schedule = start.published or validate(start.jobs.as_schedule(start.orders, f"auto: {start.label}"))
-        return Candidate(start.label, schedule, start.makespan_s, start.published is not None)
+        return Candidate(start.label, schedule, start.length_s, start.published is not None)
 
     def _best(self, count: int) -> list[_Start]:
-        """The best `count`, one for each makespan (a family as it stands before one that was changed)."""
+        """The best `count`, one for each length (a family as it stands before one that was changed)."""
         best: list[_Start] = []
-        for start in sorted(self.found, key=lambda s: (float(f"{s.makespan_s:.9g}"), s.published is None, s.number)):
-            if not best or start.makespan_s > best[-1].makespan_s * (1 + NO_GAP):
+        for start in sorted(self.found, key=lambda s: (float(f"{s.length_s:.9g}"), s.published is None, s.number)):
+            if not best or start.length_s > best[-1].length_s * (1 + NO_GAP):
                 best.append(start)
         return best[:count]
 
@@ -260,13 +275,13 @@ class _Search:
         if self.makespan_s is None:
             run = jobs.run(orders)
             assert run is not None, f"{label}: orders that cannot run"
-            makespan_s = run.makespan_s
+            found_s = length_s(run, orders, self.by_period)
         else:
             try:
-                makespan_s = self.makespan_s(jobs.schedule)
+                found_s = self.makespan_s(jobs.schedule)
             except ScheduleError:
                 return
-        self.found.append(_Start(makespan_s, len(self.found), label, jobs, orders, published))
+        self.found.append(_Start(found_s, len(self.found), label, jobs, orders, published))
 
     def _chunks(self, jobs: Jobs) -> int:
         """The cap in chunks of the schedule."""

@@ -19,35 +19,41 @@ BACK = (2, 3, 4, 6, 9, 14)  # steps by which the first one moves back (1 is the 
 LEAST_GAIN = 1e-9  # relative to the makespan: rounding is no gain
 
 
-def climb(jobs: Jobs, orders: Orders, cap: int, budget: int) -> tuple[float, Orders]:
+def climb(jobs: Jobs, orders: Orders, cap: int, budget: int, *, by_period: bool = False) -> tuple[float, Orders]:
     """(makespan, orders): no move of a task shortens them, or `budget` tasks have been priced.
 
-    orders: valid, and within the cap. cap: the most stashes that a rank may hold. The result depends on nothing else:
-    the same on every process.
+    orders: valid, and within the cap. cap: the most stashes that a rank may hold. by_period: shortens the period
+    instead. The result depends on nothing else: the same on every process.
     """
     run = jobs.run(orders)
     assert run is not None, "climbing starts from orders that can run"
     choose = random.Random(0)
     until = jobs.spent + budget
     while jobs.spent < until:
-        better = _first_better(jobs, orders, run, cap, until, choose)
+        better = _first_better(jobs, orders, run, cap, until, choose, by_period)
         if better is None:
             break
         run, orders = better
-    return run.makespan_s, orders
+    return length_s(run, orders, by_period), orders
+
+
+def length_s(run: Run, orders: Orders, by_period: bool) -> float:
+    """The makespan, or the period."""
+    return run.period_s(orders) if by_period else run.makespan_s
 
 
 def _first_better(
-    jobs: Jobs, orders: Orders, run: Run, cap: int, until: int, choose: random.Random
+    jobs: Jobs, orders: Orders, run: Run, cap: int, until: int, choose: random.Random, by_period: bool
 ) -> tuple[Run, Orders] | None:
-    limit_s = run.makespan_s * (1 - LEAST_GAIN)
+    limit_s = length_s(run, orders, by_period) * (1 - LEAST_GAIN)
+    longest = max(orders, key=lambda order: run.end_s[order[-1]] - run.start_s[order[0]])
     step = [0] * len(jobs.tasks)
     for order in orders:
         for i, task in enumerate(order):
             step[task] = i
     pairs = [
         (jobs.rank[a], step[a])
-        for a, b in pairwise(run.critical_path())
+        for a, b in pairwise(run.critical_path(longest[-1] if by_period else None))
         if jobs.rank[a] == jobs.rank[b] and step[b] == step[a] + 1
     ]
     choose.shuffle(pairs)
@@ -56,8 +62,8 @@ def _first_better(
             if not jobs.fits(order, cap):
                 continue
             moved = [*orders[:rank], order, *orders[rank + 1 :]]
-            found = jobs.run(moved, limit_s)
-            if found is not None:
+            found = jobs.run(moved) if by_period else jobs.run(moved, limit_s)
+            if found is not None and length_s(found, moved, by_period) < limit_s:
                 return found, moved
             if jobs.spent >= until:
                 return None

@@ -22,9 +22,13 @@ class Run:
     end_s: list[float]
     waits_for: list[int]
 
-    def critical_path(self) -> list[int]:
-        """A chain of tasks from 0 to the makespan, each waiting for the one before it."""
-        task = max(range(len(self.end_s)), key=self.end_s.__getitem__)
+    def period_s(self, orders: Orders) -> float:
+        """The longest time from a rank's first start to its last end."""
+        return max(self.end_s[order[-1]] - self.start_s[order[0]] for order in orders)
+
+    def critical_path(self, task: int | None = None) -> list[int]:
+        """A chain of tasks from 0 to the end of `task` (of the last one), each waiting for the one before it."""
+        task = max(range(len(self.end_s)), key=self.end_s.__getitem__) if task is None else task
         path = []
         while task != NONE:
             path.append(task)

@@ -46,7 +46,7 @@ def test_one_chunk_a_rank_is_as_short_as_brute_force(p, m, cap, costs):
         run = jobs.run(list(orders), shortest_s)
         if run is not None:
             shortest_s = run.makespan_s
-    assert choose(p, m, costs, cap, max_chunks=1).best.makespan_s == pytest.approx(shortest_s, rel=1e-12)
+    assert choose(p, m, costs, cap, max_chunks=1).best.length_s == pytest.approx(shortest_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
@@ -56,13 +56,13 @@ def test_it_is_valid_within_the_cap_and_never_worse_than_a_published_schedule(p,
     best = choice.best
     validate(best.schedule)
     assert max(peak_activations(best.schedule)) <= cap
-    assert simulate(best.schedule, costs).makespan_s == best.makespan_s == choice.candidates[0].makespan_s
-    assert best.makespan_s >= choice.lower_bound_s * (1 - 1e-12)
+    assert simulate(best.schedule, costs).makespan_s == best.length_s == choice.candidates[0].length_s
+    assert best.length_s >= choice.lower_bound_s * (1 - 1e-12)
     fit = [schedule for _, schedule in published(p, m, 2) if max(peak_activations(schedule)) <= cap]
     shortest_s = min((simulate(schedule, costs).makespan_s for schedule in fit), default=float("inf"))
-    assert best.makespan_s <= shortest_s
-    assert choice.best_published is None or choice.best_published.makespan_s == pytest.approx(shortest_s)
-    makespans = [candidate.makespan_s for candidate in choice.candidates[:-1]]
+    assert best.length_s <= shortest_s
+    assert choice.best_published is None or choice.best_published.length_s == pytest.approx(shortest_s)
+    makespans = [candidate.length_s for candidate in choice.candidates[:-1]]
     assert makespans == sorted(makespans)
 
 
@@ -72,7 +72,7 @@ def test_it_is_the_same_every_time():
 
 def test_eight_ranks_32_microbatches_at_unit_costs_are_answered_by_interleaved_zb_and_proven():
     choice = choose(8, 32, UNIT, 8)
-    assert (choice.best.makespan_s, choice.is_proven, choice.best.is_published) == (97.75, True, True)
+    assert (choice.best.length_s, choice.is_proven, choice.best.is_published) == (97.75, True, True)
     assert choice.best.label == "interleaved_zb (num_chunks=4)"
     assert choice.lower_bound_s == split_makespan_bound_s(8, 32, 4, UNIT)
     assert choose(8, 32, UNIT) == choice  # the default cap is what 1F1B holds
@@ -82,32 +82,32 @@ def test_eight_ranks_32_microbatches_at_unit_costs_are_answered_by_interleaved_z
 @pytest.mark.parametrize(("cap", "most_s"), [(4, 124.1), (5, 104.2), (6, 101.3), (8, 96.2)])
 def test_real_costs_are_answered_better_than_by_the_enumeration_of_the_paper(cap, most_s):
     choice = choose(8, 32, REAL, cap)
-    assert choice.best.makespan_s <= most_s
+    assert choice.best.length_s <= most_s
     assert max(peak_activations(choice.best.schedule)) <= cap
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cap", "most_s"), [(4, 107.5), (5, 104.5), (6, 101.5), (7, 100.5)])
 def test_every_cap_between_v_min_and_zb_v_has_its_schedule(cap, most_s):
-    assert choose(8, 32, UNIT, cap, max_chunks=2).best.makespan_s <= most_s
+    assert choose(8, 32, UNIT, cap, max_chunks=2).best.length_s <= most_s
 
 
 def test_whole_backwards_stay_whole():
     choice = choose(4, 8, FUSED, 6, may_split=False)
     assert {task.kind for tasks in choice.best.schedule.ranks for task in tasks} == {"F", "B"}
-    assert choice.best.makespan_s == 8 * 3 + 3 * 3 / 4  # the bound of four chunks
+    assert choice.best.length_s == 8 * 3 + 3 * 3 / 4  # the bound of four chunks
 
 
 def test_costs_of_each_stage_choose_among_schedules_of_as_many_stages():
     costs = Costs(forward_s=(0.5,) * 7 + (1.5,), input_grad_s=(0.5,) * 8, weight_grad_s=(0.5,) * 8)
     choice = choose(4, 8, costs, 4)
     assert choice.best.schedule.num_stages == 8
-    assert choice.best.makespan_s <= min(c.makespan_s for c in choice.candidates if c.is_published)
+    assert choice.best.length_s <= min(c.length_s for c in choice.candidates if c.is_published)
 
 
 def test_one_rank_has_nothing_to_wait_for():
     choice = choose(1, 3, UNIT)
-    assert (choice.best.makespan_s, choice.is_proven) == (9, True)
+    assert (choice.best.length_s, choice.is_proven) == (9, True)
 
 
 def test_a_cap_below_every_schedule_is_refused_with_the_least_that_helps():
@@ -124,7 +124,17 @@ def test_where_ranks_run_in_lockstep_the_shortest_there_is_chosen():
     in_lockstep = lambda schedule: ticks(schedule, FUSED).makespan_s(FUSED)  # noqa: E731
     choice = choose(4, 8, FUSED, 7, max_chunks=2, makespan_s=in_lockstep)
     assert choice.best.is_published
-    assert choice.best.makespan_s == in_lockstep(choice.best.schedule)
+    assert choice.best.length_s == in_lockstep(choice.best.schedule)
     for _, schedule in published(4, 8, 2):
         if runs_on_ring(schedule) and max(peak_activations(schedule)) <= 7:
-            assert in_lockstep(schedule) >= choice.best.makespan_s
+            assert in_lockstep(schedule) >= choice.best.length_s
+
+
+def test_a_period_is_shortened_where_that_is_asked_for():
+    choice = choose(8, 32, UNIT, by_period=True)
+    assert (choice.best.label, choice.best.length_s, choice.is_proven) == ("zb_v", 96, True)
+    for cap in (2, 3, 4):
+        by_period, plain = (choose(4, 8, REAL, cap, max_chunks=2, by_period=flag).best for flag in (True, False))
+        period_s = simulate(by_period.schedule, REAL).period_s
+        assert by_period.length_s == period_s <= simulate(plain.schedule, REAL).period_s
+        assert max(peak_activations(by_period.schedule)) <= cap

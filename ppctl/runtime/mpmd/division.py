@@ -19,7 +19,7 @@ from ppctl.runtime.layout import Layout
 Tree = Any
 
 
-class Split:
+class Division:
     """The division of staged trees: parameters, gradients, or a state that mirrors parameters somewhere inside.
 
     ends: a tree like that of the ends; holders: for each of its leaves the ranks that hold it.
