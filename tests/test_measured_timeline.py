@@ -11,9 +11,6 @@ from ppctl.schedule import build
 from ppctl.schedule.ir import Task
 from ppctl.schedule.simulate import simulate
 
-# of the profiler's types on Python 3.12, where an error would abort the process
-pytestmark = pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
-
 TINY = (
     "mesh=1x2 data=regression data.batch_size=8 data.num_rows=4096 model=mlp model.num_layers=2 model.d_model=16 "
     "schedule.num_microbatches=4 run.platform=cpu run.dtype=float32 run.tensorboard=false run.checkpoint.every=null "
