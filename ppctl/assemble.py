@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -54,7 +54,7 @@ CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late a
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts:
     """Everything a command needs, built from one config."""
 
@@ -66,12 +66,18 @@ class Parts:
     schedule: Schedule
     ticks: Ticks | None  # of executor=spmd
     states: States
-    engine: Engine
+    optimizer: optax.GradientTransformation
+    lr_schedule: optax.Schedule
+    engine: Engine = field(init=False)  # made at once: it refuses what its executor cannot do
+
+    def __post_init__(self) -> None:
+        self.engine = _mpmd(self) if self.config.executor.name == "mpmd" else _one_program(self)
 
     @cached_property
     def batch_shapes(self) -> Tree:
         """Shapes and dtypes of a global batch."""
-        return batch_shapes(self.data)
+        batch = next(self.data.batches())
+        return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}
 
     @property
     def bubble_fraction(self) -> float | None:
@@ -82,10 +88,6 @@ class Parts:
         return (
             simulate(self.schedule, costs).bubble_fraction if self.ticks is None else self.ticks.bubble_fraction(costs)
         )
-
-
-def batch_shapes(data: DataSet) -> Tree:
-    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in next(data.batches()).items()}
 
 
 def task_costs(remat: str) -> Costs:
@@ -177,9 +179,7 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     del settings["name"]
     optimizer = optim.adamw(lr_schedule, **settings)
     states = States(layout, lambda: init_state(init(stack, config.run.seed), optimizer))
-    common = (config, stack, states, schedule, dtype, batch_shapes(data), optimizer, lr_schedule)
-    engine = mpmd_engine(*common) if config.executor.name == "mpmd" else one_program(*common, lowered)
-    return Parts(config, dtype, data, stack, mesh, schedule, lowered, states, engine)
+    return Parts(config, dtype, data, stack, mesh, schedule, lowered, states, optimizer, lr_schedule)
 
 
 def open_data(config: Config) -> DataSet:
@@ -211,19 +211,10 @@ def make_stack(config: Config, data: DataSet, dtype: jnp.dtype) -> Stack:
     return transformer(**settings, vocab_size=vocab_size, dtype=dtype)
 
 
-def one_program(
-    config: Config,
-    stack: Stack,
-    states: States,
-    schedule: Schedule,
-    dtype: jnp.dtype,
-    batch: Tree,
-    optimizer: optax.GradientTransformation,
-    lr_schedule: optax.Schedule,
-    lowered: Ticks | None,
-) -> OneProgram:
-    """The engine of executor=spmd, or of executor=reference where `lowered` is None."""
-    executor, layout = config.executor, states.layout
+def _one_program(parts: Parts) -> OneProgram:
+    """The engine of executor=spmd, and of executor=reference."""
+    stack, schedule, dtype, lowered = parts.stack, parts.schedule, parts.dtype, parts.ticks
+    executor, layout = parts.config.executor, parts.states.layout
     if lowered is None:
         build_reference = partial(
             reference,
@@ -244,28 +235,20 @@ def one_program(
         )
         evaluation = ticks(forward_only(schedule), task_costs(executor.remat), **options.lowering)
         gradients, loss = spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
-    return OneProgram(states, batch, gradients, loss, optimizer, lr_schedule)
+    return OneProgram(parts.states, parts.batch_shapes, gradients, loss, parts.optimizer, parts.lr_schedule)
 
 
-def mpmd_engine(
-    config: Config,
-    stack: Stack,
-    states: States,
-    schedule: Schedule,
-    dtype: jnp.dtype,
-    batch: Tree,
-    optimizer: optax.GradientTransformation,
-    lr_schedule: optax.Schedule,
-) -> Mpmd | PostValidated:
+def _mpmd(parts: Parts) -> Mpmd | PostValidated:
     """The engine of executor=mpmd. The host dispatches tasks in the order in which the simulator starts them."""
-    params, mesh = states.natural["params"], config.mesh
+    config, stack, schedule, batch = parts.config, parts.stack, parts.schedule, parts.batch_shapes
+    params, mesh = parts.states.natural["params"], config.mesh
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     rows = config.data.batch_size // (mesh.dp * mesh.fsdp * schedule.num_microbatches)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
-    executor, num_microbatches = config.executor, schedule.num_microbatches
-    model = Model(stack, params["ends"], layer, microbatch, num_microbatches, executor.remat, executor.unroll, dtype)
+    executor, m = config.executor, schedule.num_microbatches
+    model = Model(stack, params["ends"], layer, microbatch, m, executor.remat, executor.unroll, parts.dtype)
     training, evaluation = ((each, dispatch_order(each, executor.remat)) for each in (schedule, forward_only(schedule)))
-    engine = Mpmd(states, batch, model, (training, evaluation), optimizer, lr_schedule)
+    engine = Mpmd(parts.states, batch, model, (training, evaluation), parts.optimizer, parts.lr_schedule)
     if not executor.post_validation:
         return engine
     return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=config.optim.clip_norm))
