@@ -7,6 +7,7 @@ then climbed. The answer is never worse than the best published schedule that fi
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +28,10 @@ from ppctl.schedule.squeeze import squeeze_pattern
 from ppctl.schedule.validate import validate
 
 MOST_TASKS = 400_000  # of a schedule that is searched; above, the search takes minutes
-PROBED_TASKS = 1_000_000  # of building blocks squeezed with few microbatches, all together: about 5 s
+# Budgets in tasks of all schedules together, not in seconds: the answer must not depend on the machine.
+PROBED_TASKS = 1_000_000  # of building blocks squeezed with few microbatches: about 5 s
+SQUEEZED_TASKS = 3_000_000  # of the best of them, squeezed in full: about 15 s
+FILLED_TASKS = 3_000_000  # of one round of greedy runs: about 12 s
 NUM_SQUEEZED, NUM_FILLED, NUM_CLIMBED = 32, 12, 6  # of the best so far: blocks squeezed in full, greedy runs, climbs
 CLIMBED_TASKS = 4_000_000  # priced by one climb, about 1 s
 SQUEEZE_PATIENCE = (0.0, 0.35, 0.5, 0.75)
@@ -187,8 +191,12 @@ class _Search:
             self._add(label, jobs, jobs.first, schedule if self.may_split or not splits else None)
 
     def fill_all(self) -> None:
-        """Adds greedy runs of every published schedule under the cap."""
-        for label, jobs in self.priorities:
+        """Adds greedy runs of the published schedules under the cap: of all, or of the shortest of large ones."""
+        runs = [jobs.run(jobs.first) for _, jobs in self.priorities]
+        took_s = [math.inf if run is None else run.makespan_s for run in runs]
+        order = sorted(range(len(took_s)), key=took_s.__getitem__)
+        for i in order[: self._affordable(FILLED_TASKS, 2 * len(GREEDY_PATIENCE))]:
+            label, jobs = self.priorities[i]
             self._fill(label, jobs, jobs.first)
 
     def squeeze_blocks(self, num_ranks: int, num_microbatches: int) -> None:
@@ -203,7 +211,8 @@ class _Search:
             jobs = self._squeezed(block, few, 0.5)
             if jobs is not None:
                 expected.append((_expected_s(jobs, num_microbatches), number, block))
-        for _, number, block in sorted(expected)[:NUM_SQUEEZED]:
+        most = min(NUM_SQUEEZED, self._affordable(SQUEEZED_TASKS, len(SQUEEZE_PATIENCE)))
+        for _, number, block in sorted(expected)[:most]:
             for patience in SQUEEZE_PATIENCE:
                 jobs = self._squeezed(block, num_microbatches, patience)
                 if jobs is not None:
@@ -211,7 +220,7 @@ class _Search:
 
     def improve(self) -> None:
         """Adds greedy runs of the best so far, then climbs the best of all."""
-        for start in self._best(NUM_FILLED):
+        for start in self._best(min(NUM_FILLED, self._affordable(FILLED_TASKS, 2 * len(GREEDY_PATIENCE)))):
             self._fill(start.label, start.jobs, start.orders)
         for start in self._best(NUM_CLIMBED):
             cap = self._chunks(start.jobs)
@@ -261,6 +270,11 @@ class _Search:
             filled = fill(jobs, orders, self._chunks(jobs), patience, weight_grads_last=last)
             if filled is not None:
                 self._add(label, jobs, filled)
+
+    def _affordable(self, budget: int, runs_each: int) -> int:
+        """How many schedules of the usual size may be run that often within a budget, at least 2."""
+        num_tasks = statistics.median(len(jobs.tasks) for _, jobs in self.priorities)
+        return max(2, int(budget / (runs_each * num_tasks)))
 
     def _squeezed(self, block: Block, num_microbatches: int, patience: float) -> Jobs | None:
         try:
