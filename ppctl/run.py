@@ -250,7 +250,7 @@ class _Loop:
                 else:
                     with window.step(step):
                         state, numbers = self.parts.engine.step(state, batch)
-                self._read()
+                self._read(dispatched_s)
                 self._unread = (step + 1, numbers, dispatched_s)
                 finished = step + 1
                 if window.is_due(finished):
@@ -281,13 +281,18 @@ class _Loop:
             **self.last,
         }
 
-    def _read(self) -> None:
-        """Waits for the step in flight, checks its numbers and logs them."""
+    def _read(self, next_dispatched_s: float | None = None) -> None:
+        """Waits for the step in flight, checks its numbers and logs them.
+
+        next_dispatched_s: when the next step's dispatch began, if it has. A step that is done by its end counts as done
+        at its beginning: a dispatch may take as long as a step.
+        """
         if self._unread is None:
             return
         (finished, numbers, dispatched_s), self._unread = self._unread, None
+        was_ready = next_dispatched_s is not None and all(a.is_ready() for a in jax.tree.leaves(numbers))
         loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
-        now = time.perf_counter()
+        now = next_dispatched_s if was_ready and next_dispatched_s is not None else time.perf_counter()
         step_time_s = now - max(self._ready_s, dispatched_s)
         self._ready_s = now
         self.last = {"step": finished, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_time_s": step_time_s}

@@ -3,11 +3,14 @@
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 
+import jax
 import pytest
 
 from ppctl import bench, cli, config, verify
+from ppctl.engine.mpmd import Mpmd
 from ppctl.metrics import Metrics
 
 TINY = (
@@ -105,3 +108,16 @@ def test_bench_shows_dispatch_and_the_compile_time_of_spmd(monkeypatch, capsys):
 def test_what_belongs_to_spmd_is_refused(setting, capsys):
     assert cli.main(["train", *TINY.split(), "executor=mpmd", setting]) == 2
     assert f"{setting.split('=')[0]} is not a setting of executor=mpmd" in capsys.readouterr().err
+
+
+def test_a_step_takes_as_long_as_its_dispatch_where_that_is_the_longer_part(tmp_path, monkeypatch):
+    dispatch_s, step = 0.2, Mpmd.step
+
+    def slow(self, state, batch):
+        found = jax.block_until_ready(step(self, state, batch))
+        time.sleep(dispatch_s)
+        return found
+
+    monkeypatch.setattr(Mpmd, "step", slow)
+    assert train(tmp_path, "executor=mpmd", "schedule=1f1b", "run.num_steps=4", "run.eval_every=2") == 0
+    assert all(record["step_time_s"] > 0.9 * dispatch_s for record in records(tmp_path))
