@@ -15,7 +15,7 @@ from ppctl.cli.options import Parser, refuse_unknown
 from ppctl.config import Auto, Costs, Csv, ScheduleConfig
 from ppctl.errors import ConfigError
 
-ABOUT = "draw, list, compare and check schedules from costs alone; starts no JAX"
+ABOUT = "draw, list, compare, certify and check schedules from costs alone; starts no JAX"
 SUBCOMMANDS = {
     "show": "one schedule: chart, bubble and memory of each rank",
     "list": "every family at one size, with its makespan, bubble and memory beside the lower bound",

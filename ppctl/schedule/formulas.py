@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ppctl.costs import Costs
 
@@ -54,9 +55,7 @@ class _Size:
 Formula = Callable[[_Size], float | None]
 
 
-def makespan_formula_s(
-    family: str, num_ranks: int, num_microbatches: int, costs: Costs, **knobs: float
-) -> float | None:
+def makespan_formula_s(family: str, num_ranks: int, num_microbatches: int, costs: Costs, **knobs: Any) -> float | None:
     """Seconds by the closed form of `family` for stages of equal cost, or None where it does not hold.
 
     >>> makespan_formula_s("interleaved", 8, 32, Costs(), num_chunks=4)
@@ -64,18 +63,18 @@ def makespan_formula_s(
     """
     if any(isinstance(value, tuple) for value in vars(costs).values()):
         return None
-    size = _Size(num_ranks, num_microbatches, costs, **knobs)  # type: ignore[arg-type]
+    size = _Size(num_ranks, num_microbatches, costs, **knobs)
     bubble_s = _BUBBLE[family](size)
     return None if bubble_s is None else size.m * size.work_s + bubble_s
 
 
-def peak_formula(family: str, num_ranks: int, num_microbatches: int, **knobs: float) -> float | None:
+def peak_formula(family: str, num_ranks: int, num_microbatches: int, **knobs: Any) -> float | None:
     """Activations of the rank that holds most, in units of one microbatch through 1/p of the model, or None.
 
     >>> peak_formula("interleaved", 8, 32, num_chunks=2)
     11.5
     """
-    return _PEAK[family](_Size(num_ranks, num_microbatches, Costs(), **knobs))  # type: ignore[arg-type]
+    return _PEAK[family](_Size(num_ranks, num_microbatches, Costs(), **knobs))
 
 
 def _when(holds: Callable[[_Size], bool], formula: Callable[[_Size], float]) -> Formula:
