@@ -114,6 +114,11 @@ def choose(
     search = _Search(costs, cap, may_split, by_period, makespan_s)
     for label, schedule in published(num_ranks, num_microbatches, max_chunks):
         search.price(label, schedule)
+    if not search.priorities:
+        raise ScheduleError(
+            f"the costs are those of each stage, of as many stages as no schedule of {num_ranks} ranks and up to "
+            f"{max_chunks} chunks has. Give one for each of {num_ranks}, {2 * num_ranks}, ... stages, or numbers."
+        )
     if makespan_s is None and not search.is_proven:
         search.fill_all()
         if may_split and max_chunks >= 2 and num_ranks > 1:
@@ -201,6 +206,10 @@ class _Search:
 
     def squeeze_blocks(self, num_ranks: int, num_microbatches: int) -> None:
         """Adds V-shaped building blocks squeezed under the cap: those that do best with few microbatches."""
+        try:
+            self.costs.check(2 * num_ranks)
+        except ConfigError:  # costs of each stage of another number of stages
+            return
         within = [block for block in blocks(num_ranks) if held(block) <= self.cap + 1]
         within.sort(key=lambda block: (abs(held(block) - self.cap), block))
         few = min(num_microbatches, 2 * num_ranks)

@@ -105,6 +105,13 @@ def test_costs_of_each_stage_choose_among_schedules_of_as_many_stages():
     assert choice.best.length_s <= min(c.length_s for c in choice.candidates if c.is_published)
 
 
+def test_costs_of_each_stage_without_a_v_leave_the_blocks_out_and_without_any_schedule_are_refused():
+    choice = choose(4, 8, Costs(forward_s=(1.0, 1.0, 1.0, 2.0)), 3)
+    assert (choice.best.schedule.num_stages, choice.num_blocks) == (4, (0, 0))
+    with pytest.raises(ScheduleError, match=r"of as many stages as no schedule of 4 ranks .* 4, 8, \.\.\. stages"):
+        choose(4, 8, Costs(forward_s=(1.0,) * 5))
+
+
 def test_one_rank_has_nothing_to_wait_for():
     choice = choose(1, 3, UNIT)
     assert (choice.best.length_s, choice.is_proven) == (9, True)
