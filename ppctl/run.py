@@ -235,7 +235,7 @@ class _Loop:
         """The exit code, after the last step or a signal in `stop`; the last finished step is saved."""
         config = self.parts.config.run
         directory, every, eval_every = Path(config.dir) / "profile", config.checkpoint.every, config.eval_every
-        batches = self.parts.data.batches(start)
+        batches = self.parts.data.batches(start, self.parts.engine.rows)
         window = profile.Window(directory, config.profile.start, config.profile.num_steps)
         self.last = {"step": start}
         with profile.traced(window):
@@ -341,7 +341,7 @@ class _Loop:
 
     def _evaluate(self, state: Tree, finished: int) -> None:
         engine = self.parts.engine
-        batches = self.parts.data.eval_batches(self.parts.config.run.eval_batches)
+        batches = self.parts.data.eval_batches(self.parts.config.run.eval_batches, engine.rows)
         losses = [engine.loss(state, engine.put(batch)) for batch in batches]
         with _writing(Path(self.parts.config.run.dir)):
             self.metrics.log_eval(finished, {"eval_loss": sum(map(float, losses)) / len(losses)})

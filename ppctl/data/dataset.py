@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import grain
@@ -41,7 +41,7 @@ class DataSet:
     input_dim: int | None = None  # features a row; None: tokens
     target_dim: int | None = None
 
-    def batches(self, start_step: int = 0, rows: range | None = None) -> Iterator[Batch]:
+    def batches(self, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Global batches start_step, start_step+1, ... without end, each restricted to `rows` (None: all).
 
         Of tokens: inputs and targets int32 [rows, seq_len], targets the next token. Of numbers: inputs float32
@@ -51,7 +51,7 @@ class DataSet:
         order = grain.MapDataset.range(self.num_examples).shuffle(seed=_order_seed(self.seed)).repeat()
         return self._in_order(order, range(start_step, sys.maxsize // self.batch_size), rows)
 
-    def eval_batches(self, num_batches: int, rows: range | None = None) -> Iterator[Batch]:
+    def eval_batches(self, num_batches: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """The first num_batches held-out batches, restricted to `rows`: the same in every call and for every seed.
 
         Raises DataError at the call, not at the first batch, when so many batches are not held out.
@@ -71,7 +71,7 @@ class DataSet:
         held_out = grain.MapDataset.range(self.num_examples, self.num_examples + self.num_eval_examples)
         return self._in_order(held_out.shuffle(seed=EVAL_ORDER_SEED), range(num_batches), rows)
 
-    def _in_order(self, order: grain.MapDataset[int], steps: range, rows: range | None) -> Iterator[Batch]:
+    def _in_order(self, order: grain.MapDataset[int], steps: range, rows: Sequence[int] | None) -> Iterator[Batch]:
         rows = range(self.batch_size) if rows is None else rows
         assert not rows or (min(rows) >= 0 and max(rows) < self.batch_size), f"{rows} of {self.batch_size} rows"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,8 +36,13 @@ class Engine(Protocol):
         """The state that such a one is."""
         ...
 
+    @property
+    def rows(self) -> Sequence[int]:
+        """The rows of a global batch that this process's devices work on, ascending."""
+        ...
+
     def put(self, batch: Mapping[str, Any]) -> Tree:
-        """A global batch where a step wants it."""
+        """A global batch where a step wants it; `batch` holds `rows` alone."""
         ...
 
     def compile(self, *, evaluate: bool) -> Footprint:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.engine import Footprint
+from ppctl.engine.rows import put_rows, rows_of
 from ppctl.engine.states import States
 from ppctl.mesh import DATA_AXES
 from ppctl.optim import sum_of_squares
@@ -71,11 +72,23 @@ class Mpmd:
     def from_natural(self, state: Tree) -> Tree:
         return self.division.split(self.states.to_staged(state))
 
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        held = (rows_of(sharding, self._batch_size) for sharding in self._batch_shardings.values())
+        return tuple(sorted(set().union(*held)))
+
     def put(self, batch: Mapping[str, Any]) -> Tree:
-        """The inputs on the first stage's submesh, the targets on the last one's."""
+        return put_rows(self._batch_shardings, self.rows, batch, self._batch_size)
+
+    @cached_property
+    def _batch_shardings(self) -> dict[str, NamedSharding]:
+        """The inputs are on the first stage's submesh, the targets on the last one's."""
         ranks = {"inputs": self.first, "targets": self.last}
-        shardings = {name: NamedSharding(self.division.submeshes[rank], P(DATA_AXES)) for name, rank in ranks.items()}
-        return jax.device_put(dict(batch), shardings)
+        return {name: NamedSharding(self.division.submeshes[rank], P(DATA_AXES)) for name, rank in ranks.items()}
+
+    @property
+    def _batch_size(self) -> int:
+        return self.batch_shapes["inputs"].shape[0]
 
     # steps
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.engine import Footprint
+from ppctl.engine.rows import put_rows, rows_of
 from ppctl.engine.states import States, shardings_of
 from ppctl.mesh import DATA_AXES
 from ppctl.train import train_step
@@ -41,8 +42,16 @@ class OneProgram:
     def from_natural(self, state: Tree) -> Tree:
         return self.states.to_staged(state)
 
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        return rows_of(self.batch_sharding, self._batch_size)
+
     def put(self, batch: Mapping[str, Any]) -> Tree:
-        return jax.device_put(batch, self.batch_sharding)
+        return put_rows(dict.fromkeys(batch, self.batch_sharding), self.rows, batch, self._batch_size)
+
+    @property
+    def _batch_size(self) -> int:
+        return self.batch_shapes["inputs"].shape[0]
 
     @property
     def batch_sharding(self) -> NamedSharding:

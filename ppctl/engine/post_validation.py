@@ -9,7 +9,7 @@ Costs a second state and the gradients in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,10 @@ class PostValidated:
 
     def from_natural(self, state: Tree) -> Attempt:
         return Attempt(self.engine.from_natural(state))
+
+    @property
+    def rows(self) -> Sequence[int]:
+        return self.engine.rows
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
         return self.engine.put(batch)

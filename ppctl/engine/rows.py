@@ -1,0 +1,29 @@
+"""The rows of a global batch that a process reads, and the arrays made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+
+def rows_of(sharding: NamedSharding, batch_size: int) -> tuple[int, ...]:
+    """The rows, ascending, that this process's devices hold of a batch sharded along its first dimension."""
+    held = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return tuple(sorted({row for index in held if index for row in range(batch_size)[index[0]]}))
+
+
+def put_rows(
+    shardings: Mapping[str, NamedSharding], rows: Sequence[int], batch: Mapping[str, np.ndarray], batch_size: int
+) -> dict[str, jax.Array]:
+    """Global arrays [batch_size, ...] of `batch`, which holds these rows alone, [len(rows), ...]."""
+    place = {row: i for i, row in enumerate(rows)}
+
+    def one(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        part = lambda index: values[[place[row] for row in range(batch_size)[index[0]]]]  # noqa: E731
+        shape = (batch_size, *values.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, part, dtype=values.dtype)
+
+    return {name: one(np.asarray(values), shardings[name]) for name, values in batch.items()}
