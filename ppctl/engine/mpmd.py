@@ -72,8 +72,12 @@ class Mpmd:
     def from_natural(self, state: Tree) -> Tree:
         return self.division.split(self.states.to_staged(state))
 
+    @property
+    def rows(self) -> Sequence[int]:
+        return self._rows
+
     @cached_property
-    def rows(self) -> tuple[int, ...]:
+    def _rows(self) -> tuple[int, ...]:
         held = (rows_of(sharding, self._batch_size) for sharding in self._batch_shardings.values())
         return tuple(sorted(set().union(*held)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,8 +42,12 @@ class OneProgram:
     def from_natural(self, state: Tree) -> Tree:
         return self.states.to_staged(state)
 
+    @property
+    def rows(self) -> Sequence[int]:
+        return self._rows
+
     @cached_property
-    def rows(self) -> tuple[int, ...]:
+    def _rows(self) -> tuple[int, ...]:
         return rows_of(self.batch_sharding, self._batch_size)
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
