@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import pytest
 
 from ppctl import cli
+from ppctl.native import LOST, readable
+from ppctl.watch import FAILED, Watch, late_text
 
 TINY = (
     "model=mlp model.num_layers=4 model.d_model=8 data=regression data.batch_size=8 data.num_rows=1024 "
@@ -242,3 +244,118 @@ def test_other_commands_refuse_several_processes(command, capsys):
     assert cli.main([command, *WORDS, "mesh=1x2", *words]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ppctl: ppctl {command} runs in one process, but run.distributed=explicit. Use run.")
+
+
+REFUSED = (
+    (
+        "run.distributed=explicit",
+        "run.distributed=explicit needs run.coordinator=... run.num_processes=... run.process_id=",
+    ),
+    ("run.process_id=1", "run.process_id=1 is of a run of several processes, but run.distributed=off."),
+    ("run.distributed=auto run.coordinator=here", "run.coordinator=here is not HOST:PORT"),
+    ("run.distributed=auto run.num_processes=2 run.process_id=2", "run.process_id=2 is not one of the 2 processes"),
+)
+
+
+def test_impossible_requests_are_refused_before_jax_is_loaded():
+    program = "import sys; from ppctl.cli import main\n"
+    program += "".join(f"print(main(['train', *{words.split()}]))\n" for words, _ in REFUSED)
+    program += "print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=BY_USER)
+    assert done.stdout.split() == ["2"] * len(REFUSED) + ["False"]
+    for line, (_, message) in zip(done.stderr.splitlines(), REFUSED, strict=True):
+        assert line.startswith(f"ppctl: {message}")
+
+
+# what XLA printed in processes that lost another one
+OTHER_GONE = """\
+E1121 17:04:16.910985   10149 coordination_service_agent.cc:289] Polled an error from coordination service.
+F1121 17:04:16.911191   10149 client.h:80] Terminating process because of fatal errors. \
+absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
+2
+The tasks have crashed. Check the task logs for an earlier error, or scheduler events (e.g. preemption).
+
+RPC: /xla.coordination.CoordinationService/PollForError [type.googleapis.com/tensorflow.CoordinationServiceError='']
+*** Check failure stack trace: ***
+    @     0x7f0297e40634  absl::lts_20260107::log_internal::LogMessage::SendToLog()
+"""
+FIRST_GONE = """\
+[Gloo] Rank 1 is connected to 2 peer ranks. Expected number of connected peer ranks is : 2
+W1121 17:04:08.460218   10136 preemption_sync_manager.cc:147] Failed to retrieve preemption notice: Socket closed
+Additional GRPC error information from remote target coordination_service while calling /xla.coordination:
+:UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}. This is only expected if one
+F1121 17:04:08.460899   10136 client.h:80] Terminating process because. absl::Status: UNAVAILABLE: Socket closed
+*** Check failure stack trace: ***
+"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        (OTHER_GONE, "ppctl: process 1: lost contact; process 2 gave no sign of life any more.\n"),
+        (f"{LOST}stuck in step 4\n{OTHER_GONE}", "ppctl: process 1: stuck in step 4; process 2 gave no sign of life"),
+        (FIRST_GONE, "ppctl: process 1: lost contact; process 0, which all others need, has ended.\n"),
+        ("F1121 17:04:08.460899   10136 cpu_client.cc:80] Check failed: a == b\n", "F1121 17:04:08.460899"),
+    ],
+    ids=["another", "another, in a collective", "the first", "a fault of XLA's own"],
+)
+def test_the_last_words_of_xla_are_one_line(printed, expected):
+    [line] = readable(printed.splitlines(keepends=True), "1")
+    assert line.startswith(expected)
+
+
+def note(step, doing, since, at=100.0):
+    return {"step": step, "doing": doing, "since": since, "at": at}
+
+
+@pytest.mark.parametrize(
+    ("notes", "line"),
+    [
+        (
+            [note(8, "run", 40), note(7, "run", 38), note(8, "run", 40)],
+            "process 1 is slow: running step 7 for 62 s; 2 pro",
+        ),
+        (
+            [note(8, "run", 40), note(8, "read", 39), note(8, "read", 39)],
+            "processes 1, 2 are slow: reading the data of s",
+        ),
+        (
+            [note(8, "run", 40), note(8, "run", 40, at=41.0)],
+            "process 1 is slow: running step 8 for 60 s, without a sign of life for 59 s; 1 process waits for it.",
+        ),
+        ([note(8, "run", 40), note(8, "run", 41)], "all 2 processes are running step 8 for 60 s."),
+        (
+            [note(0, "start", 40), note(0, "compile", 9)],
+            "process 1 is slow: compiling for 91 s; 1 process waits for it.",
+        ),
+        ([note(0, "start", 40), None], "process 1 is slow: nothing yet; 1 process waits for it."),
+    ],
+)
+def test_who_is_behind_is_named(notes, line):
+    assert late_text(dict(enumerate(notes)), 100.0, silent_after_s=30.0).startswith(line)
+
+
+def test_nobody_is_slow_while_all_compile():
+    assert late_text({0: note(0, "compile", 1), 1: note(0, "compile", 2)}, 100.0, silent_after_s=30.0) is None
+
+
+def test_what_all_processes_find_wrong_is_told_by_the_first_to_find_it(tmp_path):
+    first, second, third = (Watch(tmp_path, process=i, num_processes=4, slow_after_s=60.0) for i in (1, 2, 3))
+    assert first.fail("loss=nan")
+    assert not second.fail("loss=nan")
+    assert third.fail("the disk is full")
+    assert json.loads((tmp_path / FAILED).read_text()) == {"process": 1, "message": "loss=nan"}
+
+
+def test_a_watch_tells_at_growing_intervals_and_leaves_no_file(tmp_path):
+    said = []
+    watch = Watch(tmp_path, process=0, num_processes=2, slow_after_s=0.2, say=said.append)
+    watch.start()
+    watch.note("run", 3)
+    time.sleep(2)
+    assert 2 <= len(said) <= 4, said
+    assert all(line.startswith("process 1 is slow: nothing yet") for line in said)
+    watch.note("run", 4)
+    assert watch.text == "running step 4"
+    watch.stop()
+    assert list(tmp_path.iterdir()) == []
