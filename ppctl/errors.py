@@ -28,4 +28,4 @@ class CheckpointError(PpctlError):
 class NonFiniteError(PpctlError):
     """Training met a loss or gradient that is not finite and stopped."""
 
-    exit_code = 3  # not that of a bug: starting again would meet it again
+    exit_code = 4  # not that of a bug: starting again would meet it again

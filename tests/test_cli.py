@@ -270,7 +270,7 @@ def raising(error):
     ("error", "code", "text"),
     [
         (CheckpointError("no checkpoint\nin runs/x."), 2, "ppctl: no checkpoint in runs/x.\n"),
-        (NonFiniteError("loss=nan at step 3."), 3, "ppctl: loss=nan at step 3.\n"),
+        (NonFiniteError("loss=nan at step 3."), 4, "ppctl: loss=nan at step 3.\n"),
         (KeyboardInterrupt(), 130, "ppctl: interrupted.\n"),
     ],
 )

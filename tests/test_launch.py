@@ -299,7 +299,7 @@ def test_each_restart_without_progress_is_said_and_the_last_code_is_the_runs():
     ]
 
 
-@pytest.mark.parametrize("ending", [DONE, *(Ending(code, False, None) for code in (2, 3, 130, 143))])
+@pytest.mark.parametrize("ending", [DONE, *(Ending(code, False, None) for code in (2, 4, 130, 143))])
 def test_what_a_restart_would_meet_again_is_final(ending):
     assert restarted([ending], [None], 3) == (ending.code, [], 1)
 
