@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ppctl.config import Config
 from ppctl.config.launch import not_launched
-from ppctl.errors import ConfigError, NonFiniteError
+from ppctl.errors import ConfigError, LostError, NonFiniteError
 from ppctl.supervise import LEFT, Child, Ending, run_group, stop_requests
 
 HOST = "127.0.0.1"
@@ -40,6 +40,7 @@ def launch(config: Config, words: Sequence[str], *, as_json: bool) -> int:
             events,
             crash_grace_s=settings.crash_grace_s,
             exit_grace_s=settings.exit_grace_s,
+            symptoms=(LostError.exit_code,),
             raw_lead=as_json,
         )
         if ending.cause is not None and ending.code not in SAID_BY_CHILD:

@@ -180,6 +180,10 @@ def config_with(**parts: object) -> c.Config:
         ),
         (config_with(partition=c.Explicit(layers=[8]), executor=c.Reference()), "partition=explicit divides layers"),
         (config_with(mesh=c.Mesh(1, 2), executor=c.Reference()), "mesh=1x2 has 2. Use mesh=1x1, executor=spmd or"),
+        (
+            config_with(launch=c.Launch(max_restarts=1), run=c.Run(distributed="auto")),
+            "launch.max_restarts=1 is for .* run.distributed=auto says .* Use run.distributed=off",
+        ),
         (config_with(launch=c.Launch(processes=0)), "launch.processes=0 must be"),
         (config_with(launch=c.Launch(max_restarts=-1)), "launch.max_restarts=-1 must be"),
         (config_with(launch=c.Launch(processes=2, crash_grace_s=-1.0)), "launch.crash_grace_s=-1.0 must be"),

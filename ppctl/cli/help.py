@@ -78,6 +78,7 @@ EXIT_CODES = """\
   0  done
   1  the check failed (verify), a job of a sweep failed, or a bug
   2  the request is wrong; nothing was started
+  3  another process of the run is gone
   4  training met a loss that is not finite
   130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
 

@@ -161,6 +161,12 @@ def check(config: Config) -> None:
 
 def _check_launch(config: Config) -> None:
     processes, mesh = config.launch.processes, config.mesh
+    if config.launch.is_used and config.run.distributed != "off":
+        raise ConfigError(
+            f"launch.processes={processes} launch.max_restarts={config.launch.max_restarts} is for processes that this "
+            f"command starts, but run.distributed={config.run.distributed} says that they are started elsewhere. "
+            "Use run.distributed=off, or leave out launch."
+        )
     if mesh.num_devices % processes:
         divisors = [n for n in range(1, mesh.num_devices + 1) if mesh.num_devices % n == 0]
         raise ConfigError(
