@@ -28,7 +28,7 @@ class CheckpointError(PpctlError):
 class NonFiniteError(PpctlError):
     """Training met a loss or gradient that is not finite and stopped."""
 
-    exit_code = 1
+    exit_code = 4  # not that of a bug: starting again would meet it again
 
 
 class LostError(PpctlError):

@@ -67,6 +67,9 @@ def served(monkeypatch):
             module = StandIn(name)
             monkeypatch.setitem(sys.modules, name, module)
         setattr(module, command, stand_in(command))
+    monkeypatch.setattr(
+        "ppctl.cli.entry.launch", lambda config, words, *, as_json: stand_in("launch")(config, as_json=as_json)
+    )
     return calls
 
 
@@ -140,6 +143,7 @@ FAULTS = [
     ("train hydra/launcher=basic", "hydra/launcher=basic: a sweep has one launcher"),
     ("train hydra.launcher.x=1", "hydra.launcher.x=1: a sweep has one launcher"),
     ("train model@x=mlp", "Could not override 'model@x'"),
+    ("train launch.proceses=2", "launch.proceses is not a setting of launch. Did you mean launch.processes"),
     # options of groups
     ("train schedule=interleavd", "Did you mean schedule=interleaved.*.schedule: interleaved, .*gpipe"),
     ("train optim=zzz", r"optim=zzz is not an option of optim. \(optim: adamw\)"),
@@ -181,6 +185,9 @@ FAULTS = [
     ("train run.dir=${run.nam}", "run.dir=.*: Interpolation key 'run.nam' not found"),
     ("train run.num_steps=0", "run.num_steps=0 must be"),
     ("train executor=reference", "executor=reference is the un-pipelined model .*mesh=2x4 has 8. Use mesh=1x1"),
+    ("train launch.processes=3", "mesh=2x4 has 8 devices, not a multiple of launch.processes=3. Use .*processes=2"),
+    ("verify launch.processes=2", "only `ppctl train` starts processes, and `ppctl verify` is one. Leave them out"),
+    ("bench launch.max_restarts=2", "only `ppctl train` starts processes, and `ppctl bench` is one"),
     # Hydra's grammar
     ("train tiny", "'tiny' is not KEY=VALUE. Did you mean recipes=tiny"),
     ("train mlp", "'mlp' is not KEY=VALUE. Did you mean model=mlp"),
@@ -263,7 +270,7 @@ def raising(error):
     ("error", "code", "text"),
     [
         (CheckpointError("no checkpoint\nin runs/x."), 2, "ppctl: no checkpoint in runs/x.\n"),
-        (NonFiniteError("loss=nan at step 3."), 1, "ppctl: loss=nan at step 3.\n"),
+        (NonFiniteError("loss=nan at step 3."), 4, "ppctl: loss=nan at step 3.\n"),
         (KeyboardInterrupt(), 130, "ppctl: interrupted.\n"),
     ],
 )
@@ -343,6 +350,15 @@ def test_the_settings_of_the_help_are_explained():
     assert [key for key in MOST_USED if not all_settings()[key].about] == list(plain)
 
 
+def test_the_launcher_is_served_and_shown_by_train_alone(served, capsys):
+    assert cli.main(["train", "recipes=tiny", "launch.processes=2"]) == 0
+    [(command, config, _)] = served
+    assert (command, config.launch.processes) == ("launch", 2)
+    for command in COMMANDS:
+        assert cli.main([command, "--help"]) == 0
+        assert ("launch.max_restarts=0" in capsys.readouterr().out) == (command == "train")
+
+
 def test_cfg_prints_the_composed_config(capsys, served):
     assert cli.main(["train", "--cfg", "job", "recipes=tiny", "--resolve"]) == 0
     out = capsys.readouterr().out
@@ -365,6 +381,7 @@ def test_version_is_the_packages(capsys):
         ("ppctl train recipes=", "recipes=tiny"),
         ("ppctl train mesh=2", "mesh=2x4"),
         ("ppctl train --json schedule=gpipe schedule.", "schedule.num_microbatches="),
+        ("ppctl train launch.", "launch.processes="),
         ("ppctl train --js", "--json"),
     ],
 )

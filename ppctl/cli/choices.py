@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Costs, Mesh, Run
+from ppctl.config import Config, Costs, Launch, Mesh, Run
 
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # a wheel carries conf/ and recipes/ inside
-PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name != "run")  # the parts that are chosen by name
+PLAIN: dict[str, type] = {"run": Run, "launch": Launch}  # the parts of which there is one
+PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)  # the parts that are chosen by name
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on; costs are no part of the others
 DEFAULT_COSTS = "unit"
@@ -104,7 +105,9 @@ def _comments(cls: type) -> dict[str, str]:
 
 def all_settings() -> dict[str, Setting]:
     """Every setting of every shipped option; where options share a key, the default option's."""
-    found = settings_of("run", Run) | settings_of("costs", Costs)
+    found = settings_of("costs", Costs)
+    for part, cls in PLAIN.items():
+        found |= settings_of(part, cls)
     for part in PARTS:
         for option in reversed(options(part)):
             found |= settings_of(part, schema_of(part, option))
@@ -164,8 +167,8 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     if part == "recipes":
         return "recipes has no settings: recipes=NAME chooses a file, and the file starts with `# @package _global_`."
     if part not in chosen:
-        hint = did_you_mean(part, [*GROUPS, "run"]) or _like_elsewhere(key)
-        return f"{part} is not a part of the config.{hint} (parts: {', '.join([*GROUPS, 'run'])})"
+        hint = did_you_mean(part, [*GROUPS, *PLAIN]) or _like_elsewhere(key)
+        return f"{part} is not a part of the config.{hint} (parts: {', '.join([*GROUPS, *PLAIN])})"
     option, cls = chosen[part]
     own = settings_of(part, cls)
     label = f"{part}={option}" if part in PARTS else part

@@ -23,6 +23,8 @@ from ppctl.cli.help import COMMANDS, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
 from ppctl.config import Config
 from ppctl.errors import ConfigError, ElsewhereError, PpctlError
+from ppctl.launch import launch
+from ppctl.supervise import end_with_starter
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def console_script() -> NoReturn:
     """Ends the process with the exit code of its command line."""
+    end_with_starter()
     signal.signal(signal.SIGINT, _end_at_once)
     code = main()
     has_threads = any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
@@ -112,7 +115,16 @@ def _serve(argv: list[str]) -> int:
     from ppctl.cli.compose import compose
 
     config = compose(asked.overrides, hydra_flags(asked), words=[command, *job_flags(asked)])
-    return config if isinstance(config, int) else _dispatch(command, config, as_json=asked.json)
+    if isinstance(config, int):
+        return config
+    if not config.launch.is_used:
+        return _dispatch(command, config, as_json=asked.json)
+    if command != "train":
+        raise ConfigError(
+            f"launch.processes={config.launch.processes} launch.max_restarts={config.launch.max_restarts}: only "
+            f"`ppctl train` starts processes, and `ppctl {command}` is one. Leave them out."
+        )
+    return launch(config, [command, *job_flags(asked), *asked.overrides], as_json=asked.json)
 
 
 def _dispatch(command: str, config: Config, *, as_json: bool) -> int:

@@ -19,11 +19,11 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from ppctl import config as settings
 from ppctl.cli.choices import (
     DRAWN,
     GROUPS,
     PARTS,
+    PLAIN,
     all_settings,
     default_option,
     did_you_mean,
@@ -95,7 +95,7 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
 def _refuse_for_drawing(group: str, line: str) -> None:
     """ConfigError for an override of what no schedule depends on, and which would be ignored."""
     parts = (*DRAWN, "recipes")
-    if group in (*PARTS, "run") and group not in parts:
+    if group in (*PARTS, *PLAIN) and group not in parts:
         raise ConfigError(f"{line}: no schedule depends on {group}. Leave it out (parts: {', '.join(parts)}).")
     if group not in parts and not group.startswith("hydra"):
         raise ConfigError(f"{group} is not a part of a drawing.{did_you_mean(group, parts)} ({', '.join(parts)})")
@@ -146,7 +146,7 @@ def check_names(cfg: DictConfig, choices: dict[str, Any]) -> None:
 
 def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
     """The option and dataclass of each part of a composed config, as far as it got."""
-    found: dict[str, tuple[str, type]] = {"run": ("", settings.Run)}
+    found: dict[str, tuple[str, type]] = {part: ("", cls) for part, cls in PLAIN.items()}
     for part in (*PARTS, "costs"):
         node = None if part not in cfg or OmegaConf.is_missing(cfg, part) else cfg.get(part)
         if isinstance(node, DictConfig) and dataclasses.is_dataclass(cls := OmegaConf.get_type(node)):

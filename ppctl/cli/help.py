@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ppctl.cli.choices import (
     GROUPS,
     PARTS,
+    PLAIN,
     Setting,
     all_settings,
     default_option,
@@ -18,7 +19,6 @@ from ppctl.cli.choices import (
     shown,
     wrong_option,
 )
-from ppctl.config import Run
 from ppctl.errors import ConfigError
 
 COMMANDS = {  # command: module that serves it, one line
@@ -32,6 +32,7 @@ EXAMPLES = {
         "ppctl train model=transformer mesh=2x4 schedule=interleaved schedule.num_microbatches=16",
         "ppctl train data=text data.path=notes.txt run.name=notes run.num_steps=1000",
         "ppctl train --multirun schedule=gpipe,eager_1f1b mesh=1x2,1x4",
+        "ppctl train recipes=tiny launch.processes=2 launch.max_restarts=3",
     ),
     "verify": (
         "ppctl verify mesh=1x4 schedule=1f1b run.dtype=float64 --json",
@@ -63,6 +64,8 @@ MOST_USED = (
     "run.eval_every",
     "run.checkpoint.every",
     "run.profile.start",
+    "launch.processes",  # launch: of `ppctl train` alone
+    "launch.max_restarts",
 )
 FLAGS = """\
   --json            print the result as JSON on stdout
@@ -73,8 +76,10 @@ FLAGS = """\
   -h, --help        this text; with part names (`--help model run`): all settings of these"""
 EXIT_CODES = """\
   0  done
-  1  the check failed (verify), training met a loss that is not finite, a job of a sweep failed, or a bug
+  1  the check failed (verify), a job of a sweep failed, or a bug
   2  the request is wrong; nothing was started
+  3  another process of the run is gone
+  4  training met a loss that is not finite
   130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
 
 
@@ -113,7 +118,7 @@ def help_text(command: str, words: Sequence[str]) -> str:
         for group in GROUPS
         for line in textwrap.wrap(f"  {group:9} {_options_text(group)}", 120, subsequent_indent=" " * 12)
     ]
-    used = setting_table([known[key] for key in MOST_USED])
+    used = setting_table([known[key] for key in MOST_USED if command == "train" or not key.startswith("launch.")])
     return "\n".join(
         [
             f"ppctl {command}: {COMMANDS[command][1]}.",
@@ -148,10 +153,10 @@ def _part_help(word: str) -> str:
     """All settings of a part, for each of its options unless `word` names one."""
     key, _, option = word.partition("=")
     part = key.split(".")[0]
-    if part == "run":
-        return f"run: {Run.__doc__}\n{setting_table(settings_of('run', Run).values())}"
+    if part in PLAIN:
+        return f"{part}: {PLAIN[part].__doc__}\n{setting_table(settings_of(part, PLAIN[part]).values())}"
     if part not in PARTS:
-        raise ConfigError(f"{part} is not a part with settings.{did_you_mean(part, [*PARTS, 'run'])}")
+        raise ConfigError(f"{part} is not a part with settings.{did_you_mean(part, [*PARTS, *PLAIN])}")
     one = part == "mesh" or (option and part == key)
     names = [option or default_option(part)] if one else options(part)
     if part != "mesh" and not set(names) <= set(options(part)):

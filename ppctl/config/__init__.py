@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ppctl.config.launch import Launch
 from ppctl.config.model import MLP, Transformer
 from ppctl.config.run import (
     DTYPES,
@@ -60,6 +61,7 @@ __all__ = [
     "Gis",
     "Hanayo",
     "Interleaved",
+    "Launch",
     "Mesh",
     "Mpmd",
     "Optim",
@@ -92,6 +94,7 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     data: Any = field(default_factory=Stdlib)
     run: Run = field(default_factory=Run)
+    launch: Launch = field(default_factory=Launch)
 
 
 @dataclass
@@ -118,6 +121,7 @@ def check(config: Config) -> None:
             f"{config.schedule.num_microbatches}*{mesh.dp}*{mesh.fsdp} = {rows}. "
             f"Use data.batch_size={least}, or fewer microbatches."
         )
+    _check_launch(config)
     if config.executor.name == "reference" and mesh.num_devices > 1:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} has {mesh.num_devices}. "
@@ -152,4 +156,25 @@ def check(config: Config) -> None:
             f"(run.num_steps={config.run.num_steps}). "
             f"Use run.profile.start={max(0, config.run.num_steps - profile.num_steps)} at most, or fewer "
             "run.profile.num_steps."
+        )
+
+
+def _check_launch(config: Config) -> None:
+    processes, mesh = config.launch.processes, config.mesh
+    if config.launch.is_used and config.run.distributed != "off":
+        raise ConfigError(
+            f"launch.processes={processes} launch.max_restarts={config.launch.max_restarts} is for processes that this "
+            f"command starts, but run.distributed={config.run.distributed} says that they are started elsewhere. "
+            "Use run.distributed=off, or leave out launch."
+        )
+    if mesh.num_devices % processes:
+        divisors = [n for n in range(1, mesh.num_devices + 1) if mesh.num_devices % n == 0]
+        raise ConfigError(
+            f"mesh={mesh.text} has {mesh.num_devices} devices, not a multiple of launch.processes={processes}. "
+            f"Use launch.processes={max(n for n in divisors if n <= processes)}, or another mesh."
+        )
+    if processes > 1 and config.run.platform == "tpu":
+        raise ConfigError(
+            f"launch.processes={processes} divides GPUs or simulated CPU devices, but run.platform=tpu. "
+            "Use launch.processes=1: one process takes all TPU chips of a host."
         )

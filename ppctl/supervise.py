@@ -1,0 +1,285 @@
+"""Processes that live and end together: their output forwarded line by line, all ended when one ends.
+
+Knows nothing of training: a group is a list of commands. No process outlives this one, however it dies.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO, NamedTuple, TextIO
+
+ALIVE_FD = "PPCTL_ALIVE_FD"  # names the pipe whose other end closes when the process that started this one is gone
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LEFT = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of who ended in order
+DRAIN_S = 2.0  # for output that is still in the pipes of ended processes
+
+
+class Child(NamedTuple):
+    command: Sequence[str]
+    env: Mapping[str, str] = {}  # what differs from this process's
+
+
+class Exit(NamedTuple):
+    child: int
+    code: int  # -n: killed by signal n
+
+
+class Stop(NamedTuple):
+    number: int  # of a signal to this process; SIGPIPE: nobody reads what it forwards
+
+
+Events = queue.SimpleQueue[Exit | Stop]
+
+
+class Ending(NamedTuple):
+    code: int  # as of one process in a shell: 128 + n after signal n
+    is_stopped: bool  # a signal to this process ended the group
+    cause: str | None  # who ended the group and how, where that was not in order
+
+
+@contextmanager
+def stop_requests() -> Iterator[Events]:
+    """The events of groups. While it is open, SIGINT and SIGTERM to this process are events and nothing else."""
+    events: Events = queue.SimpleQueue()
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        events.put(Stop(number))
+
+    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield events
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_group(
+    children: Sequence[Child],
+    events: Events,
+    *,
+    crash_grace_s: float,
+    exit_grace_s: float,
+    symptoms: Collection[int] = (),
+    raw_lead: bool = False,
+) -> Ending:
+    """How the group ended, after all of it has.
+
+    A stop request is passed on as SIGTERM, once; a second one kills. The first child that ends starts a clock for the
+    others, which are killed when it runs out. One child alone keeps this process's stdout and stderr.
+
+    Args:
+        crash_grace_s: For the others after one crashed: they may be about to say why, or sit in a collective for ever.
+        exit_grace_s: For the others after one ended in order.
+        symptoms: Exit codes of a child that only noticed another's end. The cause is looked for elsewhere.
+        raw_lead: Child 0's stdout is forwarded as it is, and the others' stdout goes to stderr.
+    """
+    output = _Output(events, raw_lead)
+    processes: list[subprocess.Popen[bytes]] = []
+    pumps: list[threading.Thread] = []
+    ended: dict[int, int] = {}  # child: exit code, in the order in which they ended
+    killed: set[int] = set()
+    stop: int | None = None
+    deadline_s = threading.TIMEOUT_MAX
+    alive, held = os.pipe()  # nobody writes: `alive` reads its end when this process is gone
+    try:
+        for index, child in enumerate(children):
+            processes.append(process := _start(child, alive, is_piped=len(children) > 1))
+            pumps += output.pumps(index, process)
+            threading.Thread(target=_report, args=(index, process, events), daemon=True).start()
+        while len(ended) < len(processes):
+            event = _next(events, deadline_s)
+            running = [index for index in range(len(processes)) if index not in ended]
+            if isinstance(event, Exit):
+                ended[event.child] = event.code
+                grace_s = exit_grace_s if event.code in LEFT else crash_grace_s
+                deadline_s = min(deadline_s, time.monotonic() + grace_s)
+            elif event is not None and stop is None and event.number != signal.SIGPIPE:
+                stop = event.number
+                for index in running:
+                    processes[index].terminate()
+            else:  # the clock ran out, or nothing is left to wait for
+                stop = event.number if event is not None and stop is None else stop
+                killed.update(running)
+                for index in running:
+                    processes[index].kill()
+                deadline_s = threading.TIMEOUT_MAX
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        os.close(alive)
+        os.close(held)
+        drained_s = time.monotonic() + DRAIN_S
+        for pump in pumps:
+            pump.join(max(0.0, drained_s - time.monotonic()))
+    output.say_who_said_the_same()
+    return _ending(ended, killed, stop, {-signal.SIGABRT, *symptoms})
+
+
+def _start(child: Child, alive: int, *, is_piped: bool) -> subprocess.Popen[bytes]:
+    """The process, in a session of its own: Ctrl-C on a terminal reaches this process alone."""
+    pipe = subprocess.PIPE if is_piped else None
+    return subprocess.Popen(
+        child.command,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **child.env, ALIVE_FD: str(alive)},
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        pass_fds=(alive,),
+        start_new_session=True,
+    )
+
+
+def _report(index: int, process: subprocess.Popen[bytes], events: Events) -> None:
+    events.put(Exit(index, process.wait()))
+
+
+def _next(events: Events, deadline_s: float) -> Exit | Stop | None:
+    """The next event, or None at the deadline."""
+    try:
+        return events.get(timeout=max(0.0, min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)))
+    except queue.Empty:
+        return None
+
+
+def _ending(ended: dict[int, int], killed: set[int], stop: int | None, symptoms: Collection[int]) -> Ending:
+    """What the exit codes of all children, in the order in which they ended, mean for the group.
+
+    >>> _ending({0: 75, 2: -9, 1: -9}, killed={1}, stop=None, symptoms={75})
+    Ending(code=137, is_stopped=False, cause='process 2 of 3 was killed by SIGKILL; process 1 had to be killed')
+    """
+    own = {child: code for child, code in ended.items() if child not in killed and code != 0}
+    child = next((child for child, code in own.items() if code not in symptoms), next(iter(own), None))
+    left = f"{_named(sorted(killed))} had to be killed" if killed else None
+    code = 0 if child is None else shell_code(own[child])
+    if stop is not None and (code in LEFT[1:] or (child is None and killed)):
+        return Ending(128 + stop, True, left)
+    if child is not None:
+        cause = f"process {child} of {len(ended)} {how(own[child])}"
+        return Ending(code, stop is not None, cause + (f"; {left}" if left else ""))
+    if left:
+        return Ending(1, False, f"{_named(sorted(ended.keys() - killed))} finished, but {left}")
+    return Ending(0, stop is not None, None)
+
+
+def shell_code(code: int) -> int:
+    """Popen's exit code as a shell gives it."""
+    return code if code >= 0 else 128 - code
+
+
+def how(code: int) -> str:
+    """How a process with Popen's exit code ended.
+
+    >>> how(-9), how(1)
+    ('was killed by SIGKILL', 'ended with exit code 1')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {member.value: member.name for member in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
+def _named(children: Sequence[int]) -> str:
+    """
+    >>> _named([2]), _named([0, 1, 3])
+    ('process 2', 'processes 0, 1 and 3')
+    """
+    *before, last = map(str, children)
+    return f"processes {', '.join(before)} and {last}" if before else f"process {last}"
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Output:
+    """Forwards what children print in whole lines, each with its child's number before it."""
+
+    events: Events
+    raw_lead: bool
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    errors: dict[bytes, list[int]] = field(default_factory=dict)  # a line of ppctl's own: the children that said it
+
+    def pumps(self, child: int, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
+        """Started threads that end with the child's output."""
+        streams = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+        threads = [
+            threading.Thread(target=self._pump, args=(child, pipe, target), daemon=True)
+            for pipe, target in streams
+            if pipe is not None
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _pump(self, child: int, pipe: IO[bytes], target: TextIO) -> None:
+        is_raw = self.raw_lead and child == 0 and target is sys.stdout
+        out = sys.stderr if self.raw_lead and child != 0 else target
+        with pipe:
+            for line in pipe:
+                if target is sys.stderr and self._was_said(child, line):
+                    continue
+                if not self._write(out, line if is_raw else prefixed(line, b"[%d] " % child)):
+                    return
+
+    def _write(self, out: TextIO, data: bytes) -> bool:
+        try:
+            with self.lock:
+                out.flush()
+                out.buffer.write(data)
+                out.buffer.flush()
+        except OSError:  # the reader has gone
+            self.events.put(Stop(signal.SIGPIPE))
+            return False
+        return True
+
+    def _was_said(self, child: int, line: bytes) -> bool:
+        """Whether another child has said this line of ppctl's own, an error that all of them meet."""
+        if not line.startswith(b"ppctl: "):
+            return False
+        with self.lock:
+            said = self.errors.setdefault(line, [])
+            is_new = child in said or not said
+            said.append(child)
+        return not is_new
+
+    def say_who_said_the_same(self) -> None:
+        for first, *others in self.errors.values():
+            same = sorted(set(others) - {first})
+            if same:
+                print(f"ppctl: {_named(same)} said the same as process {first}.", file=sys.stderr, flush=True)
+
+
+def prefixed(line: bytes, prefix: bytes) -> bytes:
+    """A whole line with the prefix wherever a terminal would begin it: what returns the carriage keeps it too.
+
+    >>> prefixed(b"10%\\r20%\\r\\n", b"[1] ")
+    b'[1] 10%\\r[1] 20%\\n'
+    """
+    text = line.removesuffix(b"\n").removesuffix(b"\r")
+    return prefix + text.replace(b"\r", b"\r" + prefix) + b"\n"
+
+
+# --- in the child ----------------------------------------------------------------------------------------------------
+
+
+def end_with_starter() -> None:
+    """Nothing; if `run_group` started this process, it ends when the one that did is gone, killed or not."""
+    alive = os.environ.pop(ALIVE_FD, None)
+    if alive is not None:
+        threading.Thread(target=_end_when_closed, args=(int(alive),), daemon=True).start()
+
+
+def _end_when_closed(alive: int) -> None:
+    os.read(alive, 1)
+    os._exit(128 + signal.SIGKILL)
