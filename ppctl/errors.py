@@ -28,4 +28,4 @@ class CheckpointError(PpctlError):
 class NonFiniteError(PpctlError):
     """Training met a loss or gradient that is not finite and stopped."""
 
-    exit_code = 1
+    exit_code = 3
