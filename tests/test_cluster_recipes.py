@@ -1,4 +1,4 @@
-"""The scripts and manifests of recipes/cluster: checked by tools, and run with a stand-in for the cluster's commands."""
+"""The scripts and manifests of recipes/cluster: checked by tools, and run with stand-ins for a cluster's commands."""
 
 import os
 import re
@@ -26,10 +26,12 @@ def stand_in(tmp_path):
         log = tmp_path / "calls"
         for name, codes in commands.items():
             file = tmp_path / name
-            # the n-th call ends with the n-th code, the last one again and again
+            # logs its arguments; the n-th call ends with the n-th code, later ones with the last
             file.write_text(
-                f'#!/bin/bash\nprintf "%s\\n" "${{*@Q}}" | sed "s/^/{name} /" >> {log}\ncodes=({" ".join(map(str, codes))})\n'
-                f"calls=$(grep -c ^{name} {log})\n"
+                "#!/bin/bash\n"
+                f'echo "{name} ${{*@Q}}" >> {log}\n'
+                f"codes=({' '.join(map(str, codes))})\n"
+                f"calls=$(grep -c '^{name} ' {log})\n"
                 'exit "${codes[calls <= ${#codes[@]} ? calls - 1 : -1]}"\n'
             )
             file.chmod(0o755)
