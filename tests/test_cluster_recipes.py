@@ -15,7 +15,7 @@ from ppctl.cli.compose import compose
 
 CLUSTER = Path(__file__).parents[1] / "recipes/cluster"
 SCRIPTS = ("slurm.sbatch", "tpu_slice.sh")
-FINAL = (0, 2, 3)  # done, wrong request, loss not finite
+FINAL = (0, 2, 4)  # done, wrong request, loss not finite
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_five_lines_explain_it(file):
     assert comments == ["1", "2", "3", "4", "5"]
 
 
-@pytest.mark.parametrize("code", [*FINAL, 1, 134, 137, 143])
+@pytest.mark.parametrize("code", [*FINAL, 1, 3, 134, 137, 143])
 def test_slurm_puts_a_job_back_unless_its_end_is_final(stand_in, code):
     words = ["mesh=4x8", "run.name=with space"]
     ended, calls = stand_in("slurm.sbatch", {"srun": [code], "scontrol": [0]}, *words, SLURM_JOB_ID="7")
@@ -80,7 +80,7 @@ def test_a_tpu_slice_gets_the_request_as_it_was_typed(stand_in):
     assert shlex.split(command) == wanted
 
 
-@pytest.mark.parametrize(("codes", "restarts"), [([3], 0), ([2], 0), ([137], 1)])
+@pytest.mark.parametrize(("codes", "restarts"), [([4], 0), ([2], 0), ([137], 1)])
 def test_a_tpu_slice_starts_again_unless_the_end_is_final(stand_in, codes, restarts):
     variables = {"TPU_NAME": "t", "ZONE": "z", "MAX_RESTARTS": "1"}
     ended, calls = stand_in("tpu_slice.sh", {"gcloud": codes}, **variables)

@@ -240,7 +240,7 @@ def test_must_and_auto_resume_from_the_newest_checkpoint(train, copy, six_steps)
 def test_a_run_that_diverges_stops_and_goes_on_from_the_good_checkpoint(train, copy):
     run_dir = copy(2)
     code, _, err = train("optim.lr=1e30", "optim.clip_norm=null", "run.checkpoint.every=1")
-    assert code == 3
+    assert code == 4
     # step 3 still had a finite loss; the state after it, saved, gives step 4 whatever the learning rate
     assert err.startswith("ppctl: step 4: loss=")
     assert "nan" in err or "inf" in err
@@ -266,7 +266,7 @@ def test_a_run_that_diverges_stops_and_goes_on_from_the_good_checkpoint(train, c
 def test_a_state_that_is_not_finite_is_never_saved(train, copy):
     run_dir = copy(2)
     code, _, err = train("optim.lr=1e39", "run.checkpoint.every=1")  # infinite in float32
-    assert code == 3
+    assert code == 4
     assert err.startswith(
         "ppctl: step 3: its update is not finite. Training stopped; the checkpoint of step 2 is good "
         f"({run_dir}/checkpoints). Try a smaller optim.lr (now 1e+39)"
@@ -277,7 +277,7 @@ def test_a_state_that_is_not_finite_is_never_saved(train, copy):
 
 def test_data_that_overflows_stops_the_run_at_its_first_step(train, tmp_path):
     code, _, err = train("data.noise=1e30", tiny=ROWS)
-    assert code == 3
+    assert code == 4
     assert err.startswith(
         "ppctl: step 1: loss=inf, grad_norm=inf. Training stopped; there is no checkpoint to go back to "
         f"({tmp_path}/run/checkpoints). Try a smaller optim.lr"

@@ -5,7 +5,7 @@
 # 2. dp*pp*fsdp of the mesh is the number of chips in the slice: 32 for v5litepod-32.
 # 3. Every host has `pip install 'ppctl[tpu]'` behind it, and run.dir on a file system that all hosts mount.
 # 4. Before maintenance or preemption a host gets SIGTERM: all processes save the same step before they leave.
-# 5. The same line resumes; a crash is started again MAX_RESTARTS times at most. Exit codes 2 (wrong request) and 3 (loss not
+# 5. The same line resumes; a crash is started again MAX_RESTARTS times at most. Exit codes 2 (wrong request) and 4 (loss not
 #    finite) are final.
 set -uo pipefail
 
@@ -18,7 +18,7 @@ for ((restarts = 0; ; restarts++)); do
     --command="ppctl train run.distributed=auto run.platform=tpu$request"
   code=$?
   case $code in
-    0 | 2 | 3) exit "$code" ;;
+    0 | 2 | 4) exit "$code" ;;
   esac
   if ((restarts >= MAX_RESTARTS)); then
     echo "ppctl: exit code $code after $restarts restarts (MAX_RESTARTS=$MAX_RESTARTS)" >&2
