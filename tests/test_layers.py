@@ -13,7 +13,7 @@ ROOT = Path(ppctl.__file__).parent
 # design: a file imports from its own level and from those below. A new file needs a place here.
 LEVELS = {
     7: ("cli",),
-    6: ("run", "loop", "members", "compose", "assemble", "verify", "bench", "look", "launch", "request"),
+    6: ("run", "loop", "members", "compose", "assemble", "verify", "bench", "doctor", "look", "launch", "request"),
     5: ("checkpoint", "metrics", "profile", "timeline", "report", "draw", "certify", "watch", "supervise"),
     4: ("engine", "train", "optim", "data"),
     3: ("runtime",),

@@ -24,6 +24,7 @@ from ppctl.errors import ConfigError
 COMMANDS = {  # command: module that serves it, one line
     "train": ("ppctl.run", "train a model; metrics and checkpoints go to run.dir, and the same line resumes"),
     "verify": ("ppctl.verify", "show that the pipelined gradients equal those of the un-pipelined model"),
+    "doctor": ("ppctl.doctor", "check that a request would train here, and measure the links between devices"),
     "bench": ("ppctl.bench", "time the training step beside its prediction and the un-pipelined model"),
 }
 EXAMPLES = {
@@ -38,6 +39,10 @@ EXAMPLES = {
         "ppctl verify mesh=1x4 schedule=1f1b run.dtype=float64 --json",
         "ppctl verify recipes=tiny schedule=gpipe",
         "ppctl verify mesh=1x4 schedule=1f1b partition=explicit partition.layers=[3,2,2,1]",
+    ),
+    "doctor": (
+        "ppctl doctor mesh=2x4",
+        "ppctl doctor recipes=tiny --json",
     ),
     "bench": (
         "ppctl bench mesh=1x4 schedule=gpipe",
@@ -76,9 +81,9 @@ FLAGS = """\
   -h, --help        this text; with part names (`--help model run`): all settings of these"""
 EXIT_CODES = """\
   0  done
-  1  the check failed (verify), a job of a sweep failed, or a bug
+  1  the check failed (verify, doctor), a job of a sweep failed, or a bug
   2  the request is wrong; nothing was started
-  3  another process of the run is gone
+  3  another process of the run was lost; the same line resumes
   4  training met a loss that is not finite
   130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
 

@@ -1,0 +1,110 @@
+"""Latency and bandwidth between devices, measured with the collectives that training uses.
+
+Two devices exchange a message again and again inside one program (`ppermute` both ways, as a pipeline's ranks do), so that
+neither the host nor the start of a program is in the figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+SMALL, LARGE = (1, 65), (1 << 20, 9)  # (float32 of a message, exchanges of a run): odd, so that contents change places
+RUNS = 5  # after one that compiles and warms up; the median counts
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an exchange between two devices takes. Ids are those of `jax.Device`."""
+
+    first: int
+    second: int
+    latency_s: float  # of a message of 4 bytes, one way
+    bytes_per_s: float  # of a message of 4 MiB, each way at the same time
+    is_right: bool  # what arrived is what was sent
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """What a sum over one axis of a mesh takes."""
+
+    axis: str
+    size: int
+    num_bytes: int  # of the summed array, on each device
+    seconds: float
+    is_right: bool
+
+
+def probed(devices: Sequence[jax.Device], most: int = 16) -> list[jax.Device]:
+    """All of a few devices; of many, the first one of each process, or of one process's the first few."""
+    if len(devices) <= most:
+        return list(devices)
+    firsts = {device.process_index: device for device in reversed(devices)}
+    return [firsts[i] for i in sorted(firsts)] if len(firsts) > 1 else list(devices[:most])
+
+
+def pairs(devices: Sequence[jax.Device]) -> list[tuple[jax.Device, jax.Device]]:
+    """Every two of `devices`."""
+    return [(a, b) for i, a in enumerate(devices) for b in devices[i + 1 :]]
+
+
+def exchange(a: jax.Device, b: jax.Device) -> Link:
+    """The link between two devices. The processes of both, and no others, call this, for the same pairs in one order."""
+    mesh = Mesh(np.array([a, b]), ("pair",), axis_types=(AxisType.Auto,))
+    (latency_s, right), (large_s, large_right) = (_exchanges(mesh, *size) for size in (SMALL, LARGE))
+    moving_s = max(large_s - latency_s, 1e-9)
+    return Link(a.id, b.id, latency_s, LARGE[0] * 4 / moving_s, right and large_right)
+
+
+def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
+    """(seconds of one exchange of float32 [length], whether contents changed places)."""
+
+    def local(x: jax.Array) -> jax.Array:
+        swap = lambda _, x: jax.lax.ppermute(x, "pair", [(0, 1), (1, 0)])  # noqa: E731
+        return jax.lax.fori_loop(0, number, swap, x)
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("pair"), out_specs=P("pair")))
+    numbers = np.repeat(np.arange(2, dtype=np.float32), length)
+    sent = _placed(mesh, P("pair"), numbers)
+    seconds, received = _timed(run, sent)
+    wanted = numbers[::-1]
+    right = all(np.array_equal(shard.data, wanted[shard.index]) for shard in received.addressable_shards)
+    return seconds / number, right
+
+
+def all_reduce(mesh: Mesh, axis: str, length: int = LARGE[0]) -> AllReduce:
+    """A sum over `axis` of float32 [length] from each device. All processes of the mesh call this."""
+    run = jax.jit(
+        jax.shard_map(lambda x: jax.lax.psum(x, axis), mesh=mesh, in_specs=P(axis), out_specs=P()),
+    )
+    size = mesh.shape[axis]
+    sent = _placed(mesh, P(axis), np.repeat(np.arange(1, size + 1, dtype=np.float32), length))
+    seconds, received = _timed(run, sent)
+    wanted = size * (size + 1) / 2
+    right = all(bool(jnp.all(shard.data == wanted)) for shard in received.addressable_shards)
+    return AllReduce(axis, size, length * 4, seconds, right)
+
+
+def _placed(mesh: Mesh, spec: P, numbers: np.ndarray) -> jax.Array:
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index], dtype=numbers.dtype)
+
+
+def _timed(run: Callable[..., Any], sent: jax.Array) -> tuple[float, jax.Array]:
+    """(median seconds of a run, its result)."""
+    received = jax.block_until_ready(run(sent))
+    seconds = []
+    for _ in range(RUNS):
+        began = time.perf_counter()
+        received = jax.block_until_ready(run(sent))
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds), received
