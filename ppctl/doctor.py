@@ -1,12 +1,13 @@
 """`ppctl doctor`: whether this request would train here, and how fast the devices talk to each other.
 
-Takes the request of `ppctl train` and does all of it short of compiling the step: joins the processes, makes the mesh, opens
-the data, builds the model, writes where the run would write. Then it measures the links between devices, which a planner
-needs, and checks what arrives over them.
+Takes the request of `ppctl train` and does all of it short of compiling the step: joins the processes, makes the mesh,
+opens the data, builds the model, writes where the run would write. Then it measures the links between devices, which a
+planner needs, and checks what arrives over them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -32,6 +33,7 @@ from ppctl import distributed
 from ppctl.assemble import DEFAULT_DTYPE, assemble, start_jax
 from ppctl.config import Config
 from ppctl.errors import PpctlError
+from ppctl.members import membership
 from ppctl.report import show_json, show_table
 from ppctl.runtime.links import AllReduce, Link, all_reduce, exchange, pairs, probed
 
@@ -51,12 +53,24 @@ class Finding:
 
 def doctor(config: Config, *, as_json: bool) -> int:
     """The exit code: 0 when the request would train here, else 1."""
-    start_jax(config, config.run.dtype or DEFAULT_DTYPE)  # joins the other processes
+    directory = Path(config.run.dir).absolute()
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    start_jax(config, config.run.dtype or DEFAULT_DTYPE)
+    with membership(config):  # which refuses settings that differ, and a run.dir that is not the same for all
+        code = _doctor(config, as_json=as_json)
+    if distributed.is_lead():
+        with suppress(OSError):  # not empty: it is of use to others
+            for path in made:
+                path.rmdir()
+    return code
+
+
+def _doctor(config: Config, *, as_json: bool) -> int:
     request, mesh, state_bytes = _request(config)
     local = [*_versions(), *request, *_directories(config, state_bytes)]
     by_process = [[Finding(**each) for each in json.loads(text)] for text in distributed.gather(_json(local))]
     findings = list(_merged(by_process))
-    findings += _together(config)
+    findings += _together()
     links, sums = ([], []) if mesh is None else _measured(mesh)
     findings += _of_links(links, sums)
     bad = [finding for finding in findings if not finding.is_ok]
@@ -105,7 +119,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     except PpctlError as error:
         return [Finding("request", False, str(error))], None, None
     device = parts.mesh.devices.flat[0]
-    memory = device.memory_stats() or {}
+    memory = jax.local_devices()[0].memory_stats() or {}
     limit = f", {_size(memory['bytes_limit'])} of memory each" if "bytes_limit" in memory else ""
     state_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(parts.states.natural))
     findings = [
@@ -119,7 +133,6 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
 def _directories(config: Config, state_bytes: int | None) -> Iterator[Finding]:
     """Whether run.dir can be written, has room for the checkpoints, and how fast it takes them."""
     directory = Path(config.run.dir).absolute()
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor-") as file:
@@ -135,12 +148,6 @@ def _directories(config: Config, state_bytes: int | None) -> Iterator[Finding]:
         )
         yield Finding("run.dir", False, reason)
         return
-    finally:
-        for path in made:
-            try:
-                path.rmdir()
-            except OSError:  # not made, or no longer empty: another process is at work
-                break
     text = f"{directory} is writable at {_size(speed)}/s, {_size(free)} free"
     keep = config.run.checkpoint.keep
     need = 0 if state_bytes is None else (keep + 1) * state_bytes
@@ -168,8 +175,8 @@ def _merged(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
             yield Finding(finding.what, finding.is_ok, f"process {process}: {finding.text}")
 
 
-def _together(config: Config) -> list[Finding]:
-    """Where the processes run, whether they share run.dir, and how far their clocks are apart."""
+def _together() -> list[Finding]:
+    """Where the processes run, and how far their clocks are apart."""
     hosts = distributed.gather(socket.gethostname())
     number = len(hosts)
     if number == 1:
@@ -180,31 +187,7 @@ def _together(config: Config) -> list[Finding]:
     times = [float(text) for text in distributed.gather(repr(time.time()))]
     apart = max(times) - min(times)
     late = f"{apart:.3f} s apart" + (": set them by NTP, records are out of order" if apart > CLOCK_WARNING_S else "")
-    return [Finding("processes", True, f"{number}: {where}"), Finding("clocks", True, late), _shared(config)]
-
-
-def _shared(config: Config) -> Finding:
-    """Whether a file that the lead writes into run.dir is there for all."""
-    directory = Path(config.run.dir).absolute()
-    probe, problem = directory / f".doctor-shared-{os.getpid()}", ""
-    made = distributed.is_lead() and not directory.exists()
-    if distributed.is_lead():
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-        except OSError as error:
-            problem = error.strerror or str(error)
-    name, problem = json.loads(distributed.gather(json.dumps([str(probe), problem]))[0])
-    seen = [json.loads(text) for text in distributed.gather(json.dumps(Path(name).exists()))]
-    if distributed.is_lead():
-        probe.unlink(missing_ok=True)
-        if made:
-            shutil.rmtree(directory, ignore_errors=True)
-    blind = [str(process) for process, sees in enumerate(seen) if not sees]
-    if problem or blind:
-        what = problem or f"process {', '.join(blind)} does not see what process 0 writes there"
-        return Finding("shared", False, f"run.dir={config.run.dir}: {what}. Use a run.dir that all processes share.")
-    return Finding("shared", True, "all processes see the same run.dir")
+    return [Finding("processes", True, f"{number}: {where}"), Finding("clocks", True, late)]
 
 
 # links
@@ -265,7 +248,7 @@ def hop_costs(links: Sequence[Link], mesh: Mesh) -> dict[str, float] | None:
     rows = mesh.devices.swapaxes(0, 1)  # [pp, dp, fsdp]
     near = [
         by_pair[key]
-        for here, there in zip(rows, rows[1:], strict=False)
+        for here, there in itertools.pairwise(rows)
         for a, b in zip(here.flat, there.flat, strict=True)
         if (key := frozenset((a.id, b.id))) in by_pair
     ]

@@ -129,7 +129,7 @@ def _serve(argv: list[str]) -> int:
 
 def _dispatch(command: str, config: Config, *, as_json: bool) -> int:
     """The exit code of the command. Its module is imported here and not above because it imports JAX."""
-    if command != "train" and config.run.distributed != "off":
+    if command not in ("train", "doctor") and config.run.distributed != "off":
         raise ConfigError(
             f"ppctl {command} runs in one process, but run.distributed={config.run.distributed}. "
             "Use run.distributed=off; simulated devices stand in for those of other processes."

@@ -1,7 +1,7 @@
 """Latency and bandwidth between devices, measured with the collectives that training uses.
 
-Two devices exchange a message again and again inside one program (`ppermute` both ways, as a pipeline's ranks do), so that
-neither the host nor the start of a program is in the figures.
+Two devices exchange a message again and again inside one program (`ppermute` both ways, as a pipeline's ranks do), so
+that neither the host nor the start of a program is in the figures.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+Device = Any  # jax.Device
 
 SMALL, LARGE = (1, 65), (1 << 20, 9)  # (float32 of a message, exchanges of a run): odd, so that contents change places
 RUNS = 5  # after one that compiles and warms up; the median counts
@@ -44,7 +46,7 @@ class AllReduce:
     is_right: bool
 
 
-def probed(devices: Sequence[jax.Device], most: int = 16) -> list[jax.Device]:
+def probed(devices: Sequence[Device], most: int = 16) -> list[Device]:
     """All of a few devices; of many, the first one of each process, or of one process's the first few."""
     if len(devices) <= most:
         return list(devices)
@@ -52,13 +54,13 @@ def probed(devices: Sequence[jax.Device], most: int = 16) -> list[jax.Device]:
     return [firsts[i] for i in sorted(firsts)] if len(firsts) > 1 else list(devices[:most])
 
 
-def pairs(devices: Sequence[jax.Device]) -> list[tuple[jax.Device, jax.Device]]:
+def pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
     """Every two of `devices`."""
     return [(a, b) for i, a in enumerate(devices) for b in devices[i + 1 :]]
 
 
-def exchange(a: jax.Device, b: jax.Device) -> Link:
-    """The link between two devices. The processes of both, and no others, call this, for the same pairs in one order."""
+def exchange(a: Device, b: Device) -> Link:
+    """The link between two devices. The processes of both call this, for the same pairs in the same order."""
     mesh = Mesh(np.array([a, b]), ("pair",), axis_types=(AxisType.Auto,))
     (latency_s, right), (large_s, large_right) = (_exchanges(mesh, *size) for size in (SMALL, LARGE))
     moving_s = max(large_s - latency_s, 1e-9)
