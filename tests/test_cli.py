@@ -186,8 +186,9 @@ FAULTS = [
     ("train run.num_steps=0", "run.num_steps=0 must be"),
     ("train executor=reference", "executor=reference is the un-pipelined model .*mesh=2x4 has 8. Use mesh=1x1"),
     ("train launch.processes=3", "mesh=2x4 has 8 devices, not a multiple of launch.processes=3. Use .*processes=2"),
-    ("verify launch.processes=2", "only `ppctl train` starts processes, and `ppctl verify` is one. Leave them out"),
-    ("bench launch.max_restarts=2", "only `ppctl train` starts processes, and `ppctl bench` is one"),
+    ("verify launch.processes=2", "only train and doctor start processes, and `ppctl verify` is one. Leave them out"),
+    ("bench launch.max_restarts=2", "only train and doctor start processes, and `ppctl bench` is one"),
+    ("doctor launch.processes=2 launch.max_restarts=1", "only train is started again. Leave out launch.max_restarts"),
     # Hydra's grammar
     ("train tiny", "'tiny' is not KEY=VALUE. Did you mean recipes=tiny"),
     ("train mlp", "'mlp' is not KEY=VALUE. Did you mean model=mlp"),

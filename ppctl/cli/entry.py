@@ -26,6 +26,8 @@ from ppctl.errors import ConfigError, ElsewhereError, PpctlError
 from ppctl.launch import launch
 from ppctl.supervise import end_with_starter
 
+OF_SEVERAL_PROCESSES = ("train", "doctor")  # the commands that may run as some; any other is one
+
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code of a command line; `argv` is without the program's name."""
@@ -119,17 +121,17 @@ def _serve(argv: list[str]) -> int:
         return config
     if not config.launch.is_used:
         return _dispatch(command, config, as_json=asked.json)
-    if command != "train":
-        raise ConfigError(
-            f"launch.processes={config.launch.processes} launch.max_restarts={config.launch.max_restarts}: only "
-            f"`ppctl train` starts processes, and `ppctl {command}` is one. Leave them out."
-        )
+    only = f"launch.processes={config.launch.processes} launch.max_restarts={config.launch.max_restarts}: only "
+    if command not in OF_SEVERAL_PROCESSES:
+        raise ConfigError(f"{only}train and doctor start processes, and `ppctl {command}` is one. Leave them out.")
+    if command != "train" and config.launch.max_restarts:
+        raise ConfigError(f"{only}train is started again. Leave out launch.max_restarts.")
     return launch(config, [command, *job_flags(asked), *asked.overrides], as_json=asked.json)
 
 
 def _dispatch(command: str, config: Config, *, as_json: bool) -> int:
     """The exit code of the command. Its module is imported here and not above because it imports JAX."""
-    if command not in ("train", "doctor") and config.run.distributed != "off":
+    if command not in OF_SEVERAL_PROCESSES and config.run.distributed != "off":
         raise ConfigError(
             f"ppctl {command} runs in one process, but run.distributed={config.run.distributed}. "
             "Use run.distributed=off; simulated devices stand in for those of other processes."

@@ -42,6 +42,7 @@ EXAMPLES = {
     ),
     "doctor": (
         "ppctl doctor mesh=2x4",
+        "ppctl doctor mesh=2x4 launch.processes=2",
         "ppctl doctor recipes=tiny --json",
     ),
     "bench": (
@@ -69,7 +70,7 @@ MOST_USED = (
     "run.eval_every",
     "run.checkpoint.every",
     "run.profile.start",
-    "launch.processes",  # launch: of `ppctl train` alone
+    "launch.processes",  # launch: of `ppctl train` and `doctor`
     "launch.max_restarts",
 )
 FLAGS = """\
@@ -123,7 +124,9 @@ def help_text(command: str, words: Sequence[str]) -> str:
         for group in GROUPS
         for line in textwrap.wrap(f"  {group:9} {_options_text(group)}", 120, subsequent_indent=" " * 12)
     ]
-    used = setting_table([known[key] for key in MOST_USED if command == "train" or not key.startswith("launch.")])
+    used = setting_table(
+        [known[key] for key in MOST_USED if command in ("train", "doctor") or not key.startswith("launch.")]
+    )
     return "\n".join(
         [
             f"ppctl {command}: {COMMANDS[command][1]}.",
