@@ -97,8 +97,8 @@ def test_every_command_is_served_and_leaves_no_files(command, served, empty_dire
 
 FAULTS = [
     # the command line itself
-    ("trian", r"trian is not a command. Did you mean train\? \(train, verify, bench, schedule\)"),
-    ("tune", "tune is not a command. .*train, verify, bench"),
+    ("trian", r"trian is not a command. Did you mean train\? \(train, verify, doctor, bench, schedule\)"),
+    ("tune", "tune is not a command. .*train, verify, doctor, bench"),
     ("model=mlp", "model=mlp: a command comes first, for example ppctl train model=mlp"),
     ("train --jsn", "--jsn is not an option. Did you mean --json"),
     ("train --json=1", "argument --json: ignored explicit argument '1'"),
@@ -351,13 +351,13 @@ def test_the_settings_of_the_help_are_explained():
     assert [key for key in MOST_USED if not all_settings()[key].about] == list(plain)
 
 
-def test_the_launcher_is_served_and_shown_by_train_alone(served, capsys):
+def test_the_launcher_is_served_and_shown_by_train_and_doctor_alone(served, capsys):
     assert cli.main(["train", "recipes=tiny", "launch.processes=2"]) == 0
     [(command, config, _)] = served
     assert (command, config.launch.processes) == ("launch", 2)
     for command in COMMANDS:
         assert cli.main([command, "--help"]) == 0
-        assert ("launch.max_restarts=0" in capsys.readouterr().out) == (command == "train")
+        assert ("launch.max_restarts=0" in capsys.readouterr().out) == (command in ("train", "doctor"))
 
 
 def test_cfg_prints_the_composed_config(capsys, served):
