@@ -20,7 +20,8 @@ from ppctl.watch import FAILED, Watch, late_text
 TINY = (
     "model=mlp model.num_layers=4 model.d_model=8 data=regression data.batch_size=8 data.num_rows=1024 "
     "data.num_features=5 data.num_targets=3 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
-    "run.dtype=float64 run.eval_every=null run.checkpoint.every=null run.tensorboard=false run.log_every=1"
+    "run.dtype=float64 run.eval_every=null run.checkpoint.every=null run.tensorboard=false run.log_every=1 "
+    "optim.warmup_steps=0 optim.min_lr_fraction=1"  # the learning rate does not depend on where the run is to end
 )
 WORDS = TINY.split()
 TWO = ("mesh=1x2", "model.num_layers=2", "run.num_steps=1000000")
@@ -102,7 +103,7 @@ def losses(run_dir):
 
 def assert_losses_of_one_process(run_dir, alone_dir, num_steps):
     words = [*WORDS, "mesh=1x1", f"run.dir={alone_dir}", f"run.num_steps={num_steps}"]
-    assert cli.main(["train", *words, "optim.min_lr_fraction=1"]) == 0
+    assert cli.main(["train", *words]) == 0
     found = losses(run_dir)
     assert len(found) == num_steps
     assert found == pytest.approx(losses(alone_dir), rel=1e-9)
@@ -110,8 +111,7 @@ def assert_losses_of_one_process(run_dir, alone_dir, num_steps):
 
 @pytest.mark.slow
 def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_path):
-    words = ["optim.min_lr_fraction=1"]  # so that the learning rate does not depend on where the run is to end
-    with processes(4, tmp_path / "run", "mesh=2x2", "run.num_steps=100000", *words) as started:
+    with processes(4, tmp_path / "run", "mesh=2x2", "run.num_steps=100000") as started:
         started[0].wait_for("step +8/")
         started[2].popen.send_signal(signal.SIGTERM)
         assert [process.end() for process in started] == [143] * 4
@@ -121,7 +121,7 @@ def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_pat
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         *("checkpoints", "config.yaml", "eval.jsonl", "metrics.jsonl")
     ]
-    with processes(2, tmp_path / "run", "mesh=1x4", f"run.num_steps={step + 4}", *words, "--json") as started:
+    with processes(2, tmp_path / "run", "mesh=1x4", f"run.num_steps={step + 4}", "--json") as started:
         assert [process.end() for process in started] == [0, 0]
     assert any(f"resuming after step {step}" in line for line in started[0].lines)
     [summary] = [json.loads(line) for line in started[0].lines if line.startswith("{")]
@@ -132,7 +132,7 @@ def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_pat
 
 @pytest.mark.slow
 def test_a_pipeline_over_four_processes_trains_as_one_process_does(tmp_path):
-    words = ["mesh=1x4", "run.num_steps=4", "run.eval_every=2", "run.eval_batches=1", "optim.min_lr_fraction=1"]
+    words = ["mesh=1x4", "run.num_steps=4", "run.eval_every=2", "run.eval_batches=1"]
     with processes(4, tmp_path / "run", *words) as started:
         assert [process.end() for process in started] == [0] * 4
     assert [process.lines for process in started[1:]] == [[]] * 3
