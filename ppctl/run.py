@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ from rich.console import Console
 from ppctl.assemble import Parts, assemble, partition_text, task_costs
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
-from ppctl.errors import CheckpointError
+from ppctl.errors import CheckpointError, DamagedError
 from ppctl.loop import Loop, writing
 from ppctl.metrics import Metrics
 from ppctl.schedule.simulate import peak_activations, simulate
@@ -42,11 +42,11 @@ def train(config: Config, *, as_json: bool) -> int:
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     parts = assemble(config)
     run_dir = Path(config.run.dir)
-    with Checkpoints(run_dir / "checkpoints", keep=config.run.checkpoint.keep) as checkpoints:
-        start = resume_step(config, parts, checkpoints)
+    keep, timeout_s = config.run.checkpoint.keep, config.run.checkpoint.timeout_s
+    with Checkpoints(run_dir / "checkpoints", keep=keep, timeout_s=timeout_s) as checkpoints:
         if config.run.eval_every is not None:
             parts.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
-        restored = checkpoints.restore(start, parts.states.natural) if start else None  # refuses another model
+        start, restored = resume(config, parts, checkpoints, say)
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
             if as_json:
@@ -78,11 +78,34 @@ def train(config: Config, *, as_json: bool) -> int:
     return exit_code
 
 
+def resume(
+    config: Config, parts: Parts, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> tuple[int, Tree | None]:
+    """The step to go on from and its state in natural order; 0 and None for a new run.
+
+    A damaged checkpoint is moved aside and the one before it taken, in every process alike.
+    """
+    while True:
+        try:
+            start = resume_step(config, parts, checkpoints)
+            return start, checkpoints.restore(start, parts.states.natural) if start else None
+        except DamagedError as error:
+            name = checkpoints.set_aside(error.step)
+            older = checkpoints.latest()
+            say(f"{error.what}. It is now {name}; " + ("none is older" if older is None else f"trying step {older}"))
+
+
 def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
     """The step to go on from, 0 for a new run. CheckpointError when that is not what run.resume asks for."""
     latest = checkpoints.latest()
     where = f"in {checkpoints.directory}"
     if latest is None:
+        damaged = checkpoints.damaged()
+        if damaged and config.run.resume != "never":
+            raise CheckpointError(
+                f"There is no good checkpoint {where}, only {', '.join(damaged)}. "
+                "Use run.resume=never to start anew beside them, or another run.dir."
+            )
         if config.run.resume == "must":
             raise CheckpointError(f"run.resume=must, but there is no checkpoint {where}. Use run.resume=auto.")
         return 0

@@ -14,8 +14,8 @@ ROOT = Path(ppctl.__file__).parent
 LEVELS = {
     7: ("cli",),
     6: ("run", "loop", "compose", "assemble", "verify", "bench", "look", "request"),
-    5: ("checkpoint", "metrics", "profile", "timeline", "report", "draw", "certify"),
-    4: ("engine", "train", "optim", "data"),
+    5: ("checkpoint", "seal", "metrics", "profile", "timeline", "report", "draw", "certify"),
+    4: ("checksum", "engine", "train", "optim", "data"),
     3: ("runtime",),
     2: ("mesh", "model", "plan"),
     1: ("schedule", "costs", "partition"),
