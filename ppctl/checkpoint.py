@@ -56,11 +56,11 @@ class Checkpoints:
         directory: Path | str,
         *,
         keep: int | None,
-        timeout_s: int = 600,
+        timeout_s: int = 300,
         any_of: Callable[[bool], bool] = bool,
     ):
         self.directory = Path(directory).absolute()  # Orbax refuses relative paths
-        self._keep, self._any_of = keep, any_of
+        self._keep, self._timeout_s, self._any_of = keep, timeout_s, any_of
         self._writing, self._reading = _contexts(timeout_s)
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of the save under way
@@ -193,6 +193,8 @@ class Checkpoints:
                 "Move it away, or use another run.dir."
             ) from error
         self._aside.add(step)
+        self._current = None if self._current == step else self._current
+        self._shut()  # Orbax's list of steps is out of date
         return name
 
     def poll(self) -> None:
@@ -295,8 +297,12 @@ class Checkpoints:
     def _not_saved(self, step: int, error: Exception | None) -> SaveError:
         latest = self.latest()
         kept = "no checkpoint is finished" if latest is None else f"step {latest} is the newest finished one"
+        is_late = isinstance(error, TimeoutError) or (
+            error is not None and "imeout waiting at barrier" in str(_cause(error))
+        )
+        reason = f"not finished after run.checkpoint.timeout_s={self._timeout_s}" if is_late else _reason(error)
         return SaveError(
-            f"Checkpoint {self.directory / str(step)} could not be written: {_reason(error)}; {kept}. "
+            f"Checkpoint {self.directory / str(step)} could not be written: {reason}; {kept}. "
             "Free or extend the disk, or use another run.dir."
         )
 
@@ -345,7 +351,7 @@ def _listed(steps: Sequence[int]) -> str:
 def _reason(error: BaseException | None) -> str:
     """What went wrong, in one line."""
     if error is None:
-        return "another process could not"
+        return "it failed in another process"
     error = _cause(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else text  # else in quotes

@@ -157,7 +157,7 @@ class Checkpoint:
     every: int | None = 50  # steps; None: only at the end and on interruption
     keep: int = 3  # newest checkpoints kept
     on_failure: str = "stop"  # of a save: stop training | continue, and try again at the next save
-    timeout_s: int = 600  # after which a save has failed
+    timeout_s: int = 300  # after which a save has failed; where one process cannot write, the others wait so long
 
     ON_FAILURE: ClassVar[tuple[str, ...]] = ("stop", "continue")
 
