@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -13,8 +14,8 @@ from ppctl import cli
 from ppctl.checkpoint import Checkpoints
 from ppctl.metrics import Metrics
 
-WORDS = (  # a state of 0.8 MB that does not compress; the records of a step are small
-    "model=mlp model.num_layers=2 model.d_model=64 data=regression data.batch_size=8 data.num_rows=256 "
+WORDS = (  # a state of megabytes; the records of steps are far from 100 kB
+    "model=mlp model.num_layers=2 model.d_model=256 data=regression data.batch_size=8 data.num_rows=256 "
     "data.num_features=5 data.num_targets=3 mesh=1x1 executor=reference schedule.num_microbatches=2 run.platform=cpu "
     "run.dtype=float32 run.eval_every=null run.tensorboard=false run.checkpoint.every=2 run.checkpoint.keep=9"
 )
@@ -22,14 +23,20 @@ WORDS = (  # a state of 0.8 MB that does not compress; the records of a step are
 
 @pytest.fixture
 def train(tmp_path, capsys, monkeypatch):
-    """A function that trains and calls `at[step]` when that step is logged: (exit code, stdout, stderr, steps saved)."""
+    """A function that trains and calls `at[step]` when that step is logged and the first save, if any, is finished.
+
+    It gives the exit code, stdout, stderr and the steps saved.
+    """
 
     def train(at, *words):
         log = Metrics.log
 
         def spy(self, record):
             log(self, record)
-            at.get(record["step"], lambda: None)()
+            if record["step"] in at:
+                while (tmp_path / "run" / "checkpoints" / "2.orbax-checkpoint-tmp").exists():
+                    time.sleep(0.001)
+                at[record["step"]]()
 
         monkeypatch.setattr(Metrics, "log", spy)
         try:
@@ -70,17 +77,17 @@ def test_continue_ends_with_the_error_if_the_last_save_fails(train, tmp_path):
 
 
 def test_stop_ends_the_run_long_before_the_next_save(train, tmp_path):
-    words = ("run.num_steps=4000", "run.checkpoint.every=1000", "run.log_every=1000")
-    code, _, err, steps = train({999: lambda: disk(full=True)}, *words)
+    words = ("run.num_steps=200", "run.checkpoint.every=100", "run.log_every=100")
+    code, _, err, steps = train({99: lambda: disk(full=True)}, *words)
     assert (code, steps) == (2, ())
     found = re.fullmatch(
-        rf"ppctl: Checkpoint {tmp_path}/run/checkpoints/1000 could not be written: .*; no checkpoint is finished\. Free or "
-        r"extend the disk, or use another run\.dir\. Training stopped after step (\d+); "
+        rf"ppctl: Checkpoint {tmp_path}/run/checkpoints/100 could not be written: .*; no checkpoint is finished\. "
+        r"Free or extend the disk, or use another run\.dir\. Training stopped after step (\d+); "
         r"run\.checkpoint\.on_failure=continue goes on\.\n",
         err,
     )
     assert found is not None, err
-    assert 1000 <= int(found[1]) < 2000
+    assert 100 <= int(found[1]) < 200
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
@@ -142,8 +149,8 @@ TWO = textwrap.dedent(
         rng = np.random.default_rng(step)
         return {"w": place(rng.random((512, 128), np.float32), "x"), "b": place(rng.random((8, 8), np.float32))}
     def same(got, step):
-        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(state(step)), strict=True)
-        return all((p.data == q.data).all() for a, b in pairs for p, q in zip(a.addressable_shards, b.addressable_shards))
+        shards = lambda tree: [shard.data for a in jax.tree.leaves(tree) for shard in a.addressable_shards]
+        return all((a == b).all() for a, b in zip(shards(got), shards(state(step)), strict=True))
     def any_of(said):
         return bool(multihost_utils.process_allgather(np.array(said)).any())
     def failed(error, do):
