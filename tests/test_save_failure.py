@@ -54,8 +54,15 @@ def disk(*, full):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if full else hard, hard))
 
 
-def test_continue_says_so_and_saves_again_when_it_can(train, tmp_path):
-    at = {3: lambda: disk(full=True), 5: lambda: disk(full=False)}
+def test_continue_says_so_and_saves_again_when_it_can(train, tmp_path, monkeypatch):
+    say = Metrics.note
+
+    def note(self, text):
+        say(self, text)
+        disk(full=False)
+
+    monkeypatch.setattr(Metrics, "note", note)
+    at = {3: lambda: disk(full=True)}
     code, out, err, steps = train(at, "run.num_steps=8", "run.checkpoint.on_failure=continue")
     assert (code, err, steps) == (0, "", (2, 6, 8))
     (note,) = [line for line in out.splitlines() if line.startswith("note")]
