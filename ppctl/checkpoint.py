@@ -1,19 +1,23 @@
 """The checkpoints of a run, one directory a step: `<directory>/<step>/state` (arrays) and `meta/data.json` (settings).
 
-Orbax writes and reads them. This file adds what a user meets: one line for each failure, and a check that the stored
-leaves are the wanted ones, because Orbax casts a leaf of another dtype without a word.
+Orbax writes and reads them. This file adds what a user meets: one line for each failure, and the certainty that what is
+restored is what was saved: Orbax stores no checksum, and casts an array of another dtype without a word.
+
+A run of several processes calls every method in all of them. What a method raises, it raises in all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,13 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from ppctl.errors import CheckpointError
+from ppctl.checksum import digest
+from ppctl.errors import CheckpointError, DamagedError, SaveError
+from ppctl.seal import Sealed, described, differences, seal, unseal
+
+# Of the machine as it is now, not of the files: reading may succeed another time.
+PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
+PASSING_TEXTS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "Permission denied", "Too many open files", "ut of memory")
 
 
 class Checkpoints:
@@ -31,33 +41,41 @@ class Checkpoints:
         directory: Created if it is not there; may be relative. Every process of a run gives the same, shared one.
         keep: Checkpoints kept, at least 1. None opens for reading only: nothing is created or removed, so that a
             reader never takes away what a running job is writing.
+        timeout_s: How long a save may take. Where one of several processes fails, the others wait for it that long.
+        any_of: Whether any process says True, told to each of them. One process asks itself.
 
     Raises:
         CheckpointError: `directory` cannot be written.
 
     A commit is a rename, so `kill -9` leaves every finished checkpoint as it was; what it interrupted is removed by
-    the next save. Truncated files are an error. A flipped bit in an array is not noticed: Orbax stores no checksum.
+    the next save. What is not as it was saved, truncated, flipped or missing, is a DamagedError when it is read.
     """
 
-    def __init__(self, directory: Path | str, *, keep: int | None):
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        keep: int | None,
+        timeout_s: int = 300,
+        any_of: Callable[[bool], bool] = bool,
+    ):
         self.directory = Path(directory).absolute()  # Orbax refuses relative paths
-        self._context = _context()
+        self._keep, self._timeout_s, self._any_of = keep, timeout_s, any_of
+        self._writing, self._reading = _contexts(timeout_s)
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of the save under way
         self._current: int | None = None  # the step whose state this object last saved or restored
+        self._aside: set[int] = set()  # a shared directory may list for a while what another process has renamed
         _quieten()
         if keep is None:
             return
+        error = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._probe()
-            self._checkpointer = ocp.training.Checkpointer(
-                str(self.directory),
-                context=self._context,
-                preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # pyright: ignore[reportArgumentType] Orbax's types disagree
-                cleanup_tmp_directories=True,
-            )
-        except OSError as error:
+        except OSError as failure:
+            error = failure
+        if any_of(error is not None):
             raise CheckpointError(
                 f"Checkpoints cannot be written to {self.directory}: {_reason(error)}. Use another run.dir, "
                 "or make this one writable."
@@ -74,14 +92,21 @@ class Checkpoints:
         if not self.directory.is_dir():
             return ()
         # Orbax's own list also holds the step whose save is still under way.
-        return tuple(sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal()))
+        found = (int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+        return tuple(sorted(step for step in found if step not in self._aside))
 
     def latest(self) -> int | None:
         """The step of the newest finished checkpoint, or None."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Nothing; the writing goes on behind it, and is finished after `wait`, `close` or the next save.
+    def damaged(self) -> tuple[str, ...]:
+        """The names of what `set_aside` has left here."""
+        return tuple(sorted(path.name for path in self.directory.glob("*.damaged*"))) if self.directory.is_dir() else ()
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
+        """Whether the state is one to go back to; False, with nothing written, if a number of it is not finite.
+
+        The writing goes on behind it, and is finished after `wait`, `close` or the next save.
 
         Args:
             step: Finished training steps. Saving the step that this object last saved or restored writes nothing: its
@@ -90,34 +115,38 @@ class Checkpoints:
             meta: Plain JSON. Errors of `restore` quote its "config".
 
         Raises:
-            CheckpointError: The save before this one failed, this one could not start, or `directory` holds this step
-                or a newer one from another run (`LatestN` would drop the new one, and a resume would pick the old).
+            SaveError: The save before this one failed, or this one could not start.
+            CheckpointError: `directory` holds this step or a newer one from another run (`LatestN` would drop the new
+                one, and a resume would pick the old).
         """
-        assert self._checkpointer is not None, "not open for saving"
+        assert self._keep is not None, "not open for saving"
         self.wait()
         if step == self._current:
-            return
+            return True
         newer = [other for other in self.steps() if other >= step]
         if newer:
             raise CheckpointError(
                 f"Step {step} cannot be saved: {self.directory} holds {_listed(newer)}, not older, of another run. "
                 "Use another run.dir, or move them away."
             )
-        items = {
-            "state": jax.tree.map(_array, state),
-            # Written in the background: the caller's mapping may have changed by then.
-            "meta": json.loads(json.dumps(dict(meta), allow_nan=False)),
-        }
-        try:
+        state = jax.tree.map(_array, state)
+        found = digest(state)
+        if not found.is_finite:
+            return False
+        # Written in the background: the caller's mapping may have changed by then.
+        items = {"state": state, "meta": seal(Sealed(step, described(state), found.checksums, dict(meta)))}
+        with self._saving(step):
             self._probe()  # where Orbax cannot make its directory, its threads hold up the process's exit for minutes
-            self._pending = step, self._checkpointer.save_checkpointables_async(step, items, force=True)
-        except Exception as error:
-            raise self._not_saved(step, error) from error
+        with self._saving(step):
+            checkpointer = self._checkpointer = self._checkpointer or self._opened()
+            self._pending = step, checkpointer.save_checkpointables_async(step, items, force=True)
         self._current = step
+        self._aside.discard(step)
+        return True
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The JSON saved with `step`. CheckpointError if there is none or it cannot be read."""
-        return self._load(step, {"meta": None})["meta"]
+        """The JSON saved with `step`. CheckpointError if there is none, DamagedError if it cannot be read."""
+        return self._sealed(step).meta
 
     def restore(self, step: int, abstract_state: Any) -> Any:
         """The state saved at `step`, in the structure and on the devices that `abstract_state` names.
@@ -126,69 +155,128 @@ class Checkpoints:
             abstract_state: Pytree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
 
         Raises:
-            CheckpointError: No such checkpoint, unreadable files, or leaves that are missing, not wanted, or of
-                another shape or dtype.
+            DamagedError: Files are unreadable, or the state is not the one that was saved.
+            CheckpointError: No such checkpoint, or arrays that are missing, not wanted, or of another shape or dtype.
         """
-        self._check_fits(step, abstract_state)
+        sealed = self._sealed(step)
+        found = differences(sealed.arrays, described(abstract_state))
+        if found:
+            others = f" (the first of {len(found)} leaves that differ)" if len(found) > 1 else ""
+            config = json.dumps(sealed.meta.get("config", sealed.meta), separators=(",", ":"))
+            raise CheckpointError(
+                f"Checkpoint {self._path(step)} does not fit: {found[0]}{others}. Set run.resume=never and another "
+                f"run.dir, or restore the settings it was trained with: {config}."
+            )
         state = self._load(step, {"state": abstract_state})["state"]
+        checksums = digest(state).checksums
+        wrong = [name for name in checksums if checksums[name] != sealed.checksums[name]]
+        if wrong:
+            others = f" (the first of {len(wrong)})" if len(wrong) > 1 else ""
+            raise self._damaged(step, f"{wrong[0]} does not have the checksum it was saved with{others}")
         self._current = step
         return state
 
+    def set_aside(self, step: int) -> str:
+        """The new name of what was the checkpoint of `step`, which is none from now on; the first process moves it."""
+        assert self._keep is not None, "not open for saving"
+        tried = (f"{step}.damaged{suffix}" for suffix in ("", *(f".{n}" for n in range(2, 1000))))
+        name = next(name for name in tried if not (self.directory / name).exists())
+        error = None
+        if jax.process_index() == 0:
+            try:
+                (self.directory / str(step)).rename(self.directory / name)
+            except OSError as failure:
+                error = failure
+        if self._any_of(error is not None):
+            raise CheckpointError(
+                f"Checkpoint {self.directory / str(step)} is damaged and cannot be moved away: {_reason(error)}. "
+                "Move it away, or use another run.dir."
+            ) from error
+        self._aside.add(step)
+        self._current = None if self._current == step else self._current
+        self._shut()  # Orbax's list of steps is out of date
+        return name
+
+    def poll(self) -> None:
+        """Nothing, at once. SaveError if the save under way has failed by now."""
+        if self._pending is None or self._checkpointer is None:
+            return
+        if not self._any_of(self._checkpointer.is_saving_in_progress()):
+            self.wait()
+
     def wait(self) -> None:
-        """Nothing, once the save under way is finished. CheckpointError if it failed."""
+        """Nothing, once the save under way is finished. SaveError if it failed."""
         if self._pending is None or self._checkpointer is None:
             return
         (step, response), self._pending = self._pending, None
-        try:
+        with self._saving(step):
             try:
                 response.result()  # also ends the response's thread
             finally:
                 self._checkpointer.wait()  # reports a failure once to each thread: hear it here, not in `close`
-        except Exception as error:
-            self._current = None
-            raise self._not_saved(step, error) from error
 
     def close(self) -> None:
-        """Nothing, once the save under way is finished and Orbax's threads are gone. CheckpointError if it failed."""
+        """Nothing, once the save under way is finished and Orbax's threads are gone. SaveError if it failed."""
         try:
             self.wait()
         finally:
-            if self._checkpointer is not None:
-                with contextlib.suppress(Exception):  # only of a save that failed, which `wait` has told
-                    self._checkpointer.close()
-                self._checkpointer = None
+            self._shut()
+
+    def _opened(self) -> ocp.training.Checkpointer:
+        """Orbax's writer, which has removed what interrupted saves left. It keeps a list of the steps that it found."""
+        assert self._keep is not None
+        return ocp.training.Checkpointer(
+            str(self.directory),
+            context=self._writing,
+            preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),  # pyright: ignore[reportArgumentType] Orbax's types disagree
+            cleanup_tmp_directories=True,
+        )
+
+    def _shut(self) -> None:
+        if self._checkpointer is not None:
+            with contextlib.suppress(Exception):  # only of a save that failed, which `wait` has told
+                self._checkpointer.close()
+            self._checkpointer = None
+
+    @contextlib.contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """SaveError in all processes if the body fails in one; the next save then starts with a new writer."""
+        error = None
+        try:
+            yield
+        except Exception as failure:
+            error = failure
+        if self._any_of(error is not None):
+            self._pending = self._current = None
+            self._shut()
+            raise self._not_saved(step, error) from error
 
     def _probe(self) -> None:
         """Nothing, or OSError when no directory can be made here."""
         os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=self.directory))
 
-    def _check_fits(self, step: int, abstract_state: Any) -> None:
-        """Nothing, or CheckpointError naming the first stored leaf that is not as wanted."""
-        path = self._path(step)
+    def _sealed(self, step: int) -> Sealed:
+        record, error = self._load(step, {"meta": None})["meta"], None
         try:
-            with self._context:
-                described = ocp.checkpointables_metadata(str(path)).metadata
-        except Exception as error:
-            raise self._unreadable(step, _reason(error)) from error
-        if "state" not in described or described["state"] is None:  # Orbax raises nothing here when files are damaged
-            raise self._unreadable(step, "the description of its arrays is damaged or missing")
-        differences = _differences(_leaves(described["state"]), _leaves(abstract_state))
-        if differences:
-            others = f" (the first of {len(differences)} leaves that differ)" if len(differences) > 1 else ""
-            meta = self.meta(step)
-            config = json.dumps(meta.get("config", meta), separators=(",", ":"))
-            raise CheckpointError(
-                f"Checkpoint {path} does not fit: {differences[0]}{others}. Set run.resume=never and another run.dir, "
-                f"or restore the settings it was trained with: {config}."
-            )
+            return unseal(record, step)
+        except ValueError as failure:  # in every process: all read the same file
+            error = failure
+        raise self._damaged(step, _reason(error)) from error
 
     def _load(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
-        path = str(self._path(step))
+        path, error = self._path(step), None
         try:
-            with self._context:
-                return ocp.load_checkpointables(path, items)
-        except Exception as error:
-            raise self._unreadable(step, _reason(error)) from error
+            with self._reading:
+                loaded = ocp.load_checkpointables(str(path), items)
+        except Exception as failure:
+            loaded, error = {}, failure
+        if self._any_of(error is not None and _is_passing(error)):
+            raise CheckpointError(
+                f"Checkpoint {path} cannot be read: {_reason(error)}. Start again once it can."
+            ) from error
+        if self._any_of(error is not None):
+            raise self._damaged(step, _reason(error)) from error
+        return loaded
 
     def _path(self, step: int) -> Path:
         """Where `step` is stored. CheckpointError if it is not."""
@@ -200,29 +288,54 @@ class Checkpoints:
             )
         return self.directory / str(step)
 
-    def _unreadable(self, step: int, reason: str) -> CheckpointError:
+    def _damaged(self, step: int, reason: str) -> DamagedError:
         older = [other for other in self.steps() if other < step]
         resume = f"resume from step {older[-1]}" if older else "start from the beginning"
-        return CheckpointError(
-            f"Checkpoint {self.directory / str(step)} cannot be read: {reason}. Move it away to {resume}."
-        )
+        what = f"Checkpoint {self.directory / str(step)} cannot be read: {reason}"
+        return DamagedError(step, what, f"Move it away to {resume}.")
 
-    def _not_saved(self, step: int, error: Exception) -> CheckpointError:
+    def _not_saved(self, step: int, error: Exception | None) -> SaveError:
         latest = self.latest()
         kept = "no checkpoint is finished" if latest is None else f"step {latest} is the newest finished one"
-        return CheckpointError(
-            f"Checkpoint {self.directory / str(step)} could not be written: {_reason(error)}; {kept}. "
+        is_late = isinstance(error, TimeoutError) or (
+            error is not None and "imeout waiting at barrier" in str(_cause(error))
+        )
+        reason = f"not finished after run.checkpoint.timeout_s={self._timeout_s}" if is_late else _reason(error)
+        return SaveError(
+            f"Checkpoint {self.directory / str(step)} could not be written: {reason}; {kept}. "
             "Free or extend the disk, or use another run.dir."
         )
 
 
-def _context() -> ocp.Context:
-    """Orbax settings that store `meta` as a JSON file; left alone, Orbax takes the dict for a tree of arrays."""
+def _contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
+    """Orbax settings to write and to read, with `meta` as a JSON file: left alone, Orbax takes it for arrays.
+
+    Each process reads by itself: otherwise one that meets a damaged file leaves the others waiting for minutes.
+    """
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
-    context = ocp.Context()
-    context.checkpointables.registry = registry
-    return context
+    writing, reading = ocp.Context(), ocp.Context()
+    writing.checkpointables.registry = reading.checkpointables.registry = registry
+    writing.asynchronous.timeout_secs = timeout_s
+    if jax.process_count() > 1:
+        reading.multiprocessing.primary_host = jax.process_index()
+        reading.multiprocessing.active_processes = {jax.process_index()}
+    return writing, reading
+
+
+def _is_passing(error: BaseException) -> bool:
+    """Whether reading failed for want of rights or room, which says nothing of the files."""
+    cause = _cause(error)
+    if isinstance(cause, OSError) and cause.errno in PASSING:
+        return True
+    return isinstance(cause, MemoryError) or any(text in str(cause) for text in PASSING_TEXTS)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Orbax hides the error that says what went wrong behind one about handlers, as its cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _array(leaf: Any) -> jax.Array | np.ndarray:
@@ -231,45 +344,17 @@ def _array(leaf: Any) -> jax.Array | np.ndarray:
     return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
 
-def _leaves(tree: Any) -> dict[str, str]:
-    """Dtype and shape by name of each array of a state or of Orbax's description of one.
-
-    >>> _leaves({"w": jax.ShapeDtypeStruct((2, 3), "float32")})
-    {'w': 'float32[2,3]'}
-    """
-    leaves = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # stored as the integers behind the key
-            leaf = jax.eval_shape(jax.random.key_data, leaf)
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        leaves[name] = f"{np.dtype(leaf.dtype).name}[{','.join(map(str, leaf.shape))}]"
-    return leaves
-
-
-def _differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """One phrase for each leaf that is not stored as wanted.
-
-    >>> _differences({"w": "float32[2,3]"}, {"w": "float32[4,3]"})
-    ['w is stored as float32[2,3], wanted float32[4,3]']
-    """
-    phrases = []
-    for name in sorted({*stored, *wanted}):
-        is_stored = f"stored as {stored[name]}" if name in stored else "not stored"
-        is_wanted = f"wanted {wanted[name]}" if name in wanted else "not wanted"
-        if name not in stored or name not in wanted or stored[name] != wanted[name]:
-            phrases.append(f"{name} is {is_stored}, {is_wanted}")
-    return phrases
-
-
 def _listed(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
-def _reason(error: BaseException) -> str:
-    """What went wrong, in one line: Orbax hides the error that says it behind one about handlers, as its cause."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+def _reason(error: BaseException | None) -> str:
+    """What went wrong, in one line."""
+    if error is None:
+        return "it failed in another process"
+    error = _cause(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else text  # else in quotes
     text = " ".join(text.split(" [tensorstore_spec=")[0].split())  # the file's whole layout, of no use to a reader
     text = text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"  # what failed comes first or last
     return text.rstrip(".") or type(error).__name__
@@ -279,6 +364,7 @@ def _quieten() -> None:
     """Keeps off the terminal what Orbax prints besides raising: each failure reaches the caller as CheckpointError."""
     logging.getLogger("absl").addFilter(_not_of_orbax)
     logging.getLogger("asyncio").addFilter(_not_of_tensorstore)
+    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)  # of a file that is missing
     if getattr(sys.unraisablehook, "func", None) is not _unless_straggler:
         sys.unraisablehook = functools.partial(_unless_straggler, sys.unraisablehook)
 

@@ -144,6 +144,11 @@ def gather(text: str) -> list[str]:
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
+def any_of(here: bool) -> bool:
+    """Whether any process says True. Every process must call this."""
+    return "True" in gather(str(here)) if is_joined() else here
+
+
 def _all_rows(first: dict[int, Any], row: np.ndarray) -> np.ndarray:
     """The row of every process [processes, len(row)]; one device of each takes part, however many it has."""
     mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))

@@ -25,6 +25,18 @@ class CheckpointError(PpctlError):
     """A checkpoint that is missing, unreadable, or belongs to another model or data set."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not all that was saved."""
+
+    def __init__(self, step: int, what: str, remedy: str):
+        super().__init__(f"{what}. {remedy}")
+        self.step, self.what = step, what
+
+
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written; those before it are as they were."""
+
+
 class NonFiniteError(PpctlError):
     """Training met a loss or gradient that is not finite and stopped."""
 

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ppctl import distributed, profile, timeline
 from ppctl.assemble import Parts, model_flops
 from ppctl.checkpoint import Checkpoints
 from ppctl.costs import peak_flops
-from ppctl.errors import ConfigError, NonFiniteError
+from ppctl.errors import ConfigError, NonFiniteError, SaveError
 from ppctl.metrics import Metrics
 from ppctl.watch import Watch
 
@@ -37,11 +36,6 @@ def writing(run_dir: Path) -> Iterator[None]:
         raise ConfigError(
             f"run.dir={run_dir} cannot be written: {error.strerror}. Free the disk, or use another run.dir."
         ) from error
-
-
-@jax.jit
-def _is_finite(tree: Tree) -> jax.Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 @dataclass
@@ -87,6 +81,8 @@ class Loop:
                 self._read(dispatched_s)
                 self._unread = (step + 1, numbers, dispatched_s)
                 finished = step + 1
+                with self._saving(finished):
+                    self.checkpoints.poll()
                 if window.is_due(finished):
                     self._read()
                     self._show_profile(window.finish())
@@ -100,11 +96,10 @@ class Loop:
                     if leaving is not None:
                         self.metrics.note(f"{signal.Signals(leaving).name}: saving step {finished} and leaving")
                     self.watch.note("save", finished)
-                    self._save(state, finished)
-                if leaving is not None:
-                    self.checkpoints.wait()
-                    return 128 + leaving
-            self.checkpoints.wait()
+                    is_last = leaving is not None or finished == config.num_steps
+                    self._save(state, finished, is_last=is_last)
+                    if is_last:
+                        return 0 if leaving is None else 128 + leaving
         return 0
 
     def summary(self, exit_code: int) -> dict[str, Any]:
@@ -141,7 +136,8 @@ class Loop:
 
     def _non_finite(self, finished: int, what: str, *, newest_good: int) -> NonFiniteError:
         """The error for step `finished`, with the checkpoint to go back to."""
-        self.checkpoints.wait()
+        with suppress(SaveError):
+            self.checkpoints.wait()
         good = [step for step in self.checkpoints.steps() if step <= newest_good]
         kept = f"the checkpoint of step {good[-1]} is good" if good else "there is no checkpoint to go back to"
         lost = [str(step) for step in self.checkpoints.steps() if step > newest_good]
@@ -182,11 +178,10 @@ class Loop:
         with writing(Path(self.parts.config.run.dir)):
             self.metrics.log_eval(finished, {"eval_loss": sum(map(float, losses)) / len(losses)})
 
-    def _save(self, state: Tree, finished: int) -> None:
+    def _save(self, state: Tree, finished: int, *, is_last: bool) -> None:
         """Nothing; saves a state whose every number is finite. That of a step's loss says nothing of its update."""
-        natural = self.parts.engine.to_natural(state)
-        if not _is_finite(natural):
-            raise self._non_finite(finished, "its update is not finite", newest_good=finished - 1)
+        with self._saving(finished):
+            self.checkpoints.wait()  # for the save before
         data = self.parts.data
         meta = {
             "step": finished,
@@ -195,7 +190,25 @@ class Loop:
             "rng": {"seed": self.parts.config.run.seed, "data_order": "a function of seed and step"},
             "versions": {name: version(name) for name in ("ppctl", "jax", "orbax-checkpoint")},
         }
-        self.checkpoints.save(finished, natural, meta)
+        with self._saving(finished, is_last=is_last):
+            if not self.checkpoints.save(finished, self.parts.engine.to_natural(state), meta):
+                raise self._non_finite(finished, "its update is not finite", newest_good=finished - 1)
+            if is_last:
+                self.checkpoints.wait()
+
+    @contextmanager
+    def _saving(self, finished: int, *, is_last: bool = False) -> Iterator[None]:
+        """Ends training when the body fails to save, or says so and goes on, as run.checkpoint.on_failure asks for."""
+        try:
+            yield
+        except SaveError as error:
+            if is_last:
+                raise
+            if self.parts.config.run.checkpoint.on_failure == "stop":
+                raise SaveError(
+                    f"{error} Training stopped after step {finished}; run.checkpoint.on_failure=continue goes on."
+                ) from error
+            self.metrics.note(f"note: {error} The next save tries again (run.checkpoint.on_failure=continue).")
 
     def _measure(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """A step of which every task is timed; writes and shows the timeline."""

@@ -25,7 +25,7 @@ from ppctl import distributed
 from ppctl.assemble import DEFAULT_DTYPE, Parts, assemble, partition_text, start_jax, task_costs
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
-from ppctl.errors import CheckpointError
+from ppctl.errors import CheckpointError, DamagedError
 from ppctl.loop import Loop, writing
 from ppctl.members import compare, membership
 from ppctl.metrics import Metrics, NoMetrics
@@ -53,12 +53,12 @@ def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     parts = assemble(config)
     run_dir = Path(config.run.dir)
-    with Checkpoints(run_dir / "checkpoints", keep=config.run.checkpoint.keep) as checkpoints:
-        start = resume_step(config, parts, checkpoints)
-        compare({"the data's fingerprint": parts.data.fingerprint, "the step to go on from": start})
+    keep, timeout_s = config.run.checkpoint.keep, config.run.checkpoint.timeout_s
+    directory, any_of = run_dir / "checkpoints", distributed.any_of
+    with Checkpoints(directory, keep=keep, timeout_s=timeout_s, any_of=any_of) as checkpoints:
         if config.run.eval_every is not None:
             parts.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
-        restored = checkpoints.restore(start, parts.states.natural) if start else None  # refuses another model
+        start, restored = resume(config, parts, checkpoints, say)
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
             if as_json and is_lead:
@@ -98,11 +98,35 @@ def _metrics(config: Config, start: int, console: Console) -> Metrics:
     )
 
 
+def resume(
+    config: Config, parts: Parts, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> tuple[int, Tree | None]:
+    """The step to go on from and its state in natural order; 0 and None for a new run.
+
+    A damaged checkpoint is moved aside and the one before it taken, in every process alike.
+    """
+    while True:
+        try:
+            start = resume_step(config, parts, checkpoints)
+            compare({"the data's fingerprint": parts.data.fingerprint, "the step to go on from": start})
+            return start, checkpoints.restore(start, parts.states.natural) if start else None
+        except DamagedError as error:
+            name = checkpoints.set_aside(error.step)
+            older = checkpoints.latest()
+            say(f"{error.what}. It is now {name}; " + ("none is older" if older is None else f"trying step {older}"))
+
+
 def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
     """The step to go on from, 0 for a new run. CheckpointError when that is not what run.resume asks for."""
     latest = checkpoints.latest()
     where = f"in {checkpoints.directory}"
     if latest is None:
+        damaged = checkpoints.damaged()
+        if damaged and config.run.resume != "never":
+            raise CheckpointError(
+                f"There is no good checkpoint {where}, only {', '.join(damaged)}. "
+                "Use run.resume=never to start anew beside them, or another run.dir."
+            )
         if config.run.resume == "must":
             raise CheckpointError(f"run.resume=must, but there is no checkpoint {where}. Use run.resume=auto.")
         return 0

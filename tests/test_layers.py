@@ -14,8 +14,8 @@ ROOT = Path(ppctl.__file__).parent
 LEVELS = {
     7: ("cli",),
     6: ("run", "loop", "members", "compose", "assemble", "verify", "bench", "doctor", "look", "launch", "request"),
-    5: ("checkpoint", "metrics", "profile", "timeline", "report", "draw", "certify", "watch", "supervise"),
-    4: ("engine", "train", "optim", "data"),
+    5: ("checkpoint", "seal", "metrics", "profile", "timeline", "report", "draw", "certify", "watch", "supervise"),
+    4: ("checksum", "engine", "train", "optim", "data"),
     3: ("runtime",),
     2: ("mesh", "model", "plan", "distributed", "native"),
     1: ("schedule", "costs", "partition"),

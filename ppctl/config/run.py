@@ -156,8 +156,14 @@ class Regression(Data):
 class Checkpoint:
     every: int | None = 50  # steps; None: only at the end and on interruption
     keep: int = 3  # newest checkpoints kept
+    on_failure: str = "stop"  # of a save: stop training | continue, and try again at the next save
+    timeout_s: int = 300  # after which a save has failed; where one process cannot write, the others wait so long
+
+    ON_FAILURE: ClassVar[tuple[str, ...]] = ("stop", "continue")
 
     def check(self) -> None:
+        choice("run.checkpoint.on_failure", self.on_failure, self.ON_FAILURE)
+        at_least("run.checkpoint.timeout_s", self.timeout_s, 1)
         at_least("run.checkpoint.every", self.every, 1)
         at_least("run.checkpoint.keep", self.keep, 1)
 
