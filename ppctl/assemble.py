@@ -72,12 +72,25 @@ class Parts:
     engine: Engine = field(init=False)  # made at once: it refuses what its executor cannot do
 
     def __post_init__(self) -> None:
+        if self.config.executor.name != "reference":
+            _check_split(self)
         self.engine = _mpmd(self) if self.config.executor.name == "mpmd" else _one_program(self)
 
     @cached_property
     def batch_shapes(self) -> Tree:
         """Shapes and dtypes of a global batch."""
         return _batch_shapes(self.data)
+
+    @cached_property
+    def model(self) -> Model:
+        """The model as the tasks of one device see it."""
+        params, mesh, executor = self.states.natural["params"], self.config.mesh, self.config.executor
+        m = self.schedule.num_microbatches
+        layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+        rows = self.config.data.batch_size // (mesh.dp * mesh.fsdp * m)
+        microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), self.batch_shapes)
+        ends = params["ends"]
+        return Model(self.stack, ends, layer, microbatch, m, executor.remat, executor.unroll, self.dtype)
 
     @property
     def bubble_fraction(self) -> float | None:
@@ -237,6 +250,21 @@ def make_stack(config: Config, data: DataSet, dtype: jnp.dtype) -> Stack:
     return transformer(**settings, vocab_size=vocab_size, dtype=dtype)
 
 
+def _check_split(parts: Parts) -> None:
+    """ConfigError that names the first stage whose backward the schedule splits, where the layer's cannot be."""
+    stages = sorted({task.stage for rank in parts.schedule.ranks for task in rank if task.kind == "I"})
+    layers = parts.states.layout.partition
+    for s in stages:
+        if not layers[s]:
+            continue
+        try:
+            _ = parts.model.stage.split
+        except ConfigError as error:
+            which = f"layer {layers[s][0]}" if len(layers[s]) == 1 else f"layers {layers[s][0]}-{layers[s][-1]}"
+            raise ConfigError(f"stage {s} ({which}): {error}") from error
+        return  # all stages run the same layer
+
+
 def _one_program(parts: Parts) -> OneProgram:
     """The engine of executor=spmd, and of executor=reference."""
     stack, schedule, dtype, lowered = parts.stack, parts.schedule, parts.dtype, parts.ticks
@@ -266,15 +294,9 @@ def _one_program(parts: Parts) -> OneProgram:
 
 def _mpmd(parts: Parts) -> Mpmd | PostValidated:
     """The engine of executor=mpmd. The host dispatches tasks in the order in which the simulator starts them."""
-    config, stack, schedule, batch = parts.config, parts.stack, parts.schedule, parts.batch_shapes
-    params, mesh = parts.states.natural["params"], config.mesh
-    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    rows = config.data.batch_size // (mesh.dp * mesh.fsdp * schedule.num_microbatches)
-    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
-    executor, m = config.executor, schedule.num_microbatches
-    model = Model(stack, params["ends"], layer, microbatch, m, executor.remat, executor.unroll, parts.dtype)
+    config, schedule, executor, model = parts.config, parts.schedule, parts.config.executor, parts.model
     training, evaluation = ((each, dispatch_order(each, executor.remat)) for each in (schedule, forward_only(schedule)))
-    engine = Mpmd(parts.states, batch, model, (training, evaluation), parts.optimizer, parts.lr_schedule)
+    engine = Mpmd(parts.states, parts.batch_shapes, model, (training, evaluation), parts.optimizer, parts.lr_schedule)
     if not executor.post_validation:
         return engine
     return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=config.optim.clip_norm))

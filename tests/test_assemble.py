@@ -2,12 +2,22 @@
 
 import os
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from ppctl.assemble import CPU_FLAGS, assemble, model_flops, partition_text, plan, task_costs, without_pipeline
+from ppctl.assemble import (
+    CPU_FLAGS,
+    assemble,
+    make_stack,
+    model_flops,
+    partition_text,
+    plan,
+    task_costs,
+    without_pipeline,
+)
 from ppctl.config import (
     MLP,
     Balanced,
@@ -16,6 +26,7 @@ from ppctl.config import (
     Explicit,
     Interleaved,
     Mesh,
+    Mpmd,
     Reference,
     Regression,
     Run,
@@ -251,3 +262,30 @@ def test_what_cannot_be_is_refused_in_one_line(parts, error, message):
 def test_a_vocabulary_may_be_larger_than_the_data_needs():
     parts = assemble(transformer_config(model=small(vocab_size=32)))
     assert parts.states.natural["params"]["ends"]["embedding"].shape == (32, 16)
+
+
+@pytest.mark.parametrize("executor", [Spmd(), Mpmd()], ids=["spmd", "mpmd"])
+@pytest.mark.parametrize(
+    ("layers", "which"),
+    [((2, 2), "stage 0 (layers 0-1)"), ((0, 4), "stage 1 (layers 0-3)"), ((1, 3), "stage 0 (layer 0)")],
+)
+def test_a_backward_without_halves_is_refused_with_its_stage_before_anything_is_compiled(
+    executor, layers, which, monkeypatch
+):
+    product = jax.custom_vjp(lambda w, x: x)
+    scaled = lambda w, g, by: (jax.tree.map(lambda a: by * a * g[0, 0], w), by * g)  # noqa: E731
+    product.defvjp(
+        lambda w, x: (x, w), lambda w, g: jax.lax.cond(g[0, 0] > 0, lambda: scaled(w, g, 1), lambda: scaled(w, g, 2))
+    )
+    monkeypatch.setattr(
+        "ppctl.assemble.make_stack", lambda *args: replace(make_stack(*args), layer=lambda w, x: product(w, x))
+    )
+    split = mlp_config(
+        schedule=Schedule(name="zb_h1", num_microbatches=2), partition=Explicit(layers=list(layers)), executor=executor
+    )
+    with pytest.raises(ConfigError) as error:
+        assemble(split)
+    assert str(error.value).startswith(f"{which}: the backward of a layer has no I and W: cond, with results ")
+    assert str(error.value).endswith("use a schedule of whole backwards, such as schedule=interleaved.")
+    assert "\n" not in str(error.value)
+    assemble(replace(split, schedule=Schedule(num_microbatches=2)))  # whole backwards run

@@ -18,10 +18,26 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.runtime.mpmd.plan import Key, Op, Program, last_uses
+from ppctl.runtime.mpmd.plan import TASKS, Key, Op, Program, last_uses
 from ppctl.schedule.ir import Task
 
 Tree = Any
+
+
+# On CPU most of a compile is a fixed price for each fused kernel (MLIR contexts, LLVM's passes), and each rank pays it.
+# CPU s to compile for one rank, and with these options (jax 0.10.2, bench model, 2 layers a stage, a busy machine): F
+# 1.3 and 0.7, B 2.8 and 1.9, which run as fast; prepare, squares and update 2.2 and 0.4. Those three run longer without
+# LLVM's passes (7 and 12, 2 and 2, 12 and 42 ms), but only once a step: 3% of it. Tried and rejected: level 0 for tasks
+# (F and B 4.4 and 1.2 to compile, but F runs 34 and 55 ms, B 123 and 160); level 0 with MLIR's emitters (a third less
+# to compile); xla_cpu_opt_preset, xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (nothing gained);
+# xla_disable_hlo_passes=fusion (2.4 times as long to compile).
+CPU_OPTIONS = {
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,  # kernels of a program in one LLVM module
+    "xla_backend_optimization_level": 0,
+}
+CPU_OPTIMIZED = CPU_OPTIONS | {"xla_backend_optimization_level": 1}
+OPTIMIZED = (*TASKS, "finish")  # which copies all gradients: 5 ms, not 10, for 0.1 s
 
 
 class Programs(Protocol):
@@ -157,6 +173,12 @@ class Machine:
             return device.platform
         return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
+    def _options(self, program: Program) -> dict[str, Any]:
+        """Of the compiler: those given come before ours."""
+        if self._platform != "cpu":
+            return self.options
+        return (CPU_OPTIMIZED if program.kind in OPTIMIZED else CPU_OPTIONS) | self.options
+
     def _compile(self, ops: Sequence[Op]) -> None:
         """Compiles what is not compiled yet, in threads."""
         wanted = {(op.program, op.rank): None for op in ops if op.program is not None}
@@ -165,7 +187,7 @@ class Machine:
         def compiled(key: tuple[Program, int]) -> jax.stages.Compiled:
             program, rank = key
             return self.lowered[program][0].compile(
-                self.options, device_assignment=tuple(self.submeshes[rank].devices.flat)
+                self._options(program), device_assignment=tuple(self.submeshes[rank].devices.flat)
             )
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:

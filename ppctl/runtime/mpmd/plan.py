@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ppctl.schedule.ir import Schedule, Task
 
+TASKS = ("E", "F", "B", "I", "W")  # the programs of tasks; others run once a step
 Key = tuple  # (name, numbers that tell values of this name apart)
 
 
