@@ -1,6 +1,7 @@
 """The training loop: what a run leaves behind, what it refuses, and that every layout trains the same model."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -357,14 +358,9 @@ def test_a_run_goes_on_within_rounding_on_any_other_layout(train, tmp_path):
 def test_a_signal_at_any_place_of_the_loop_leaves_the_last_step_saved(train, tmp_path, monkeypatch, asked):
     """The signal comes just before the loop asks for the `asked`-th time whether there was one."""
 
-    class Late(list):
-        num_asked = 0
-
-        def __bool__(self):
-            self.num_asked += 1
-            return self.num_asked >= asked
-
-    monkeypatch.setattr(run, "_stop_requests", lambda console: contextlib.nullcontext(Late([signal.SIGTERM])))
+    times = itertools.count(1)
+    late = lambda finished: signal.SIGTERM if next(times) >= asked else None  # noqa: E731
+    monkeypatch.setattr(run, "_stop_requests", lambda console: contextlib.nullcontext(late))
     code, out, _ = train("run.num_steps=50", tiny=ROWS)
     assert code == 143
     steps = [record["step"] for record in records(tmp_path / "run")]
