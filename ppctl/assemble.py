@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -18,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 
 from ppctl import config as config_module
-from ppctl import optim
+from ppctl import distributed, native, optim
 from ppctl.config import Config
 from ppctl.costs import Costs
 from ppctl.data import BUILDERS, DataSet
@@ -76,8 +77,7 @@ class Parts:
     @cached_property
     def batch_shapes(self) -> Tree:
         """Shapes and dtypes of a global batch."""
-        batch = next(self.data.batches())
-        return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}
+        return _batch_shapes(self.data)
 
     @property
     def bubble_fraction(self) -> float | None:
@@ -142,23 +142,49 @@ def partition_text(parts: Parts) -> str | None:
 
 
 def _end_costs(config: Config, stack: Stack, data: DataSet) -> dict[str, float]:
-    return end_costs(stack, next(data.batches()), recompute=config.executor.remat != "none")
+    return end_costs(stack, _batch_shapes(data), recompute=config.executor.remat != "none")
+
+
+def _batch_shapes(data: DataSet) -> Tree:
+    """Shapes and dtypes of a global batch, of which one row is read."""
+    row = next(data.batches(rows=(0,)))
+    return {name: jax.ShapeDtypeStruct((data.batch_size, *a.shape[1:]), a.dtype) for name, a in row.items()}
 
 
 def start_jax(config: Config, dtype: str) -> None:
-    """Nothing; sets what JAX reads when it first looks for devices. Simulated CPU devices follow from the mesh."""
+    """Nothing; sets what JAX reads when it first looks for devices, and joins the other processes of the run, if any.
+
+    Simulated CPU devices follow from the mesh.
+    """
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    if config.run.platform is not None:
+        jax.config.update("jax_platforms", config.run.platform)
+    if dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if config.run.distributed != "off":
+        _join(config)
+        return
     simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if simulated < config.mesh.num_devices:
         # where JAX has started already, in a program of the user's, make_mesh counts what is there
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", config.mesh.num_devices)
-    if config.run.platform is not None:
-        jax.config.update("jax_platforms", config.run.platform)
-    if dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
+
+
+def _join(config: Config) -> None:
+    """Nothing; joins the other processes, each with its share of simulated devices (at least one, to be heard)."""
+    run = config.run
+    if distributed.is_joined():
+        return
+    if run.platform in (None, "cpu"):
+        count = distributed.known_count(run.num_processes, is_cpu=run.platform == "cpu")
+        if count is not None:
+            jax.config.update("jax_num_cpu_devices", max(1, config.mesh.num_devices // count))
+    name = f"on {socket.gethostname()}" if run.process_id is None else run.process_id
+    native.divert(name)
+    distributed.join(run.coordinator, run.num_processes, run.process_id, join_s=run.join_s, heartbeat_s=run.heartbeat_s)
 
 
 def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:

@@ -29,3 +29,13 @@ class NonFiniteError(PpctlError):
     """Training met a loss or gradient that is not finite and stopped."""
 
     exit_code = 1
+
+
+class LostError(PpctlError):
+    """Another process of the run is gone."""
+
+    exit_code = 3
+
+
+class ElsewhereError(PpctlError):
+    """What ends this process is told by another one of the run. Nothing is printed here."""

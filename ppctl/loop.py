@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl import profile, timeline
+from ppctl import distributed, profile, timeline
 from ppctl.assemble import Parts, model_flops
 from ppctl.checkpoint import Checkpoints
 from ppctl.costs import peak_flops
 from ppctl.errors import ConfigError, NonFiniteError
 from ppctl.metrics import Metrics
+from ppctl.watch import Watch
 
 Tree = Any
 TIMELINE_AFTER = 2  # steps that warm up before the one that run.timeline measures
@@ -52,20 +53,28 @@ class Loop:
     compile_time_s: float
     checkpoints: Checkpoints
     metrics: Metrics
+    watch: Watch
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
     _unread: tuple[int, Tree, float] | None = None  # finished steps, numbers, when dispatched
     _ready_s: float = 0.0
 
-    def run(self, state: Tree, start: int, stop: list[int]) -> int:
-        """The exit code, after the last step or a signal in `stop`; the last finished step is saved."""
+    def run(self, state: Tree, start: int, asked_to_leave: Callable[[int], int | None]) -> int:
+        """The exit code, after the last step or the one after which asked_to_leave gives a signal; that step is saved.
+
+        asked_to_leave(finished): the signal that asks the run to end after this step, or None.
+        """
         config = self.parts.config.run
         directory, every, eval_every = Path(config.dir) / "profile", config.checkpoint.every, config.eval_every
         batches = self.parts.data.batches(start, self.parts.engine.rows)
-        window = profile.Window(directory, config.profile.start, config.profile.num_steps)
+        # of several processes the first traces its own devices
+        traced_from = config.profile.start if distributed.is_lead() else None
+        window = profile.Window(directory, traced_from, config.profile.num_steps)
         self.last = {"step": start}
         with profile.traced(window):
             for step in range(start, config.num_steps):
+                self.watch.note("read", step + 1)
                 batch = self.parts.engine.put(next(batches))
+                self.watch.note("run", step + 1)
                 if step == window.start:
                     self._read()  # no step before the window in its trace
                 dispatched_s = time.perf_counter()
@@ -83,12 +92,14 @@ class Loop:
                     self._show_profile(window.finish())
                 if eval_every is not None and finished % eval_every == 0:
                     self._read()
+                    self.watch.note("evaluate", finished)
                     self._evaluate(state, finished)
-                leaving = stop[0] if stop else None  # read once: a signal that comes later finds nothing saved
+                leaving = asked_to_leave(finished)  # asked once: a signal that comes later finds nothing saved
                 if leaving or finished == config.num_steps or (every is not None and finished % every == 0):
                     self._read()
                     if leaving is not None:
                         self.metrics.note(f"{signal.Signals(leaving).name}: saving step {finished} and leaving")
+                    self.watch.note("save", finished)
                     self._save(state, finished)
                 if leaving is not None:
                     self.checkpoints.wait()
@@ -191,6 +202,8 @@ class Loop:
         engine: Any = self.parts.engine  # config.check asks for one whose tasks are programs
         state, numbers, measured = timeline.timed_step(engine, self.parts.schedule, state, batch)
         directory = Path(self.parts.config.run.dir) / "timeline"
+        if not distributed.is_lead():
+            return state, numbers
         with writing(directory):
             for line in timeline.write(directory, measured):
                 self.metrics.note(line)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.sharding import AxisType, Mesh
 
@@ -12,10 +14,34 @@ DATA_AXES = ("dp", "fsdp")  # the batch is divided over both
 
 
 def make_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
-    """A mesh of the first dp*pp*fsdp devices, in an order that suits the hardware. ConfigError when there are fewer."""
-    need = dp * pp * fsdp
+    """A mesh of dp*pp*fsdp devices, in an order that suits the hardware. ConfigError when there are fewer.
+
+    One process takes the first devices. Several take all devices of all of them, process by process where the hardware
+    prefers no other order: dp goes over processes, pp and fsdp stay within one as far as its devices reach.
+    """
+    need, devices = dp * pp * fsdp, all_devices()
+    asked, kind, num_processes = (
+        f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need}",
+        devices[0].platform,
+        jax.process_count(),
+    )
+    if num_processes > 1 and need != len(devices):
+        raise ConfigError(
+            f"{asked} needs {need} devices, but {num_processes} processes have {len(devices)} ({kind}), and none may "
+            f"be left out. Use a mesh of {len(devices)}, such as mesh=1x{len(devices)}, or another number of processes."
+        )
+    if need > len(devices):
+        raise ConfigError(
+            f"{asked} needs {need} devices, but there are {len(devices)} ({kind}). "
+            f"Use a smaller mesh, such as mesh=1x{len(devices)}, or run.platform=cpu, which simulates devices."
+        )
+    return jax.make_mesh((dp, pp, fsdp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need])
+
+
+def all_devices() -> list[Any]:
+    """The devices of every process; starts JAX. ConfigError where it cannot start."""
     try:
-        devices = jax.devices()
+        return jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform's plugin is not installed
         platforms: str = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue] made at run time
         reason = str(error).split("\n")[0] or "there are no such devices, or JAX's plugin for them is not installed"
@@ -23,10 +49,3 @@ def make_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
             f"JAX cannot start on {platforms}: {reason}. Use run.platform=cpu, or install ppctl[cuda12], ppctl[cuda13] "
             "or ppctl[tpu]."
         ) from error
-    if need > len(devices):
-        kind = devices[0].platform
-        raise ConfigError(
-            f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need} needs {need} devices, but there are {len(devices)} ({kind}). "
-            f"Use a smaller mesh, such as mesh=1x{len(devices)}, or run.platform=cpu, which simulates devices."
-        )
-    return jax.make_mesh((dp, pp, fsdp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need])

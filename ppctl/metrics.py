@@ -123,6 +123,20 @@ class Metrics:
                 self._writer.add_scalar(tag(key), value, step)
 
 
+class NoMetrics(Metrics):
+    """What a process that does not lead records and shows of a run: nothing."""
+
+    def __init__(self) -> None: ...
+
+    def log(self, record: Record) -> None: ...
+
+    def log_eval(self, step: int, record: Record) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def _continue_file(path: Path, last_step: int) -> FileIO:
     """The file opened for appending, after every line that is no record of a step up to `last_step` is dropped.
 

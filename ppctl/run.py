@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +21,16 @@ import jax
 import yaml
 from rich.console import Console
 
-from ppctl.assemble import Parts, assemble, partition_text, task_costs
+from ppctl import distributed
+from ppctl.assemble import DEFAULT_DTYPE, Parts, assemble, partition_text, start_jax, task_costs
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
 from ppctl.errors import CheckpointError
 from ppctl.loop import Loop, writing
-from ppctl.metrics import Metrics
+from ppctl.members import compare, membership
+from ppctl.metrics import Metrics, NoMetrics
 from ppctl.schedule.simulate import peak_activations, simulate
+from ppctl.watch import Watch
 
 Tree = Any
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -38,44 +42,60 @@ def train(config: Config, *, as_json: bool) -> int:
 
     Raises PpctlError for what the user asked wrong, NonFiniteError when the loss or a gradient is not finite.
     """
-    console = Console(stderr=as_json)
+    start_jax(config, config.run.dtype or DEFAULT_DTYPE)
+    with membership(config) as watch:
+        return _train(config, watch, as_json=as_json)
+
+
+def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
+    is_lead = distributed.is_lead()
+    console = Console(stderr=as_json, quiet=not is_lead)
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     parts = assemble(config)
     run_dir = Path(config.run.dir)
     with Checkpoints(run_dir / "checkpoints", keep=config.run.checkpoint.keep) as checkpoints:
         start = resume_step(config, parts, checkpoints)
+        compare({"the data's fingerprint": parts.data.fingerprint, "the step to go on from": start})
         if config.run.eval_every is not None:
             parts.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
         restored = checkpoints.restore(start, parts.states.natural) if start else None  # refuses another model
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
-            if as_json:
+            if as_json and is_lead:
                 print(json.dumps({"status": "finished", "run_dir": config.run.dir, "step": start}))
             return 0
         for line in describe(parts, start):
             say(line)
-        with writing(run_dir):
-            (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        if is_lead:
+            with writing(run_dir):
+                (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
         program_text, compile_time_s = compile_steps(parts, console)
         say(f"compiled in {compile_time_s:.1f} s")
         state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
         del restored
-        with Metrics(
-            run_dir,
-            num_steps=config.run.num_steps,
-            start_step=start,
-            log_every=config.run.log_every,
-            tensorboard=config.run.tensorboard,
-            console=console,
-        ) as metrics:
-            loop = Loop(parts, program_text, compile_time_s, checkpoints, metrics)
-            with _stop_requests(console) as stop:
-                exit_code = loop.run(state, start, stop)
+        watch.note("start", start)
+        compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
+        with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
+            loop = Loop(parts, program_text, compile_time_s, checkpoints, metrics, watch)
+            with _stop_requests(console) as asked_to_leave:
+                exit_code = loop.run(state, start, asked_to_leave)
     summary = loop.summary(exit_code)
     say(f"{summary['status']} at step {summary['step']}; checkpoints, metrics and logs are in {run_dir}")
-    if as_json:
+    if as_json and is_lead:
         print(json.dumps(summary))
     return exit_code
+
+
+def _metrics(config: Config, start: int, console: Console) -> Metrics:
+    run = config.run
+    return Metrics(
+        run.dir,
+        num_steps=run.num_steps,
+        start_step=start,
+        log_every=run.log_every,
+        tensorboard=run.tensorboard,
+        console=console,
+    )
 
 
 def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
@@ -180,18 +200,31 @@ def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]
 
 
 @contextmanager
-def _stop_requests(console: Console) -> Iterator[list[int]]:
-    """A list that receives the signals that ask the run to end. The second one of a kind ends the process at once."""
+def _stop_requests(console: Console) -> Iterator[Callable[[int], int | None]]:
+    """A function of the finished step: the signal that asks the run to end, or None.
+
+    The second signal of a kind ends the process at once. In a run of several processes JAX hears SIGTERM and brings all
+    to the same step; SIGINT takes that road too.
+    """
     received: list[int] = []
+    is_joined = distributed.is_joined()
 
     def handle(number: int, _frame: Any) -> None:
         received.append(number)
         signal.signal(number, signal.SIG_DFL)  # Python's own handler would still wait for the step and the save
         console.show_cursor()  # a progress bar hides it
+        if is_joined:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    def asked_to_leave(finished: int) -> int | None:
+        if is_joined:
+            return signal.SIGTERM if distributed.asked_to_leave(finished) else None
+        return received[0] if received else None
+
+    numbers = (signal.SIGINT,) if is_joined else STOP_SIGNALS
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield received
+        yield asked_to_leave
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

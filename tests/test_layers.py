@@ -13,11 +13,11 @@ ROOT = Path(ppctl.__file__).parent
 # design: a file imports from its own level and from those below. A new file needs a place here.
 LEVELS = {
     7: ("cli",),
-    6: ("run", "loop", "compose", "assemble", "verify", "bench", "look", "request"),
-    5: ("checkpoint", "metrics", "profile", "timeline", "report", "draw", "certify"),
+    6: ("run", "loop", "members", "compose", "assemble", "verify", "bench", "look", "request"),
+    5: ("checkpoint", "metrics", "profile", "timeline", "report", "draw", "certify", "watch"),
     4: ("engine", "train", "optim", "data"),
     3: ("runtime",),
-    2: ("mesh", "model", "plan"),
+    2: ("mesh", "model", "plan", "distributed", "native"),
     1: ("schedule", "costs", "partition"),
     0: ("errors", "config"),
 }

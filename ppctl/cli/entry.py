@@ -22,7 +22,7 @@ from ppctl.cli.choices import did_you_mean
 from ppctl.cli.help import COMMANDS, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
 from ppctl.config import Config
-from ppctl.errors import ConfigError, PpctlError
+from ppctl.errors import ConfigError, ElsewhereError, PpctlError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of `ppctl ... | head` has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
         return 128 + signal.SIGPIPE
+    except ElsewhereError as error:
+        return error.exit_code
     except PpctlError as error:
         _debug()
         print(f"ppctl: {_one_line(str(error))}", file=sys.stderr)
@@ -56,8 +58,11 @@ def console_script() -> NoReturn:
     """Ends the process with the exit code of its command line."""
     signal.signal(signal.SIGINT, _end_at_once)
     code = main()
-    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
-        # Orbax's threads of a save that failed would hold up the exit for minutes, or for ever.
+    has_threads = any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    jax = sys.modules.get("jax")
+    if has_threads or (jax is not None and jax.distributed.is_initialized()):
+        # Orbax's threads of a save that failed would hold up the exit for minutes, or for ever. So would JAX where this
+        # process leaves a run of several early: it would wait for the others.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
@@ -112,6 +117,11 @@ def _serve(argv: list[str]) -> int:
 
 def _dispatch(command: str, config: Config, *, as_json: bool) -> int:
     """The exit code of the command. Its module is imported here and not above because it imports JAX."""
+    if command != "train" and config.run.distributed != "off":
+        raise ConfigError(
+            f"ppctl {command} runs in one process, but run.distributed={config.run.distributed}. "
+            "Use run.distributed=off; simulated devices stand in for those of other processes."
+        )
     return getattr(import_module(COMMANDS[command][0]), command)(config, as_json=as_json)
 
 

@@ -189,11 +189,21 @@ class Run:
     tensorboard: bool = True
     timeline: bool = False  # measure when each task of one step runs (executor=mpmd): run.dir/timeline/
     peak_flops: float | None = None  # FLOP/s of one device, for MFU; None: the table in costs.py
+    distributed: str = (
+        "off"  # off: one process | explicit: of several, by the three settings below | auto: by Slurm, ...
+    )
+    coordinator: str | None = None  # HOST:PORT where process 0 listens and all others find it
+    num_processes: int | None = None  # of the whole run
+    process_id: int | None = None  # of this process, 0..num_processes-1; process 0 leads: it prints and records
+    join_s: int = 120  # seconds in which all processes must have started
+    heartbeat_s: int = 30  # seconds without a sign of life after which a process counts as lost and the run ends
+    slow_after_s: float = 60.0  # seconds without progress after which the process that is behind is named
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profile: Profile = field(default_factory=Profile)
 
     RESUME: ClassVar[tuple[str, ...]] = ("auto", "must", "never")
     PLATFORMS: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "tpu")
+    DISTRIBUTED: ClassVar[tuple[str, ...]] = ("off", "auto", "explicit")
 
     def check(self) -> None:
         for key in ("num_steps", "log_every", "eval_every", "eval_batches"):
@@ -204,5 +214,37 @@ class Run:
         choice("run.resume", self.resume, self.RESUME)
         if self.platform is not None:
             choice("run.platform", self.platform, self.PLATFORMS)
+        self._check_processes()
         self.checkpoint.check()
         self.profile.check()
+
+    def _check_processes(self) -> None:
+        choice("run.distributed", self.distributed, self.DISTRIBUTED)
+        at_least("run.num_processes", self.num_processes, 1)
+        at_least("run.process_id", self.process_id, 0)
+        for key in ("join_s", "heartbeat_s", "slow_after_s"):
+            at_least(f"run.{key}", getattr(self, key), 1)
+        keys = ("coordinator", "num_processes", "process_id")
+        given = [key for key in keys if getattr(self, key) is not None]
+        if self.distributed == "off" and given:
+            raise ConfigError(
+                f"run.{given[0]}={getattr(self, given[0])} is of a run of several processes, but run.distributed=off. "
+                "Use run.distributed=explicit, or leave it out."
+            )
+        missing = [f"run.{key}=..." for key in keys if key not in given]
+        if self.distributed == "explicit" and missing:
+            raise ConfigError(
+                f"run.distributed=explicit needs {' '.join(missing)} too (HOST:PORT of process 0, the number of "
+                "processes, and which of them this is)."
+            )
+        if self.num_processes is not None and self.process_id is not None and self.process_id >= self.num_processes:
+            raise ConfigError(
+                f"run.process_id={self.process_id} is not one of the {self.num_processes} processes of "
+                f"run.num_processes={self.num_processes}. Use 0 to {self.num_processes - 1}."
+            )
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ConfigError(
+                    f"run.coordinator={self.coordinator} is not HOST:PORT, as in run.coordinator=10.0.0.1:8476."
+                )

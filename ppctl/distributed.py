@@ -1,0 +1,158 @@
+"""Several processes of one run, by JAX's multi-controller runtime: joining, exchanging a little text, leaving.
+
+Every process runs the same program; a global array has a part on each. Process 0 leads: it hosts the service by which
+the others find each other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.errors import ConfigError
+
+LEAVE_S = 30  # seconds that a process which is done waits for the others
+COUNTED_BY = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # where JAX's own cluster detection reads the number of processes
+
+
+def join(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, *, join_s: int, heartbeat_s: int
+) -> None:
+    """Nothing, once all processes have joined; before JAX looks for devices. ConfigError where they do not.
+
+    None: what JAX finds out about the cluster. On the CPU, collectives between processes are Gloo's.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    bind = None
+    is_explicit = coordinator is not None and num_processes is not None and process_id is not None
+    if coordinator is not None:
+        bind = _checked(coordinator, listens=process_id == 0)
+    failure: list[BaseException] = []
+
+    def initialize() -> None:
+        try:
+            jax.distributed.initialize(
+                coordinator,
+                num_processes,
+                process_id,
+                cluster_detection_method="deactivate" if is_explicit else None,
+                initialization_timeout=join_s + LEAVE_S,  # JAX would end the process without a word to us
+                heartbeat_timeout_seconds=heartbeat_s,
+                shutdown_timeout_seconds=LEAVE_S,
+                coordinator_bind_address=bind,
+            )
+        except (ValueError, RuntimeError, OSError) as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=initialize, daemon=True)
+    thread.start()
+    thread.join(join_s)
+    who = "the processes" if process_id is None else f"process {process_id}"
+    where = "what the cluster says" if coordinator is None else f"run.coordinator={coordinator}"
+    if failure:
+        reason = " ".join(str(failure[0]).split()).rstrip(".")
+        raise ConfigError(
+            f"run.distributed: {who} cannot join by {where}: {reason}. Use run.distributed=explicit with "
+            "run.coordinator=HOST:PORT, run.num_processes=N and run.process_id=I."
+        )
+    if thread.is_alive():
+        count = "all" if num_processes is None else f"all {num_processes}"
+        raise ConfigError(
+            f"run.distributed: {who} waited run.join_s={join_s} s by {where}, and not {count} processes came. Start "
+            "every process, with the same address, which all can reach, or use a larger run.join_s."
+        )
+
+
+def _checked(coordinator: str, *, listens: bool) -> str | None:
+    """The address to listen at: None for JAX's own choice, every interface; a loopback address stays what it is.
+
+    ConfigError when the host is unknown or, for the process that listens, the port is taken.
+    """
+    host, _, port = coordinator.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"run.coordinator={coordinator}: the host is unknown ({error.strerror}). Use the address of process 0."
+        ) from error
+    family, _, _, _, address = found[0]
+    is_loopback = str(address[0]) in ("::1", "127.0.0.1")
+    if listens:
+        try:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address if is_loopback else ("", int(port)))
+        except OSError as error:
+            raise ConfigError(
+                f"run.coordinator={coordinator}: process 0 cannot listen at port {port} ({error.strerror}). "
+                "Use another port."
+            ) from error
+    return coordinator if is_loopback else None
+
+
+def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
+    """The number of processes, from the setting or the cluster, before JAX has started.
+
+    Where neither tells it: ConfigError if it is_cpu for sure, else None.
+    """
+    if num_processes is not None:
+        return num_processes
+    for name in COUNTED_BY:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    if not is_cpu:
+        return None
+    raise ConfigError(
+        f"run.distributed=auto: neither {' nor '.join(COUNTED_BY)} tells how many processes there are, which simulated "
+        "CPU devices are divided by. Use run.num_processes=N, or run.platform=cuda or tpu."
+    )
+
+
+def is_joined() -> bool:
+    """Whether this process is one of several, or joined as one."""
+    return jax.distributed.is_initialized()
+
+
+def is_lead() -> bool:
+    """Whether this process prints and records: the only one, or process 0."""
+    return jax.process_index() == 0
+
+
+def asked_to_leave(finished: int) -> bool:
+    """Whether some process got SIGTERM, and all are now at the same step; to be asked after each step by all."""
+    return multihost_utils.reached_preemption_sync_point(finished)
+
+
+def gather(text: str) -> list[str]:
+    """The text of each process, by its number. Every process must call this; so it is a barrier too."""
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    own = np.frombuffer(text.encode(), np.uint8)
+    lengths = _all_rows(first, np.array([len(own)], np.int32))[:, 0]
+    padded = np.zeros(max(1, lengths.max()), np.uint8)
+    padded[: len(own)] = own
+    rows = _all_rows(first, padded)
+    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _all_rows(first: dict[int, Any], row: np.ndarray) -> np.ndarray:
+    """The row of every process [processes, len(row)]; one device of each takes part, however many it has."""
+    mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
+    here = jax.device_put(row[None], first[jax.process_index()])
+    shape, divided = (len(first), len(row)), NamedSharding(mesh, P("process"))
+    rows = jax.make_array_from_single_device_arrays(shape, divided, [here])
+    return np.asarray(jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, P()))(rows).addressable_data(0))
+
+
+def leave() -> None:
+    """Nothing, once every process has called this, or LEAVE_S later."""
+    jax.distributed.shutdown()

@@ -1,0 +1,178 @@
+"""The processes of one training run: they compare what was asked of them, and none leaves another hanging.
+
+A process that fails says so with its number, and the others follow it. One that is gone without a word (killed, or its
+machine lost) is named by JAX's coordination service after run.heartbeat_s.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ppctl import distributed, native
+from ppctl.config import Config
+from ppctl.errors import ConfigError, ElsewhereError, LostError, PpctlError
+from ppctl.loop import writing
+from ppctl.mesh import all_devices
+from ppctl.watch import Watch
+
+LOCAL = ("run.process_id", "run.coordinator", "data.cache_dir")  # settings that may differ between processes
+FAR = re.compile(  # in errors of collectives, and of the service, where the other side is gone
+    r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|coordination|another task|barrier"
+    r"|UNAVAILABLE|DEADLINE_EXCEEDED",
+    re.IGNORECASE,
+)
+
+
+@contextmanager
+def membership(config: Config) -> Iterator[Watch]:
+    """The watch of this process among those of the run, while the body trains; JAX has been started.
+
+    Where the run has several, they are compared first: ConfigError on process 0, ElsewhereError on the others. An error
+    of the body gets the process's number, and lets the others leave.
+    """
+    if config.run.distributed == "off":
+        yield Watch()
+        return
+    all_devices()  # a ConfigError where there are none
+    process, count = jax.process_index(), jax.process_count()
+    compare(settings(config) | {f"the version of {name}": version(name) for name in ("ppctl", "jax")})
+    _check_divisible(config, count)
+    say = lambda text: print(f"ppctl: {text}", file=sys.stderr, flush=True)  # noqa: E731
+    watch = Watch(
+        _shared_directory(config),
+        process=process,
+        num_processes=count,
+        slow_after_s=config.run.slow_after_s,
+        say=say,
+    )
+    watch.start()
+    try:
+        yield watch
+    except ElsewhereError:
+        raise
+    except PpctlError as error:
+        raise _told(error, config, watch) from error
+    except Exception as error:
+        if _lost_contact(error) is not None:
+            raise _told(error, config, watch) from error
+        watch.fail(f"{type(error).__name__}: {one_line(error)}")
+        error.add_note(f"in process {watch.process}")
+        raise
+    distributed.gather("")
+    watch.stop()
+    distributed.gather("")
+    if process == 0 and watch.directory is not None:
+        shutil.rmtree(watch.directory, ignore_errors=True)
+    distributed.leave()
+
+
+def compare(facts: Mapping[str, Any]) -> None:
+    """Nothing where all processes hold the same facts (JSON values). ConfigError on process 0, and the others leave."""
+    if not distributed.is_joined():
+        return
+    found = [json.loads(text) for text in distributed.gather(json.dumps(dict(facts)))]
+    for process, theirs in enumerate(found):
+        for key in [*found[0], *theirs]:
+            ours, other = (json.dumps(each[key]) if key in each else "not set" for each in (found[0], theirs))
+            if ours != other:
+                if not distributed.is_lead():
+                    raise ElsewhereError
+                raise ConfigError(
+                    f"{key} is {ours} on process 0 and {other} on process {process}. Start all processes with the same."
+                )
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Every setting that all processes must share, by its key."""
+    found: dict[str, Any] = {}
+
+    def walk(values: Mapping[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{key}.")
+            elif prefix + key not in LOCAL:
+                found[prefix + key] = value
+
+    walk(asdict(config), "")
+    return found
+
+
+def _check_divisible(config: Config, count: int) -> None:
+    if jax.default_backend() == "cpu" and config.mesh.num_devices % count:
+        raise _of_all(
+            f"mesh={config.mesh.text} has {config.mesh.num_devices} devices, which {count} processes cannot share "
+            f"evenly. Use a mesh of {count}, {2 * count}, ... devices, or another number of processes."
+        )
+
+
+def _of_all(message: str) -> PpctlError:
+    """The error that every process finds alike: one of them tells it."""
+    return ConfigError(message) if distributed.is_lead() else ElsewhereError()
+
+
+def _shared_directory(config: Config) -> Path:
+    """`processes` below run.dir, empty. ConfigError if some process does not see what process 0 writes there."""
+    directory = Path(config.run.dir) / "processes"
+    problem, token = "", uuid.uuid4().hex
+    if distributed.is_lead():
+        try:
+            with writing(Path(config.run.dir)):
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir(parents=True)
+                (directory / token).touch()
+        except ConfigError as error:
+            problem = str(error)
+    problem, token = json.loads(distributed.gather(json.dumps([problem, token]))[0])
+    if problem:
+        raise _of_all(problem)
+    missing = [str(p) for p, seen in enumerate(distributed.gather(str((directory / token).exists()))) if seen != "True"]
+    if missing:
+        raise _of_all(
+            f"run.dir={config.run.dir} is not the same directory on process 0 and on {', '.join(missing)}. Use a "
+            "directory that all processes share."
+        )
+    if distributed.is_lead():
+        (directory / token).unlink()
+    return directory
+
+
+def _told(error: Exception, config: Config, watch: Watch) -> PpctlError:
+    """The error with the process's number, after the others were told of it."""
+    reason = _lost_contact(error)
+    if reason is not None:
+        what = f"lost contact with another process while {watch.text} ({reason})"
+        native.tell_lost(what)
+        time.sleep(config.run.heartbeat_s + 5)  # by then the service names it and ends this process, or another told
+        return LostError(f"process {watch.process}: {what}.")
+    watch.fail(one_line(error))
+    told = PpctlError(f"process {watch.process}: {error}")
+    told.exit_code = error.exit_code if isinstance(error, PpctlError) else 1
+    return told
+
+
+def _lost_contact(error: BaseException) -> str | None:
+    """The reason, if an error comes of another process being gone, else None."""
+    link: BaseException | None = error
+    while link is not None:
+        text = str(link)
+        if not isinstance(link, PpctlError) and FAR.search(text):
+            return one_line(link)[:150].rstrip(".")
+        link = link.__cause__
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

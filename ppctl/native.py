@@ -1,0 +1,89 @@
+"""What XLA's C++ code prints in a run of several processes: its chatter dropped, its last words in one line.
+
+That code writes to the terminal past Python, and where another process is lost it ends this one with a dozen lines and
+a stack trace. So its output goes through a child process, which outlives this one for a moment and runs this file as a
+program. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+
+LOST = "ppctl-lost: "  # opens a line by which this process tells its child what it was doing when contact was lost
+LOG_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] ?(.*)")
+SERVICE = re.compile(
+    r"coordination_service|preemption|^client\.|distributed_runtime|rpc"
+)  # files of XLA's that chatter
+TASK = re.compile(r"/task:(\d+)")
+
+
+def divert(process: int | str) -> None:
+    """Nothing; from now on what is written past Python to standard output or error goes through `readable`."""
+    if os.environ.get("PPCTL_DEBUG", "0") not in ("", "0"):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read, write = os.pipe()
+    command = [sys.executable, "-S", "-E", __file__, str(process)]
+    subprocess.Popen(command, stdin=read, stdout=2, start_new_session=True)  # ends when this process has
+    os.close(read)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = os.fdopen(os.dup(number), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+        setattr(sys, name, stream)
+        os.dup2(write, number)
+    os.close(write)
+
+
+def tell_lost(what: str) -> None:
+    """Nothing; lets the line about a lost process begin with `what`, should XLA end this process."""
+    os.write(2, f"{LOST}{what}\n".encode())
+
+
+def readable(lines: Iterable[str], process: str) -> Iterator[str]:
+    """The lines that are for people.
+
+    >>> list(readable(["[Gloo] Rank 0 is connected\\n", "hello\\n"], "1"))
+    ['hello\\n']
+    """
+    lost, last_words, is_dropped = "", "", False
+    for line in lines:
+        entry = LOG_LINE.match(line)
+        if line.startswith(LOST):
+            lost = line.removeprefix(LOST).strip()
+        elif last_words:
+            last_words += line  # nothing comes after it but its own rest
+        elif entry and entry[1] == "F" and SERVICE.search(entry[2]):
+            last_words = line
+        elif entry or line.startswith("[Gloo]"):
+            is_dropped = entry is None or SERVICE.search(entry[2]) is not None
+            if not is_dropped:
+                yield line
+        elif not (is_dropped and _is_rest(line)):
+            is_dropped = False
+            yield line
+    if last_words:
+        yield f"ppctl: process {process}: {lost or 'lost contact'}; {_cause(last_words)}.\n"
+
+
+def _is_rest(line: str) -> bool:
+    """Whether a line may be the rest of a message of the service."""
+    return re.match(r"\s*$|\d+$|RPC:|Additional GRPC|:UNKNOWN|The tasks|/job:", line) is not None
+
+
+def _cause(last_words: str) -> str:
+    """What the service's last words say of the reason."""
+    tasks = sorted(set(map(int, TASK.findall(last_words.split("*** Check failure")[0]))))
+    if "Socket closed" in last_words or "Connection refused" in last_words or not tasks:
+        return "process 0, which all others need, has ended"
+    listed = ", ".join(map(str, tasks))
+    return f"process{'es' if len(tasks) > 1 else ''} {listed} ended or gave no sign of life for run.heartbeat_s"
+
+
+if __name__ == "__main__":
+    for shown in readable(sys.stdin, sys.argv[1]):
+        sys.stdout.write(shown)
+        sys.stdout.flush()
