@@ -77,6 +77,7 @@ class Mpmd:
     def _alone(self, whole: Callable[[], Tree]) -> Tree:
         """What `whole` returns: programs of the whole mesh take no turns, so nothing else may run beside them."""
         self.machine.wait()
+        self.machine.connect()
         return jax.block_until_ready(whole())
 
     @property

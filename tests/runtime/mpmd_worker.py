@@ -1,4 +1,6 @@
-"""One process of several that train `MpmdCase`s: python mpmd_worker.py ADDRESS NUM_PROCESSES INDEX NUM_DEVICES OUT CASES.
+"""One process of several that train `MpmdCase`s.
+
+python mpmd_worker.py ADDRESS NUM_PROCESSES INDEX NUM_DEVICES OUT CASES
 
 CASES is a JSON list of (name, settings of MpmdCase, settings of `trained`). Process 0 writes OUT/<name>.npz.
 """
@@ -24,6 +26,7 @@ jax.distributed.initialize(
 
 import numpy as np  # noqa: E402
 from cases import make_batch  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from mpmd_cases import MpmdCase, make_engine  # noqa: E402
@@ -38,7 +41,7 @@ def slowed(walk, seed):
 
     def at_random(call):
         def run(*values):
-            if late.random() < 0.1:
+            if late.random() < 0.05:
                 time.sleep(0.02 * late.random())
             return call(*values)
 
@@ -66,6 +69,7 @@ def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.0
     if slow:
         engine.walks |= {name: slowed(walk, INDEX) for name, walk in engine.walks.items()}
     compiled = len(machine.compiled), len(machine.crossings)
+    multihost_utils.sync_global_devices("compiled")  # as a run does
     state, metrics = used.new_state(), []
     began = time.perf_counter()
     for k in range(3):
@@ -85,6 +89,7 @@ def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.0
 
 
 def main():
+    multihost_utils.sync_global_devices("started")
     for name, settings, how in json.loads(CASES):
         settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
         began = time.perf_counter()

@@ -21,7 +21,7 @@ from ppctl.train import init_state, train_step
 
 pytestmark = pytest.mark.slow
 WORKER = Path(__file__).with_name("mpmd_worker.py")
-LIMIT_S = 300
+LIMIT_S = 600  # of a machine that does much else
 MLP = {"model": "mlp", "num_layers": 6, "num_microbatches": 4, "batch_size": 16, "remat": "layer"}
 LAUNCHES = {  # (processes, devices of each) -> name -> (settings of the case, of what the worker does)
     (4, 1): {
@@ -30,7 +30,7 @@ LAUNCHES = {  # (processes, devices of each) -> name -> (settings of the case, o
             {"evaluate": True, "round_trip": True},
         ),
         "many chunks and microbatches, late hosts": (
-            {"schedule": "interleaved", "mesh": (1, 4, 1), "num_chunks": 3, "num_layers": 12, "num_microbatches": 16},
+            {"schedule": "interleaved", "mesh": (1, 4, 1), "num_chunks": 3, "num_layers": 12, "num_microbatches": 8},
             {"slow": True},
         ),
         "tied embeddings": ({"schedule": "zb_h1", "mesh": (1, 4, 1), "model": "tied swiglu", "num_layers": 4}, {}),
@@ -54,7 +54,7 @@ NAMES = [(launch, name) for launch, cases in LAUNCHES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """(processes, devices of each) -> the directory where they have left their results."""
+    """(processes, devices of each) -> (the directory with their results, how they ended if not well)."""
 
     @cache
     def launch(num_processes, num_devices):
@@ -73,19 +73,17 @@ def launched(tmp_path_factory):
             with log.open("w") as file:
                 processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env))
         deadline = time.monotonic() + LIMIT_S
-        running = lambda: any(p.poll() is None for p in processes)  # noqa: E731
-        while running() and not any(p.poll() for p in processes) and time.monotonic() < deadline:
+        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+            if any(p.poll() for p in processes):
+                deadline = min(deadline, time.monotonic() + 5)  # the others wait for it
             time.sleep(0.1)
         codes = [p.poll() for p in processes]
         for process in processes:
             process.kill()
             process.wait()
-        told = "\n".join(
-            f"--- process {i}: {code}\n{log.read_text()[-3000:]}"
-            for i, (code, log) in enumerate(zip(codes, logs, strict=True))
-        )
-        assert codes == [0] * num_processes, told
-        return out
+        ends = zip(codes, logs, strict=True)
+        told = "\n".join(f"--- process {i}: {code}\n{log.read_text()[-3000:]}" for i, (code, log) in enumerate(ends))
+        return out, None if codes == [0] * num_processes else told
 
     return launch
 
@@ -111,7 +109,9 @@ def by_reference(model, num_layers, batch_size, clip_norm):
 def test_several_processes_train_the_model_of_one(launched, launch, name):
     settings, how = LAUNCHES[launch][name]
     case = MpmdCase(**MLP | settings)
-    found = dict(np.load(launched(*launch) / f"{name}.npz"))
+    out, failure = launched(*launch)
+    assert failure is None, failure
+    found = dict(np.load(out / f"{name}.npz"))
     expected, state = by_reference(case.model, case.num_layers, case.batch_size, how.get("clip_norm", 0.05))
     if not how.get("evaluate"):
         expected = {key: values for key, values in expected.items() if key != "eval_loss"}

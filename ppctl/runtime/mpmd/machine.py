@@ -32,7 +32,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.runtime.mpmd.across import Part, crossing, is_mine, lower_crossing, pair_mesh, parts_of, processes
+from ppctl.runtime.mpmd.across import (
+    TURN,
+    Part,
+    crossing,
+    each_its_own,
+    is_mine,
+    lower_crossing,
+    pair_mesh,
+    parts_of,
+    processes,
+    zeros,
+)
 from ppctl.runtime.mpmd.plan import Key, Op, Program, last_uses
 from ppctl.schedule.ir import Task
 
@@ -113,6 +124,7 @@ class Machine:
         self.lowered: dict[Program, jax.stages.Lowered] = {}
         self.compiled: dict[tuple[Program, int], jax.stages.Compiled] = {}
         self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}  # what, sender, receiver
+        self.connected: set[tuple[int, ...]] = set()  # senders and receivers
 
     def number(self, value: int, rank: int) -> jax.Array | None:
         """An int32 on a rank; None where this process has no device of it."""
@@ -124,6 +136,18 @@ class Machine:
     def wait(self) -> None:
         """Returns when all that was dispatched is done."""
         jax.block_until_ready(self.turns)
+
+    def connect(self) -> None:
+        """Nothing; runs a crossing of each pair of submeshes that has not run any, on zeros.
+
+        To be called by all processes at about the same time, with nothing else under way. Gloo waits half a minute for
+        the other side of a new connection, and for as long as it takes once there is one.
+        """
+        for (parts, *ranks), compiled in self.crossings.items():
+            if tuple(ranks) not in self.connected:
+                self.connected.add(tuple(ranks))
+                pair = pair_mesh(*(self.submeshes[rank] for rank in ranks))
+                jax.block_until_ready(compiled(*(each_its_own(pair, zeros(pair, *part)) for part in (TURN, *parts))))
 
     def shape(self, tree: Tree, specs: Tree) -> Tree:
         """Shapes with the shardings of `specs` (a tree, or a prefix of one) on a submesh."""
