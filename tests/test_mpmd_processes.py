@@ -12,7 +12,7 @@ import pytest
 
 from ppctl import cli
 
-LIMIT_S = 300
+LIMIT_S = 600  # of a machine that does much else
 TINY = (
     "data=regression data.batch_size=16 data.num_rows=4096 model=mlp model.num_layers=5 model.d_model=16 schedule=1f1b "
     "schedule.num_microbatches=4 run.platform=cpu run.tensorboard=false run.checkpoint.every=2 run.num_steps=4 "

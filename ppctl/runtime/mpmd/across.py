@@ -43,7 +43,8 @@ def each_its_own(mesh: Mesh, parts: Mapping[Device, jax.Array]) -> jax.Array:
 
 def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, jax.Array]:
     """Zeros on each device of this process, for what it takes no part in filling."""
-    return {device: jax.device_put(np.zeros(shape, dtype), device) for device in mesh.local_mesh.devices.flat}
+    mine = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    return {device: jax.device_put(np.zeros(shape, dtype), device) for device in mine}
 
 
 def processes(mesh: Mesh) -> list[int]:
@@ -63,6 +64,17 @@ def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
     """Both as one, [2, *shape]."""
     devices = np.stack([sender.devices, receiver.devices])
     return Mesh(devices, (PAIR, *sender.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
+
+
+def copied(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
+    """A value at the receiver, where each device's counterpart is of the same process: every process copies its own."""
+    counterpart = dict(zip(sender.devices.flat, receiver.devices.flat, strict=True))
+
+    def one(a: jax.Array, sharding: NamedSharding) -> jax.Array:
+        parts = {counterpart[device]: part for device, part in held(a).items()}
+        return made(a.shape, sharding, {device: jax.device_put(part, device) for device, part in parts.items()})
+
+    return (jax.tree.map(one, value, there),)
 
 
 def parts_of(shapes: Tree) -> tuple[Part, ...]:

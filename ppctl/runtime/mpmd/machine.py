@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.runtime.mpmd.across import (
     TURN,
     Part,
+    copied,
     crossing,
     each_its_own,
     is_mine,
@@ -254,7 +255,9 @@ class Machine:
         there = self.on(rank, shapes[op.reads[0]])
         assert sender is not None, "what is no program is a move"
         if not self._crosses(op):
-            return partial(_move, there)
+            if len(set(processes(self.submeshes[rank]))) == 1:
+                return partial(_move, there)
+            return partial(copied, self.submeshes[sender], self.submeshes[rank], there)
         value = shapes[op.reads[0]]
         compiled = self.crossings[parts_of(value), sender, rank]
         cross = crossing(compiled, self.submeshes[sender], self.submeshes[rank], value, there)
