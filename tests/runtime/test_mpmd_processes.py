@@ -38,7 +38,7 @@ LAUNCHES = {  # (processes, devices of each) -> name -> (settings of the case, o
     (2, 2): {
         "two ranks a process, no barrier": (
             {"schedule": "zb_h1", "mesh": (1, 4, 1)},
-            {"post_validation": True, "clip_norm": 0.6},
+            {"post_validation": True, "clip_norm": 2.0},  # which one step of three meets
         ),
     },
     (4, 2): {
