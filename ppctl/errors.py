@@ -37,5 +37,9 @@ class LostError(PpctlError):
     exit_code = 3
 
 
+class AgreedError(ConfigError):
+    """What all processes of a run find wrong at the same point; process 0 tells it."""
+
+
 class ElsewhereError(PpctlError):
     """What ends this process is told by another one of the run. Nothing is printed here."""

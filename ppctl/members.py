@@ -23,7 +23,7 @@ import jax
 
 from ppctl import distributed, native
 from ppctl.config import Config
-from ppctl.errors import ConfigError, ElsewhereError, LostError, PpctlError
+from ppctl.errors import AgreedError, ConfigError, ElsewhereError, LostError, PpctlError
 from ppctl.loop import writing
 from ppctl.mesh import all_devices
 from ppctl.watch import Watch
@@ -40,7 +40,7 @@ FAR = re.compile(  # in errors of collectives, and of the service, where the oth
 def membership(config: Config) -> Iterator[Watch]:
     """The watch of this process among those of the run, while the body trains; JAX has been started.
 
-    Where the run has several, they are compared first: ConfigError on process 0, ElsewhereError on the others. An error
+    Where the run has several, they are compared first: AgreedError on process 0, ElsewhereError on the others. An error
     of the body gets the process's number, and lets the others leave.
     """
     if config.run.distributed == "off":
@@ -48,39 +48,42 @@ def membership(config: Config) -> Iterator[Watch]:
         return
     all_devices()  # a ConfigError where there are none
     process, count = jax.process_index(), jax.process_count()
-    compare(settings(config) | {f"the version of {name}": version(name) for name in ("ppctl", "jax")})
-    _check_divisible(config, count)
-    say = lambda text: print(f"ppctl: {text}", file=sys.stderr, flush=True)  # noqa: E731
-    watch = Watch(
-        _shared_directory(config),
-        process=process,
-        num_processes=count,
-        slow_after_s=config.run.slow_after_s,
-        say=say,
-    )
-    watch.start()
+    watch = Watch(process=process)
     try:
+        compare(settings(config) | {f"the version of {name}": version(name) for name in ("ppctl", "jax")})
+        _check_divisible(config, count)
+        directory, slow_after_s = _shared_directory(config), config.run.slow_after_s
+        watch = Watch(directory, process=process, num_processes=count, slow_after_s=slow_after_s, say=_say)
+        watch.start()
         yield watch
-    except ElsewhereError:
+        distributed.gather("")  # watched until all are done
+        watch.stop()
+        distributed.gather("")
+    except (AgreedError, ElsewhereError):
+        watch.stop()
+        distributed.leave()  # all do: none must lose contact before it could tell why
+        _clear(watch)
         raise
-    except PpctlError as error:
-        raise _told(error, config, watch) from error
     except Exception as error:
-        if _lost_contact(error) is not None:
-            raise _told(error, config, watch) from error
-        watch.fail(f"{type(error).__name__}: {one_line(error)}")
-        error.add_note(f"in process {watch.process}")
-        raise
-    distributed.gather("")
-    watch.stop()
-    distributed.gather("")
-    if process == 0 and watch.directory is not None:
-        shutil.rmtree(watch.directory, ignore_errors=True)
+        raise _told(error, config, watch) from error
     distributed.leave()
+    _clear(watch)
+
+
+def _clear(watch: Watch) -> None:
+    if watch.directory is not None and watch.process == 0:
+        shutil.rmtree(watch.directory, ignore_errors=True)
+
+
+def _say(text: str) -> None:
+    print(f"ppctl: {text}", file=sys.stderr, flush=True)
 
 
 def compare(facts: Mapping[str, Any]) -> None:
-    """Nothing where all processes hold the same facts (JSON values). ConfigError on process 0, and the others leave."""
+    """Nothing where all processes hold the same facts (JSON values).
+
+    Where they do not, AgreedError on process 0 and ElsewhereError on the others. Alone, nothing is compared.
+    """
     if not distributed.is_joined():
         return
     found = [json.loads(text) for text in distributed.gather(json.dumps(dict(facts)))]
@@ -90,8 +93,9 @@ def compare(facts: Mapping[str, Any]) -> None:
             if ours != other:
                 if not distributed.is_lead():
                     raise ElsewhereError
-                raise ConfigError(
-                    f"{key} is {ours} on process 0 and {other} on process {process}. Start all processes with the same."
+                raise AgreedError(
+                    f"{key} is {ours} on process 0 and {other} on process {process}. All processes need the same "
+                    "settings, data and versions."
                 )
 
 
@@ -120,7 +124,7 @@ def _check_divisible(config: Config, count: int) -> None:
 
 def _of_all(message: str) -> PpctlError:
     """The error that every process finds alike: one of them tells it."""
-    return ConfigError(message) if distributed.is_lead() else ElsewhereError()
+    return AgreedError(message) if distributed.is_lead() else ElsewhereError()
 
 
 def _shared_directory(config: Config) -> Path:
@@ -149,7 +153,7 @@ def _shared_directory(config: Config) -> Path:
     return directory
 
 
-def _told(error: Exception, config: Config, watch: Watch) -> PpctlError:
+def _told(error: Exception, config: Config, watch: Watch) -> Exception:
     """The error with the process's number, after the others were told of it."""
     reason = _lost_contact(error)
     if reason is not None:
@@ -157,9 +161,12 @@ def _told(error: Exception, config: Config, watch: Watch) -> PpctlError:
         native.tell_lost(what)
         time.sleep(config.run.heartbeat_s + 5)  # by then the service names it and ends this process, or another told
         return LostError(f"process {watch.process}: {what}.")
-    watch.fail(one_line(error))
-    told = PpctlError(f"process {watch.process}: {error}")
-    told.exit_code = error.exit_code if isinstance(error, PpctlError) else 1
+    if not isinstance(error, PpctlError):
+        watch.fail(f"{type(error).__name__}: {one_line(error)}")
+        return RuntimeError(f"process {watch.process}: {type(error).__name__}: {one_line(error)}")
+    is_first = watch.fail(one_line(error))  # what all find alike, such as numbers that are not finite, is told once
+    told = PpctlError(f"process {watch.process}: {error}") if is_first or watch.process == 0 else ElsewhereError()
+    told.exit_code = error.exit_code
     return told
 
 

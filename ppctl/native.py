@@ -18,7 +18,7 @@ LOG_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] ?(.*)")
 SERVICE = re.compile(
     r"coordination_service|preemption|^client\.|distributed_runtime|rpc"
 )  # files of XLA's that chatter
-TASK = re.compile(r"/task:(\d+)")
+GONE = re.compile(r"tasks are unhealthy[^:]*:\s*([\s\S]*?)\s*The tasks have crashed")
 
 
 def divert(process: int | str) -> None:
@@ -59,7 +59,7 @@ def readable(lines: Iterable[str], process: str) -> Iterator[str]:
         elif entry and entry[1] == "F" and SERVICE.search(entry[2]):
             last_words = line
         elif entry or line.startswith("[Gloo]"):
-            is_dropped = entry is None or SERVICE.search(entry[2]) is not None
+            is_dropped = entry is None or SERVICE.search(entry[2]) is not None or (process != "0" and entry[1] in "IW")
             if not is_dropped:
                 yield line
         elif not (is_dropped and _is_rest(line)):
@@ -76,11 +76,13 @@ def _is_rest(line: str) -> bool:
 
 def _cause(last_words: str) -> str:
     """What the service's last words say of the reason."""
-    tasks = sorted(set(map(int, TASK.findall(last_words.split("*** Check failure")[0]))))
-    if "Socket closed" in last_words or "Connection refused" in last_words or not tasks:
+    gone = GONE.search(last_words)
+    if gone is not None:
+        listed = sorted({int(number) for number in re.findall(r"(?:^|task:)(\d+)\b", gone[1], re.MULTILINE)})
+        return f"process{'es' if len(listed) > 1 else ''} {', '.join(map(str, listed))} gave no sign of life any more"
+    if "Socket closed" in last_words or "onnection refused" in last_words:
         return "process 0, which all others need, has ended"
-    listed = ", ".join(map(str, tasks))
-    return f"process{'es' if len(tasks) > 1 else ''} {listed} ended or gave no sign of life for run.heartbeat_s"
+    return " ".join(last_words.split("*** Check failure")[0].split("absl::Status:")[-1].split())
 
 
 if __name__ == "__main__":

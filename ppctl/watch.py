@@ -73,14 +73,25 @@ class Watch:
             self._thread.join()
             self._file.unlink(missing_ok=True)
 
-    def fail(self, message: str) -> None:
-        """Nothing; lets the other processes leave. Process 0, which serves them, gives them the time to."""
+    def fail(self, message: str) -> bool:
+        """Whether no process has failed with this message before; lets the others leave.
+
+        Process 0, which serves them, gives them the time to.
+        """
         if self.directory is None or self._done.is_set():
-            return
-        with suppress(OSError), (self.directory / FAILED).open("x") as file:
-            json.dump({"process": self.process, "message": message}, file)
+            return True
+        is_first = True
+        try:
+            with (self.directory / FAILED).open("x") as file:
+                json.dump({"process": self.process, "message": message}, file)
+        except FileExistsError:
+            found = _read(self.directory / FAILED)
+            is_first = found is None or found["message"] != message
+        except OSError:  # a full disk may be what failed
+            pass
         if self.process == 0:
             time.sleep(3 * POLL_S)
+        return is_first
 
     @property
     def _file(self) -> Path:
@@ -93,7 +104,8 @@ class Watch:
                 self._write()
             self._leave_if_another_failed()
             if self.process == 0:
-                for line in self._late():
+                line = self._late()
+                if line is not None:
                     self.say(line)
 
     def _write(self) -> None:
@@ -118,23 +130,23 @@ class Watch:
                 stream.flush()
         os._exit(LostError.exit_code)  # the main thread may be waiting in a collective, which nothing interrupts
 
-    def _late(self) -> list[str]:
+    def _late(self) -> str | None:
         """A line when the step of this process makes no progress; again after twice the time, and so on."""
         now, own = time.time(), self._now
         if self._reported is None or self._reported[0] is not own:
             self._reported = own, self._slow_after_s
         due_s = self._reported[1]
         if now - own["since"] < due_s:
-            return []
+            return None
         self._reported = own, 2 * due_s
         assert self.directory is not None, "only then it is watched"
         notes = {p: _read(self.directory / f"{p}.json") for p in range(self.num_processes)}
         notes[self.process] = own | {"at": now}
-        return [late_text(notes, now, silent_after_s=self._slow_after_s / 2 + 2 * POLL_S)]
+        return late_text(notes, now, silent_after_s=self._slow_after_s / 2 + 2 * POLL_S)
 
 
-def late_text(notes: dict[int, dict[str, Any] | None], now: float, *, silent_after_s: float) -> str:
-    """Which processes are behind the others, and what they are doing.
+def late_text(notes: dict[int, dict[str, Any] | None], now: float, *, silent_after_s: float) -> str | None:
+    """Which processes are behind the others, and what they are doing. None while all compile: that takes what it takes.
 
     >>> notes = {0: {"step": 8, "doing": "run", "since": 1.0, "at": 70.0}}
     >>> notes[1] = {"step": 8, "doing": "read", "since": 9.0, "at": 69.0}
@@ -156,6 +168,8 @@ def late_text(notes: dict[int, dict[str, Any] | None], now: float, *, silent_aft
     if note is not None and behind[0] in silent:
         doing += f", without a sign of life for {now - note['at']:.0f} s"
     if len(behind) == len(notes):
+        if note is not None and note["doing"] == "compile":
+            return None
         return f"all {len(notes)} processes are {doing}."
     waiting = len(notes) - len(behind)
     return (

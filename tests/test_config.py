@@ -160,6 +160,33 @@ def config_with(**parts: object) -> c.Config:
         (config_with(run=c.Run(dtype="float16")), "run.dtype=float16 is not one of float32, bfloat16, float64"),
         (config_with(run=c.Run(resume="maybe")), "run.resume=maybe is not one of auto, must, never"),
         (config_with(run=c.Run(platform="gpu")), "run.platform=gpu is not one of cpu, cuda, tpu"),
+        (config_with(run=c.Run(distributed="on")), "run.distributed=on is not one of off, auto, explicit"),
+        (
+            config_with(run=c.Run(num_processes=2)),
+            "num_processes=2 is of .*=off. Use run.distributed=explicit, or leave",
+        ),
+        (config_with(run=c.Run(coordinator="a:1")), "run.coordinator=a:1 is of a run of several processes, but"),
+        (config_with(run=c.Run(process_id=0)), "run.process_id=0 is of a run of several processes, but"),
+        (
+            config_with(run=c.Run(distributed="explicit", process_id=0)),
+            r"explicit needs run.coordinator=... run.num_processes=... too",
+        ),
+        (
+            config_with(run=c.Run(distributed="auto", num_processes=2, process_id=2)),
+            "process_id=2 is not one of the 2 processes of run.num_processes=2. Use 0 to 1",
+        ),
+        *(
+            (
+                config_with(run=c.Run(distributed="auto", coordinator=address)),
+                f"run.coordinator={address} is not HOST:PORT, as in",
+            )
+            for address in ("node1", ":80", "node1:0", "node1:65536", "node1:http")
+        ),
+        (config_with(run=c.Run(distributed="auto", num_processes=0)), "run.num_processes=0 must be .* at least 1"),
+        (config_with(run=c.Run(distributed="auto", process_id=-1)), "run.process_id=-1 must be .* at least 0"),
+        (config_with(run=c.Run(heartbeat_s=0)), "run.heartbeat_s=0 must be"),
+        (config_with(run=c.Run(slow_after_s=0)), "run.slow_after_s=0 must be"),
+        (config_with(run=c.Run(join_s=0)), "run.join_s=0 must be"),
         (config_with(run=c.Run(checkpoint=c.Checkpoint(every=0))), "run.checkpoint.every=0 must be"),
         (config_with(run=c.Run(checkpoint=c.Checkpoint(keep=0))), "run.checkpoint.keep=0 must be"),
         (config_with(run=c.Run(profile=c.Profile(start=-1))), "run.profile.start=-1 must be"),
