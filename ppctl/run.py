@@ -71,10 +71,10 @@ def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
                 (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
         program_text, compile_time_s = compile_steps(parts, console)
         say(f"compiled in {compile_time_s:.1f} s")
-        state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
-        del restored
         watch.note("start", start)
         compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
+        state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
+        del restored
         with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
             loop = Loop(parts, program_text, compile_time_s, checkpoints, metrics, watch)
             with _stop_requests(console) as asked_to_leave:

@@ -144,6 +144,11 @@ def check(config: Config) -> None:
             f"run.timeline=true measures tasks that are programs of their own, but executor={config.executor.name} is "
             "one program. Use executor=mpmd, or run.profile.start=N, which traces any executor."
         )
+    if config.run.timeline and config.run.distributed != "off":
+        raise ConfigError(
+            f"run.timeline=true measures the ranks of one process, but run.distributed={config.run.distributed} has "
+            "those of several. Use run.distributed=off, or run.profile.start=N, which traces process 0."
+        )
     if config.run.timeline and config.run.profile.start is not None:
         raise ConfigError(
             f"run.timeline=true and run.profile.start={config.run.profile.start} both trace, and one trace can run "

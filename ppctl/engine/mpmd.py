@@ -1,8 +1,8 @@
 """The engine of the mpmd executor: a plan of programs on submeshes, an optimizer for each rank.
 
 The global norm is formed across ranks: each sums the squares of its gradients, the last rank adds them up and sends the
-norm back. The state is a tuple with a tree for each rank; a tied leaf of the ends is on two of them and gets the same
-update on both.
+norm back, with the other numbers of the step. The state is a tuple with a tree for each rank, of None where the rank is
+other processes'; a tied leaf of the ends is on two ranks and gets the same update on both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ppctl.mesh import DATA_AXES
 from ppctl.optim import sum_of_squares
 from ppctl.runtime.mpmd.division import Division
 from ppctl.runtime.mpmd.machine import Machine, Walk
-from ppctl.runtime.mpmd.plan import Key, Op, Program, roles, task_ops
+from ppctl.runtime.mpmd.plan import Key, Op, Program, move, roles, task_ops
 from ppctl.runtime.mpmd.rank import Library, rank_op, rank_ops, rank_roles, with_tied
 from ppctl.runtime.mpmd.tasks import Model
 from ppctl.schedule.ir import Schedule, Task
@@ -33,6 +33,7 @@ from ppctl.train import apply_gradients
 
 Tree = Any
 STATE = ("params", "optimizer", "step")  # what a rank's state holds
+METRICS = ("loss", "grad_norm", "lr")  # of a step
 
 
 class Mpmd:
@@ -59,18 +60,25 @@ class Mpmd:
         holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.tied))]
         self.division = Division(layout, model.ends, holders)
         self.machine = Machine(self.division.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
+        self.read_at = next(r for r in (self.last, *self.ranks) if self.machine.is_mine[r])  # the numbers of a step
         self.walks: dict[str, Walk] = {}
 
     # states
 
     def new_state(self) -> Tree:
-        return self.division.split(self.states.new())
+        return self._alone(lambda: self.division.split(jax.block_until_ready(self.states.new())))
 
     def to_natural(self, state: Tree) -> Tree:
-        return self.states.to_natural(self.division.join(state, self.states.staged))
+        return self._alone(lambda: self.states.to_natural(self.division.join(state, self.states.staged)))
 
     def from_natural(self, state: Tree) -> Tree:
-        return self.division.split(self.states.to_staged(state))
+        return self._alone(lambda: self.division.split(jax.block_until_ready(self.states.to_staged(state))))
+
+    def _alone(self, whole: Callable[[], Tree]) -> Tree:
+        """What `whole` returns: programs of the whole mesh take no turns, so nothing else may run beside them."""
+        self.machine.wait()
+        self.machine.connect()
+        return jax.block_until_ready(whole())
 
     @property
     def rows(self) -> Sequence[int]:
@@ -104,12 +112,12 @@ class Mpmd:
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         found = self.walk("step").run(self.given(state, batch))
-        return self.state_of(found), found["metrics",]
+        return self.state_of(found), self.metrics_of(found)
 
     def step_by_step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
         seconds: dict[Task, float] = {}
         found = self.walk("step").timed(seconds).run(self.given(state, batch))
-        return self.state_of(found), found["metrics",], seconds
+        return self.state_of(found), self.metrics_of(found), seconds
 
     def programs(self) -> list[list[tuple[str, Task | None]]]:
         return self.walk("step").programs
@@ -121,13 +129,18 @@ class Mpmd:
         """The state in what a walk has left; `try` leaves it as next_params and so on."""
         return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)
 
+    def metrics_of(self, found: Mapping[Key, Tree]) -> dict[str, jax.Array]:
+        """The metrics of a step in what its walk has left, readable in this process."""
+        return {name: found["numbers", self.read_at][name] for name in METRICS}
+
     def loss(self, state: Tree, batch: Tree) -> jax.Array:
-        return self.walk("loss").run(self.given(state, batch))["loss",]
+        return self.walk("loss").run(self.given(state, batch))["loss", self.read_at]
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         found = self.walk("grads").run(self.given(state, batch))
-        grads = self.division.join([found["mean_grads", r] for r in self.ranks], self.states.staged["params"])
-        return found["loss",], jax.jit(self.layout.to_natural)(grads)
+        of_ranks = [found["mean_grads", r] for r in self.ranks]
+        staged = lambda: self.division.join(of_ranks, self.states.staged["params"])  # noqa: E731
+        return found["loss", self.read_at], self._alone(lambda: jax.jit(self.layout.to_natural)(staged()))
 
     def walk(self, what: str) -> Walk:
         """The compiled plan of that name."""
@@ -150,23 +163,23 @@ class Mpmd:
         update of a step that was tried, from the state before it and from its `outcome`.
         """
         if what == "redo":
-            return self._updates("update", "scale"), self.state_keys
+            return self._updates("update", "numbers"), self.state_keys
         schedule, order = self.evaluation if what == "loss" else self.training
         before, after = rank_ops(self.layout, self.roles, with_grads=what != "loss")
         tasks = task_ops(schedule, order, self.sizes, keeps_input=self.model.stage.keeps_input)
         ops = [*before, *tasks, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
         if what == "loss":
-            return ops, [("loss",)]
+            return ops + self._sent("loss"), [("loss", self.read_at)]
         if what == "step":
-            ops += [*after, *self._norm(), *self._sent("scale"), *self._updates("update", "scale")]
-            return ops, [("metrics",), *self.state_keys]
+            ops += [*after, *self._norm(), *self._sent("numbers"), *self._updates("update", "numbers")]
+            return ops, [("numbers", self.read_at), *self.state_keys]
         ops += [*self._sent("number"), *after]
         if what == "grads":
             kept = [("mean_grads", r) for r in self.ranks]
             ops += [self._op("divide", r, [*self._grads(r), ("number", r)], [kept[r]]) for r in self.ranks]
-            return ops, [("loss",), *kept]
-        ops += [*self._updates("try", "number"), *self._norm(), *self._sent("scale")]
-        return ops, [("metrics",), *((f"next_{name}", r) for name, r in self.state_keys), *self.outcome]
+            return ops + self._sent("loss"), [("loss", self.read_at), *kept]
+        ops += [*self._updates("try", "number"), *self._norm(), *self._sent("numbers")]
+        return ops, [*((f"next_{name}", r) for name, r in self.state_keys), *self.outcome]
 
     @property
     def state_keys(self) -> list[Key]:
@@ -175,23 +188,22 @@ class Mpmd:
     @property
     def outcome(self) -> list[Key]:
         """What `redo` needs of a step that was tried."""
-        return [key for r in self.ranks for key in (*self._grads(r), ("scale", r))]
+        return [key for r in self.ranks for key in (*self._grads(r), ("numbers", r))]
 
     def _norm(self) -> list[Op]:
-        """From gradients to metrics and scale: each rank's sum of squares goes to the last one, which adds them up."""
+        """From gradients to the numbers of a step: each rank's sum of squares goes to the last one, which adds them."""
         ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
-        away = [r for r in self.ranks if r != self.last]
-        ops += [Op(None, self.last, (("squares", r),), (("squares_there", r),)) for r in away]
+        ops += [move(r, ("squares", r), self.last, ("squares_there", r)) for r in self.ranks if r != self.last]
         squares = [("squares" if r == self.last else "squares_there", r) for r in self.ranks]
         reads = [("loss",), ("number",), ("step", self.last), *squares]
-        return [*ops, self._op("combine", self.last, reads, [("metrics",), ("scale",)])]
+        return [*ops, self._op("combine", self.last, reads, [("numbers",)])]
 
-    def _updates(self, kind: str, scale: str) -> list[Op]:
+    def _updates(self, kind: str, numbers: str) -> list[Op]:
         ops = []
         for r in self.ranks:
             state = [(name, r) for name in STATE]
             writes = [(f"next_{name}", r) for name in STATE] if kind == "try" else state
-            ops.append(self._op(kind, r, [*state, *self._grads(r), (scale, r)], writes))
+            ops.append(self._op(kind, r, [*state, *self._grads(r), (numbers, r)], writes))
         return ops
 
     def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> Op:
@@ -199,7 +211,7 @@ class Mpmd:
 
     def _sent(self, name: str) -> list[Op]:
         """Moves of a value of the last rank to all, as (name, rank)."""
-        return [Op(None, r, ((name,),), ((name, r),)) for r in self.ranks]
+        return [move(self.last, (name,), r, (name, r)) for r in self.ranks]
 
     def _grads(self, rank: int) -> list[Key]:
         """All of a rank's gradients: those of tied leaves come back from the rank that adds them up."""
@@ -208,11 +220,10 @@ class Mpmd:
     # what a plan is given
 
     @cached_property
-    def _numbers(self) -> dict[Key, jax.Array]:
+    def _numbers(self) -> dict[Key, jax.Array | None]:
         """The number of each microbatch, on the ranks that look it up."""
-        shardings = {r: NamedSharding(self.division.submeshes[r], P()) for r in (self.first, self.last)}
         many = range(self.model.num_microbatches)
-        return {("m", r, m): jax.device_put(np.int32(m), sharding) for r, sharding in shardings.items() for m in many}
+        return {("m", r, m): self.machine.number(m, r) for r in {self.first, self.last} for m in many}
 
     def given(self, state: Tree, batch: Tree) -> dict[Key, Tree]:
         """The values that plans start from."""
@@ -227,7 +238,7 @@ class Mpmd:
         for name, tree in self.states.staged.items():
             path = (jax.tree_util.DictKey(name),)
             shapes |= {(name, r): shape(*self.division.described(tree, r, path)) for r in self.ranks}
-        return shapes | {key: shape(number, P()) for key, number in self._numbers.items()}
+        return shapes | dict.fromkeys(self._numbers, shape(jax.ShapeDtypeStruct((), np.int32), P()))
 
 
 class _Programs:
@@ -257,7 +268,7 @@ class _Programs:
         name = name.removeprefix("next_")
         if name in ("optimizer", "step"):
             return self.of_state[program.shape][name]
-        if name in ("loss", "number", "squares", "squares_there", "metrics", "scale"):
+        if name in ("loss", "number", "squares", "squares_there", "numbers"):
             return P()
         return self.library.specs(program, "params" if name == "mean_grads" else name)
 
@@ -294,15 +305,17 @@ class _Programs:
 
     def _combine(self, _: Program, loss: jax.Array, number: jax.Array, step: jax.Array, *squares: jax.Array) -> tuple:
         norm = jnp.sqrt(sum(squares)) / number
-        return {"loss": loss, "grad_norm": norm, "lr": self.lr_schedule(step)}, (number, norm)
+        return ({"loss": loss, "grad_norm": norm, "lr": self.lr_schedule(step), "number": number},)
 
     def _update(self, _: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
-        *tied, (number, norm) = rest
+        *tied, numbers = rest
         state = {"params": params, "optimizer": optimizer, "step": step}
-        state = apply_gradients(self.optimizer, state, self._scaled(grads, number, tied), norm)
+        grads = self._scaled(grads, numbers["number"], tied)
+        state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"])
         return state["params"], state["optimizer"], state["step"]
 
     def _try(self, program: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
         """The update as it is where the norm turns out to need no clipping."""
         *tied, number = rest
-        return self._update(program, params, optimizer, step, grads, *tied, (number, jnp.zeros_like(number)))
+        numbers = {"number": number, "grad_norm": jnp.zeros_like(number)}
+        return self._update(program, params, optimizer, step, grads, *tied, numbers)

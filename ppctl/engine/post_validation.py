@@ -108,6 +108,6 @@ class PostValidated:
     def _try(self, state: Tree, batch: Tree, walk: Walk | None = None) -> tuple[Attempt, dict[str, jax.Array]]:
         engine = self.engine
         found = (walk or engine.walk("try")).run(engine.given(state, batch))
-        metrics = found["metrics",]
+        metrics = engine.metrics_of(found)
         outcome = {key: found[key] for key in engine.outcome}
         return Attempt(engine.state_of(found, "next_"), state, outcome, metrics["grad_norm"]), metrics

@@ -22,8 +22,10 @@ def put_rows(
     place = {row: i for i, row in enumerate(rows)}
 
     def one(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        part = lambda index: values[[place[row] for row in range(batch_size)[index[0]]]]  # noqa: E731
         shape = (batch_size, *values.shape[1:])
+        if not sharding.addressable_devices:  # as between the first and the last stage: all of it is other processes'
+            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=values.dtype)
+        part = lambda index: values[[place[row] for row in range(batch_size)[index[0]]]]  # noqa: E731
         return jax.make_array_from_callback(shape, sharding, part, dtype=values.dtype)
 
     return {name: one(np.asarray(values), shardings[name]) for name, values in batch.items()}

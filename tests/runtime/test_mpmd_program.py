@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from mpmd_cases import MpmdCase, make_engine
 
+from ppctl.assemble import task_costs
 from ppctl.runtime.mpmd.plan import last_uses
 from ppctl.schedule import FAMILIES
-from ppctl.schedule.simulate import peak_activations
+from ppctl.schedule.simulate import peak_activations, simulate
 
 COLLECTIVES = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 TASKS = ("E", "F", "B", "I", "W")
@@ -41,6 +42,18 @@ def test_every_rank_gets_its_tasks_in_program_order_and_the_host_dispatches_read
     assert sum(op.program is None and op.task is not None for op in ops) == sum(
         2 * program.num_microbatches for a, b in pairwise(program.rank_of) if a != b
     )
+
+
+@pytest.mark.parametrize("schedule", FAMILIES)
+def test_a_receiver_begins_nothing_after_a_move_that_it_could_have_begun_before_the_value_was_there(schedule):
+    case = case_of(schedule)
+    _, ops = ops_of(case)
+    times = simulate(case.program(), task_costs(case.remat))
+    begins = [op.program and op.task and times.start_s[op.task] for op in ops]
+    for i, move in enumerate(ops):
+        if move.program is None and move.task is not None:
+            later = [s for s, op in zip(begins[i:], ops[i:], strict=True) if op.rank == move.rank and s is not None]
+            assert all(start_s >= times.end_s[move.task] for start_s in later), move
 
 
 def test_with_remat_full_the_last_forward_is_left_to_its_backward():

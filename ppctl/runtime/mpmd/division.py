@@ -1,7 +1,8 @@
 """From a tree in staged form on the whole mesh to a tree for each rank on its submesh, and back.
 
-A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies them. Leaves of the
-ends go to the ranks that use them, everything else (counts) to all.
+A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies them; nor counts, of
+which every device has its own. Leaves of the ends go to the ranks that use them by way of all ranks, one at a time: on
+several processes only programs of the whole mesh can bring them there. Ranks of other processes have None throughout.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.mesh import DATA_AXES
 from ppctl.runtime.layout import Layout
+from ppctl.runtime.mpmd.across import from_holder, held, is_mine, made, zeros
 
 Tree = Any
 
@@ -67,37 +69,38 @@ class Division:
         return shapes, specs
 
     def split(self, tree: Tree) -> tuple[Tree, ...]:
-        """The tree of each rank, None where it holds nothing of a leaf. Layers share memory with `tree`."""
-        return tuple(self._of_rank(tree, rank) for rank in range(len(self.submeshes)))
+        """The tree of each rank, None where it holds nothing of a leaf. All but the ends shares memory with `tree`."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        by_leaf = [self._split(path, a) for path, a in flat]
+        return tuple(jax.tree.unflatten(treedef, leaves) for leaves in zip(*by_leaf, strict=True))
 
-    def _of_rank(self, tree: Tree, rank: int) -> Tree:
-        submesh = self.submeshes[rank]
-
-        def one(path: tuple, a: jax.Array) -> jax.Array | None:
-            what, holders = self._place(path)
-            if rank not in holders:
-                return None
-            sharding = NamedSharding(submesh, self.spec(path, a.shape))
-            if what != "layers":
-                return jax.device_put(a, sharding)
-            there = {shard.device: shard.data for shard in a.addressable_shards}
-            shape = (a.shape[0], 1, *a.shape[2:])
-            shards = [there[device] for device in submesh.devices.flat]
-            return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-        return jax.tree_util.tree_map_with_path(one, tree)
+    def _split(self, path: tuple, a: jax.Array) -> list[jax.Array | None]:
+        """A leaf for each rank."""
+        what, holders = self._place(path)
+        spec = self.spec(path, a.shape)
+        if what == "ends":
+            a = jax.block_until_ready(jax.device_put(a, NamedSharding(self.mesh, spec)))
+        there = held(a)
+        shape = (a.shape[0], 1, *a.shape[2:]) if what == "layers" else a.shape
+        return [
+            made(shape, NamedSharding(submesh, spec), there) if rank in holders and is_mine(submesh) else None
+            for rank, submesh in enumerate(self.submeshes)
+        ]
 
     def join(self, trees: Sequence[Tree], shapes: Tree) -> Tree:
-        """The staged tree of these ranks' trees; `shapes` has its shapes and shardings. Layers share memory."""
-        leaves = [jax.tree.leaves(tree, is_leaf=lambda a: a is None) for tree in trees]
+        """The staged tree of these ranks' trees; `shapes` has its shapes and shardings. All but the ends is shared."""
+        mine = (tree for tree, submesh in zip(trees, self.submeshes, strict=True) if is_mine(submesh))
+        leaves = [jax.tree.leaves(tree, is_leaf=lambda a: a is None) for tree in mine]
 
         def one(i: int, path: tuple, a: jax.ShapeDtypeStruct) -> jax.Array:
             what, holders = self._place(path)
-            if what != "layers":
-                return jax.device_put(leaves[holders[0]][i], a.sharding)
-            there = {shard.device: shard.data for rank in leaves for shard in rank[i].addressable_shards}
-            shards = [there[device] for device in self.mesh.devices.flat]
-            return jax.make_array_from_single_device_arrays(a.shape, a.sharding, shards)
+            there = {device: part for rank in leaves if rank[i] is not None for device, part in held(rank[i]).items()}
+            if what != "ends":
+                return made(a.shape, a.sharding, there)
+            spec = self.spec(path, a.shape)
+            part = NamedSharding(self.mesh, spec).shard_shape(a.shape)
+            there = zeros(self.mesh, part, a.dtype) | there
+            return jax.block_until_ready(from_holder(self.mesh, "pp", holders[0], there, spec, a.sharding))
 
         flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
         return jax.tree.unflatten(treedef, [one(i, path, a) for i, (path, a) in enumerate(flat)])

@@ -2,6 +2,19 @@
 
 A program is lowered for an abstract submesh and compiled for the devices of each rank that runs it. JAX has no public
 way to load one executable on other devices, so ranks share the trace, and the stages of one rank the executable.
+
+Several processes walk the same plan, and each passes over what none of its devices takes part in. A value moves by
+copies where sender and receiver in the same place of their submeshes belong to one process, otherwise by a program of
+both submeshes, a crossing, which every process of either runs.
+
+A program may wait for devices of other processes and must not keep these from what they wait for. So every device runs
+its programs in the order of the plan. A GPU's stream does so anyway; a CPU runs whatever is ready. Hence turns: each
+program takes a number that the program before it on its rank made; a crossing takes those of both ranks. Then nothing
+stands still. Of all programs not yet done, take the first in the plan. What it reads was made before it, and is there,
+turns included. Each of its processes has dispatched it or will, for dispatching waits at most for programs before it.
+And there are threads for it: a device works for one program at a time, the first that it has not done, and XLA has as
+many threads as devices. Nor can two programs of the same devices take each other's messages: turns put them in one
+order everywhere.
 """
 
 from __future__ import annotations
@@ -15,9 +28,23 @@ from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.runtime.mpmd.across import (
+    TURN,
+    Part,
+    copied,
+    crossing,
+    each_its_own,
+    is_mine,
+    lower_crossing,
+    pair_mesh,
+    parts_of,
+    processes,
+    zeros,
+)
 from ppctl.runtime.mpmd.plan import TASKS, Key, Op, Program, last_uses
 from ppctl.schedule.ir import Task
 
@@ -50,7 +77,10 @@ class Programs(Protocol):
 
 @dataclass(frozen=True)
 class Walk:
-    """A compiled plan. `steps` are (call, slots read, slots written, slots freed)."""
+    """A compiled plan: of each op of this process (call, slots read, slots written, slots freed).
+
+    Values that none of its devices holds are None.
+    """
 
     ops: tuple[Op, ...]
     steps: tuple[tuple[Callable[..., Sequence], tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
@@ -58,7 +88,8 @@ class Walk:
     given: tuple[Key, ...]
     kept: tuple[Key, ...]
     shapes: Mapping[Key, Tree]  # of what is kept
-    peak_bytes: tuple[int, ...]  # for each rank, on one device: values and temporaries, without what is given
+    peak_bytes: tuple[int, ...]  # for each rank, on one device: values and temporaries, without what is given;
+    # 0 where this process has none
 
     def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
         """The values to keep, from those given. Returns when all is dispatched, not when it is done."""
@@ -104,8 +135,36 @@ class Machine:
         self.submeshes, self.programs, self.options = submeshes, programs, dict(options or {})
         one = submeshes[0]
         self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
-        self.lowered: dict[Program, tuple[jax.stages.Lowered, tuple]] = {}
+        self.is_mine = tuple(map(is_mine, submeshes))
+        self.turns = [self.number(0, r) for r in range(len(submeshes))]
+        self.traced: dict[Program, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of what it writes
+        self.lowered: dict[Program, jax.stages.Lowered] = {}
         self.compiled: dict[tuple[Program, int], jax.stages.Compiled] = {}
+        self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}  # what, sender, receiver
+        self.connected: set[tuple[int, ...]] = set()  # senders and receivers
+
+    def number(self, value: int, rank: int) -> jax.Array | None:
+        """An int32 on a rank; None where this process has no device of it."""
+        if not self.is_mine[rank]:
+            return None
+        sharding = NamedSharding(self.submeshes[rank], P())
+        return jax.make_array_from_callback((), sharding, lambda _: np.int32(value), dtype=np.int32)
+
+    def wait(self) -> None:
+        """Returns when all that was dispatched is done."""
+        jax.block_until_ready(self.turns)
+
+    def connect(self) -> None:
+        """Nothing; runs a crossing of each pair of submeshes that has not run any, on zeros.
+
+        To be called by all processes at about the same time, with nothing else under way. Gloo waits half a minute for
+        the other side of a new connection, and for as long as it takes once there is one.
+        """
+        for (parts, *ranks), compiled in self.crossings.items():
+            if tuple(ranks) not in self.connected:
+                self.connected.add(tuple(ranks))
+                pair = pair_mesh(*(self.submeshes[rank] for rank in ranks))
+                jax.block_until_ready(compiled(*(each_its_own(pair, zeros(pair, *part)) for part in (TURN, *parts))))
 
     def shape(self, tree: Tree, specs: Tree) -> Tree:
         """Shapes with the shardings of `specs` (a tree, or a prefix of one) on a submesh."""
@@ -124,47 +183,42 @@ class Machine:
         """The walk over `ops`, from values of these shapes to those that are kept."""
         shapes: dict[Key, Tree] = dict(given)
         for op in ops:
-            if op.program is None:
-                shapes[op.writes[0]] = shapes[op.reads[0]]
-            else:
-                written = self._lower(op.program, tuple(shapes[key] for key in op.reads))
-                shapes.update(zip(op.writes, written, strict=True))
-        self._compile(ops)
-        slots = {key: i for i, key in enumerate(shapes)}
+            reads = tuple(shapes[key] for key in op.reads)
+            shapes.update(zip(op.writes, reads if op.program is None else self._trace(op.program, reads), strict=True))
         freed = last_uses(ops, {*kept, *given})
+        here = [(op, drop) for op, drop in zip(ops, freed, strict=True) if any(self.is_mine[r] for r in op.ranks)]
+        mine = tuple(op for op, _ in here)
+        self._compile(mine, shapes)
+        slots = {key: i for i, key in enumerate(shapes)}
         steps = []
-        for op, drop in zip(ops, freed, strict=True):
-            if op.program is None:
-                call = partial(_move, self.on(op.rank, shapes[op.reads[0]]))
-            else:
-                call = self.compiled[op.program, op.rank]
+        for op, drop in here:
             places = (tuple(slots[key] for key in keys) for keys in (op.reads, op.writes, drop))
-            steps.append((call, *places))
-        peak_bytes = self._peak_bytes(ops, freed, shapes, given)
+            steps.append((self._call(op, shapes), *places))
+        peak_bytes = self._peak_bytes(mine, [drop for _, drop in here], shapes, given)
         kept_shapes = {key: shapes[key] for key in kept}
-        return Walk(tuple(ops), tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, peak_bytes)
+        return Walk(mine, tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, peak_bytes)
 
-    def _lower(self, program: Program, reads: tuple) -> tuple:
-        """Shapes of what a program writes; lowers it the first time."""
-        if program not in self.lowered:
+    def _trace(self, program: Program, reads: tuple) -> tuple:
+        """Shapes of what a program writes; traces it the first time, with a turn before what it reads and writes."""
+        if program not in self.traced:
             specs = [self.programs.specs(program, name) for name in program.reads]
             out_specs = [self.programs.specs(program, name) for name in program.writes]
             donated = self.programs.donated(program)
             function = self.programs.function(program)
 
-            def local(*values: Tree) -> tuple:
-                return function(*values)
+            def local(turn: jax.Array, *values: Tree) -> tuple:
+                return turn + 1, *function(*values)
 
             local.__name__ = program.kind  # names the compiled module
             whole = jax.shard_map(
-                local, mesh=self.abstract, in_specs=tuple(specs), out_specs=tuple(out_specs), check_vma=False
+                local, mesh=self.abstract, in_specs=(P(), *specs), out_specs=(P(), *out_specs), check_vma=False
             )
-            donate = tuple(i for i, name in enumerate(program.reads) if name in donated)
-            traced = jax.jit(whole, donate_argnums=donate).trace(*reads)
-            lowered = traced.lower(lowering_platforms=(self._platform,))
-            written = tuple(self.shape(out, spec) for out, spec in zip(lowered.out_info, out_specs, strict=True))
-            self.lowered[program] = lowered, written
-        return self.lowered[program][1]
+            donate = tuple(i for i, name in enumerate(program.reads, 1) if name in donated)
+            turn = self.shape(jax.ShapeDtypeStruct((), np.int32), P())
+            traced = jax.jit(whole, donate_argnums=donate).trace(turn, *reads)
+            written = tuple(self.shape(out, spec) for out, spec in zip(traced.out_info[1:], out_specs, strict=True))
+            self.traced[program] = traced, written
+        return self.traced[program][1]
 
     @property
     def _platform(self) -> str:
@@ -173,25 +227,68 @@ class Machine:
             return device.platform
         return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
-    def _options(self, program: Program) -> dict[str, Any]:
-        """Of the compiler: those given come before ours."""
+    def _options(self, program: Program | None) -> dict[str, Any]:
+        """Of the compiler, for a program or a crossing: those given come before ours."""
         if self._platform != "cpu":
             return self.options
-        return (CPU_OPTIMIZED if program.kind in OPTIMIZED else CPU_OPTIONS) | self.options
+        return (CPU_OPTIMIZED if program is not None and program.kind in OPTIMIZED else CPU_OPTIONS) | self.options
 
-    def _compile(self, ops: Sequence[Op]) -> None:
-        """Compiles what is not compiled yet, in threads."""
-        wanted = {(op.program, op.rank): None for op in ops if op.program is not None}
-        missing = [key for key in wanted if key not in self.compiled]
+    def _crosses(self, op: Op) -> bool:
+        """Whether a move is between processes."""
+        assert op.sender is not None, "only moves are asked"
+        return processes(self.submeshes[op.sender]) != processes(self.submeshes[op.rank])
 
-        def compiled(key: tuple[Program, int]) -> jax.stages.Compiled:
-            program, rank = key
-            return self.lowered[program][0].compile(
-                self._options(program), device_assignment=tuple(self.submeshes[rank].devices.flat)
-            )
+    def _compile(self, ops: Sequence[Op], shapes: Mapping[Key, Tree]) -> None:
+        """Compiles what is not compiled yet, in threads that begin in the order of `ops`, as in every process."""
+        missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, Program | None]] = {}
+        for op in ops:
+            if op.program is not None and (op.program, op.rank) not in self.compiled:
+                if op.program not in self.lowered:
+                    traced, _ = self.traced[op.program]
+                    self.lowered[op.program] = traced.lower(lowering_platforms=(self._platform,))
+                lowered, devices = self.lowered[op.program], self.submeshes[op.rank]
+                missing[op.program, op.rank] = self.compiled, lowered, devices, op.program
+            elif op.sender is not None and self._crosses(op):
+                parts = parts_of(shapes[op.reads[0]])
+                if (parts, op.sender, op.rank) not in self.crossings:
+                    lowered = lower_crossing(self.abstract, parts, self._platform)
+                    devices = pair_mesh(self.submeshes[op.sender], self.submeshes[op.rank])
+                    missing[parts, op.sender, op.rank] = self.crossings, lowered, devices, None
+
+        def compiled(job: tuple[dict, jax.stages.Lowered, Mesh, Program | None]) -> jax.stages.Compiled:
+            _, lowered, mesh, program = job
+            return lowered.compile(self._options(program), device_assignment=tuple(mesh.devices.flat))
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            self.compiled.update(zip(missing, threads.map(compiled, missing), strict=True))
+            for key, result in zip(missing, threads.map(compiled, missing.values()), strict=True):
+                missing[key][0][key] = result
+
+    def _call(self, op: Op, shapes: Mapping[Key, Tree]) -> Callable[..., Sequence]:
+        """What runs an op: values read to values written."""
+        turns, rank, sender = self.turns, op.rank, op.sender
+        if op.program is not None:
+            program = self.compiled[op.program, rank]
+
+            def in_turn(*values: Tree) -> Sequence:
+                turns[rank], *written = program(turns[rank], *values)
+                return written
+
+            return in_turn
+        there = self.on(rank, shapes[op.reads[0]])
+        assert sender is not None, "what is no program is a move"
+        if not self._crosses(op):
+            if len(set(processes(self.submeshes[rank]))) == 1:
+                return partial(_move, there)
+            return partial(copied, self.submeshes[sender], self.submeshes[rank], there)
+        value = shapes[op.reads[0]]
+        compiled = self.crossings[parts_of(value), sender, rank]
+        cross = crossing(compiled, self.submeshes[sender], self.submeshes[rank], value, there)
+
+        def in_both_turns(sent: Tree) -> Sequence:
+            turns[sender], turns[rank], received = cross(turns[sender], turns[rank], sent)
+            return (received,)
+
+        return in_both_turns
 
     def _peak_bytes(
         self, ops: Sequence[Op], freed: Sequence[tuple[Key, ...]], shapes: Mapping[Key, Tree], given: Collection[Key]
@@ -214,7 +311,7 @@ class Machine:
             for key in drop:
                 if key in where:
                     live[where.pop(key)] -= size[key]
-        return tuple(peak)
+        return tuple(bytes_ if mine else 0 for bytes_, mine in zip(peak, self.is_mine, strict=True))
 
 
 def _move(shardings: Tree, value: Tree) -> tuple[Tree]:

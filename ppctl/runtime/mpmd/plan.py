@@ -8,8 +8,6 @@ x, gx; y, gy                input and output of a stage for one microbatch, and 
 stash, pending              what a forward keeps for its backward, what I leaves to W
 acc, acc_in, acc_out        sums of gradients: a stage's, the embedding's, the head's
 losses                      sums of the losses and of their number
-turn                        the number of tasks that a rank has begun: it makes them run in program order, also on
-                            devices that would otherwise run whatever is ready
 """
 
 from __future__ import annotations
@@ -33,13 +31,24 @@ class Program(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One entry of a plan: a program on a rank, or a move to it (program is None) of the first value read."""
+    """One entry of a plan: a program on a rank, or a move to it (program is None) of the one value read."""
 
     program: Program | None
     rank: int
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
     task: Task | None = None
+    sender: int | None = None  # of a move: the rank that the value is on
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that take part."""
+        return (self.rank,) if self.sender is None else (self.sender, self.rank)
+
+
+def move(sender: int, key: Key, rank: int, there: Key, task: Task | None = None) -> Op:
+    """The entry by which the value `key` of a rank becomes `there` on another."""
+    return Op(None, rank, (key,), (there,), task, sender)
 
 
 class Role(NamedTuple):
@@ -65,8 +74,8 @@ def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
     embedding = ("ends_in", "inputs", "m") if role.is_first else ("x",)
     head = ("ends_out", "targets", "m", "losses") if role.is_last else ()
     with_grad = ("acc_out",) if role.is_last else ()
-    reads: tuple[str, ...] = ("turn", "w")
-    writes: tuple[str, ...] = ("turn",)
+    reads: tuple[str, ...] = ("w",)
+    writes: tuple[str, ...] = ()
     if kind == "F" and keeps_input:
         if role.is_last:
             return None
@@ -94,13 +103,16 @@ def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
 
 
 def task_ops(schedule: Schedule, order: Iterable[Task], sizes: Sequence[int], *, keeps_input: bool) -> list[Op]:
-    """The tasks of `schedule` in `order`, each with the moves of what it wrote and another rank reads.
+    """The tasks of `schedule` in `order`, and the moves of what one rank writes and another reads.
 
-    A schedule of forwards alone keeps nothing.
+    A move comes before its sender's next task or its reader, whichever is first. `order` has tasks by their start, so
+    what the receiver begins while the value is still being made comes before the move and need not wait for it. A
+    schedule of forwards alone keeps nothing.
     """
     rank_of, role = schedule.rank_of, roles(schedule, sizes)
     has_backward = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
     ops: list[Op] = []
+    pending: list[Op] = []  # moves that are not in `ops` yet
     for task in order:
         s, kind, m = task
         program = task_program(kind if has_backward else "E", role[s], keeps_input)
@@ -114,8 +126,6 @@ def task_ops(schedule: Schedule, order: Iterable[Task], sizes: Sequence[int], *,
             moves["gx"] = rank_of[s - 1], ("gy", s - 1, m)
 
         def key(name: str, s: int = s, m: int = m, rank: int = rank) -> Key:
-            if name in ("turn",):
-                return (name, rank)
             if name == "m":
                 return (name, rank, m)
             if name in ("w", "acc"):
@@ -123,12 +133,15 @@ def task_ops(schedule: Schedule, order: Iterable[Task], sizes: Sequence[int], *,
             return (name, s, m) if name in ("x", "y", "gx", "gy", "stash", "pending") else (name,)
 
         here = {name: there for name, (reader, there) in moves.items() if reader == rank}
+        reads = tuple(map(key, program.reads))
         writes = tuple(here.get(name, key(name)) for name in program.writes)
-        ops.append(Op(program, rank, tuple(map(key, program.reads)), writes, task))
+        due = [each for each in pending if each.sender == rank or each.writes[0] in reads]
+        pending = [each for each in pending if each not in due]
+        ops += [*due, Op(program, rank, reads, writes, task)]
         for name, (reader, there) in moves.items():
             if reader != rank and name in program.writes:
-                ops.append(Op(None, reader, (key(name),), (there,), task))
-    return ops
+                pending.append(move(rank, key(name), reader, there, task))
+    return ops + pending
 
 
 def last_uses(ops: Sequence[Op], keep: Collection[Key]) -> list[tuple[Key, ...]]:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.mesh import DATA_AXES
 from ppctl.runtime.layout import Layout, gather, scatter
-from ppctl.runtime.mpmd.plan import Key, Op, Program, Role
+from ppctl.runtime.mpmd.plan import Key, Op, Program, Role, move
 from ppctl.runtime.mpmd.tasks import Model, is_none, run_task, unlead
 
 Tree = Any
@@ -58,7 +58,7 @@ def rank_ops(layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool) -
     before, after = [], []
     for r, here in enumerate(ranks):
         stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
-        writes: list[Key] = [("turn", r), *(("w", s) for s in stages)]
+        writes: list[Key] = [("w", s) for s in stages]
         sums: list[Key] = [("acc", s) for s in stages]
         sums += [("acc_in",)] * here.has_first + [("acc_out",)] * here.has_last
         writes += [("ends_in",)] * here.has_first + [("ends_out",)] * here.has_last
@@ -68,11 +68,11 @@ def rank_ops(layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool) -
         if here.tied == "head":
             to = layout.rank_of[0]
             after.insert(0, rank_op("finish", here, r, sums, [("grads", r), ("tied_head",)]))
-            after.insert(1, Op(None, to, (("tied_head",),), (("tied", to),)))
+            after.insert(1, move(r, ("tied_head",), to, ("tied", to)))
         elif here.tied == "embedding":
             back = layout.rank_of[-1]
             after.append(rank_op("finish", here, r, [*sums, ("tied", r)], [("grads", r), ("tied_sum",)]))
-            after.append(Op(None, back, (("tied_sum",),), (("tied", back),)))
+            after.append(move(r, ("tied_sum",), back, ("tied", back)))
         else:
             after.append(rank_op("finish", here, r, sums, [("grads", r)]))
     return before, after if with_grads else []
@@ -101,7 +101,7 @@ def prepare(model: Model, here: RankRole, program: Program, specs: Tree, params:
         for v, role in enumerate(here.stages)
     ]
     by_embedding, by_head = model.uses
-    found: dict[str, list] = {"turn": [jnp.zeros((), jnp.int32)], "w": w, "acc": [zeros(each) for each in w]}
+    found: dict[str, list] = {"w": w, "acc": [zeros(each) for each in w]}
     if here.has_first:
         found["ends_in"] = [model.keep(whole["ends"], by_embedding)]
         found["acc_in"] = [zeros(found["ends_in"][0])]
@@ -180,7 +180,7 @@ class Library:
         if name.startswith("tied"):
             specs = _leaves(self.param_specs[program.shape]["ends"])
             return [spec for spec, tied in zip(specs, self.model.tied, strict=True) if tied]
-        return P() if name in ("turn", "w", "ends_in", "ends_out", "m") else P(DATA_AXES)
+        return P() if name in ("w", "ends_in", "ends_out", "m") else P(DATA_AXES)
 
     def function(self, program: Program) -> Callable[..., tuple]:
         """What one device computes of a program: values in the order of its reads to values in that of its writes."""

@@ -129,7 +129,8 @@ def unlead(tree: Tree) -> Tree:
 
 def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
     """What a task of this kind writes, by name, from what it reads."""
-    stage, out = model.stage, {"turn": v["turn"] + 1}
+    stage = model.stage
+    out: dict[str, Any] = {}
     if kind in "EF":
         x = model.embed(v) if role.is_first else v["x"]
         out["y"], stash = stage.forward(v["w"], None, x)

@@ -1,0 +1,149 @@
+"""Arrays as what each device holds of them: how values pass between submeshes of several processes.
+
+A process sees its own devices' shards only. To let devices of different submeshes, or ranks that hold different things,
+take part in one program, each gives what it holds as its copy of an array that counts as replicated: inside shard_map a
+device sees its own, whatever the others have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Tree = Any
+Device = Any
+Part = tuple[tuple[int, ...], np.dtype]  # shape and dtype of what a device holds of an array
+PAIR = "pair"  # the axis of a sender's and a receiver's submesh
+TURN: Part = (), np.dtype("int32")
+
+
+def held(a: jax.Array) -> dict[Device, jax.Array]:
+    """What this process's devices hold of an array."""
+    return {shard.device: shard.data for shard in a.addressable_shards}
+
+
+def made(shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[Device, jax.Array]) -> jax.Array:
+    """The array of which devices hold these parts; parts of other devices are passed over."""
+    assert isinstance(sharding.mesh, Mesh), "of devices"
+    here = [parts[device] for device in sharding.mesh.devices.flat if device in parts]
+    return jax.make_array_from_single_device_arrays(shape, sharding, here)
+
+
+def each_its_own(mesh: Mesh, parts: Mapping[Device, jax.Array]) -> jax.Array:
+    """An argument of a program on `mesh` of which each device has its own part, all of one shape."""
+    return made(next(iter(parts.values())).shape, NamedSharding(mesh, P()), parts)
+
+
+def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, jax.Array]:
+    """Zeros on each device of this process, for what it takes no part in filling."""
+    mine = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    return {device: jax.device_put(np.zeros(shape, dtype), device) for device in mine}
+
+
+def processes(mesh: Mesh) -> list[int]:
+    """The process of each device."""
+    return [device.process_index for device in mesh.devices.flat]
+
+
+def is_mine(mesh: Mesh) -> bool:
+    """Whether a device is this process's."""
+    return jax.process_index() in processes(mesh)
+
+
+# from submesh to submesh
+
+
+def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
+    """Both as one, [2, *shape]."""
+    devices = np.stack([sender.devices, receiver.devices])
+    return Mesh(devices, (PAIR, *sender.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
+
+
+def copied(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
+    """A value at the receiver, where each device's counterpart is of the same process: every process copies its own."""
+    counterpart = dict(zip(sender.devices.flat, receiver.devices.flat, strict=True))
+
+    def one(a: jax.Array, sharding: NamedSharding) -> jax.Array:
+        parts = {counterpart[device]: part for device, part in held(a).items()}
+        return made(a.shape, sharding, {device: jax.device_put(part, device) for device, part in parts.items()})
+
+    return (jax.tree.map(one, value, there),)
+
+
+def parts_of(shapes: Tree) -> tuple[Part, ...]:
+    """What one device holds of each leaf of a value."""
+    return tuple((a.sharding.shard_shape(a.shape), a.dtype) for a in jax.tree.leaves(shapes))
+
+
+@cache
+def lower_crossing(submesh: AbstractMesh, parts: tuple[Part, ...], platform: str) -> jax.stages.Lowered:
+    """The program (turn, *parts) -> (next turn, *parts) that gives each receiver what the sender in its place holds."""
+    types = (AxisType.Auto,) * (1 + len(submesh.axis_names))
+    pair = AbstractMesh((2, *submesh.axis_sizes), (PAIR, *submesh.axis_names), axis_types=types)
+
+    def cross(turn: jax.Array, *sent: jax.Array) -> tuple[jax.Array, ...]:
+        return turn + 1, *(jax.lax.ppermute(part, PAIR, [(0, 1)]) for part in sent)
+
+    whole = jax.shard_map(cross, mesh=pair, in_specs=P(), out_specs=P(), check_vma=False)
+    sharding = NamedSharding(pair, P())
+    shapes = [jax.ShapeDtypeStruct(*part, sharding=sharding) for part in (TURN, *parts)]
+    return jax.jit(whole).trace(*shapes).lower(lowering_platforms=(platform,))
+
+
+def crossing(
+    compiled: Callable[..., Sequence], sender: Mesh, receiver: Mesh, shapes: Tree, there: Tree
+) -> Callable[..., tuple]:
+    """The call (turn of the sender, of the receiver, value) -> (their next turns, value there) of such a program.
+
+    `there`: shardings at the receiver. What this process has no devices of is None.
+    """
+    pair, sends, receives = pair_mesh(sender, receiver), is_mine(sender), is_mine(receiver)
+    parts = parts_of(shapes)
+    # receivers give something too; those of one shape share it
+    blank = {part: zeros(receiver, *part) if receives else {} for part in set(parts)}
+    turn_shardings = [NamedSharding(mesh, P()) if is_mine(mesh) else None for mesh in (sender, receiver)]
+    sizes = [a.shape for a in jax.tree.leaves(shapes)]
+    shardings, treedef = jax.tree.flatten(there)
+
+    def run(sender_turn: jax.Array | None, receiver_turn: jax.Array | None, value: Tree) -> tuple:
+        turn = {
+            device: a for each in (sender_turn, receiver_turn) if each is not None for device, a in held(each).items()
+        }
+        sent = map(held, jax.tree.leaves(value)) if sends else [{} for _ in parts]
+        given = [blank[part] | of_sender for part, of_sender in zip(parts, sent, strict=True)]
+        next_turn, *received = compiled(*(each_its_own(pair, a) for a in (turn, *given)))
+        turn = held(next_turn)
+        turns = (None if sharding is None else made((), sharding, turn) for sharding in turn_shardings)
+        if not receives:
+            return *turns, None
+        arrived = zip(sizes, shardings, map(held, received), strict=True)
+        return *turns, jax.tree.unflatten(treedef, [made(*each) for each in arrived])
+
+    return run
+
+
+# over the whole mesh
+
+
+def from_holder(
+    mesh: Mesh, axis: str, holder: int, parts: Mapping[Device, jax.Array], spec: P, sharding: NamedSharding
+) -> jax.Array:
+    """What the devices at place `holder` along `axis` hold, each a shard by `spec`, as an array of this sharding."""
+    return _spread(mesh, axis, holder, spec, sharding)(each_its_own(mesh, parts))
+
+
+@cache
+def _spread(mesh: Mesh, axis: str, holder: int, spec: P, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    def spread(part: jax.Array) -> jax.Array:
+        is_held = jax.lax.axis_index(axis) == holder
+        return jax.lax.psum(jnp.where(is_held, part, jnp.zeros_like(part)), axis)
+
+    whole = jax.shard_map(spread, mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False)
+    return jax.jit(whole, out_shardings=sharding)
