@@ -18,6 +18,7 @@ LOG_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w.]+):\d+\] ?(.*)")
 SERVICE = re.compile(
     r"coordination_service|preemption|^client\.|distributed_runtime|rpc"
 )  # files of XLA's that chatter
+GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # its threads print piecemeal, into each other's lines
 GONE = re.compile(r"tasks are unhealthy[^:]*:\s*([\s\S]*?)\s*The tasks have crashed")
 
 
@@ -46,7 +47,7 @@ def tell_lost(what: str) -> None:
 def readable(lines: Iterable[str], process: str) -> Iterator[str]:
     """The lines that are for people.
 
-    >>> list(readable(["[Gloo] Rank 0 is connected\\n", "hello\\n"], "1"))
+    >>> list(readable(["[Gloo] Rank [Gloo] Rank 1\\n", "0 ... connected peer ranks is : 1\\n", "hello\\n"], "1"))
     ['hello\\n']
     """
     lost, last_words, is_dropped = "", "", False
@@ -58,7 +59,7 @@ def readable(lines: Iterable[str], process: str) -> Iterator[str]:
             last_words += line  # nothing comes after it but its own rest
         elif entry and entry[1] == "F" and SERVICE.search(entry[2]):
             last_words = line
-        elif entry or line.startswith("[Gloo]"):
+        elif entry or GLOO.search(line):
             is_dropped = entry is None or SERVICE.search(entry[2]) is not None or (process != "0" and entry[1] in "IW")
             if not is_dropped:
                 yield line
