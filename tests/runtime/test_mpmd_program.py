@@ -12,6 +12,7 @@ import pytest
 from mpmd_cases import MpmdCase, make_engine
 
 from ppctl.assemble import task_costs
+from ppctl.runtime.mpmd import machine
 from ppctl.runtime.mpmd.plan import last_uses
 from ppctl.schedule import FAMILIES
 from ppctl.schedule.simulate import peak_activations, simulate
@@ -151,3 +152,13 @@ def test_parameters_and_optimizer_state_live_on_their_rank_only():
     assert ends == [["embedding"], [], [], ["embedding", "norm"]]
     copies = [np.asarray(state[rank]["params"]["ends"]["embedding"]) for rank in (0, 3)]
     np.testing.assert_array_equal(*copies)
+
+
+def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):
+    assert not machine._is_known("xla_cpu_no_such_option")
+    assert machine._is_known("xla_llvm_disable_expensive_passes")
+    engine, _ = make_engine(case_of("1f1b", mesh=(1, 2, 1), num_layers=2))
+    monkeypatch.setattr(machine, "CPU_OPTIONS", {"xla_cpu_no_such_option": False, "xla_backend_optimization_level": 0})
+    monkeypatch.setattr(machine, "NOT_EVERYWHERE", "xla_cpu_no_such_option")
+    engine.machine.options = {}
+    assert engine.machine._options(None) == {"xla_backend_optimization_level": 0}

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -63,6 +63,7 @@ CPU_OPTIONS = {
     "xla_cpu_parallel_codegen_split_count": 1,  # kernels of a program in one LLVM module
     "xla_backend_optimization_level": 0,
 }
+NOT_EVERYWHERE = "xla_cpu_use_fusion_emitters"  # newer compilers (jaxlib 0.12) have MLIR's emitters alone
 CPU_OPTIMIZED = CPU_OPTIONS | {"xla_backend_optimization_level": 1}
 OPTIMIZED = (*TASKS, "finish")  # which copies all gradients: 5 ms, not 10, for 0.1 s
 
@@ -231,7 +232,8 @@ class Machine:
         """Of the compiler, for a program or a crossing: those given come before ours."""
         if self._platform != "cpu":
             return self.options
-        return (CPU_OPTIMIZED if program is not None and program.kind in OPTIMIZED else CPU_OPTIONS) | self.options
+        ours = CPU_OPTIMIZED if program is not None and program.kind in OPTIMIZED else CPU_OPTIONS
+        return {name: value for name, value in ours.items() if name != NOT_EVERYWHERE or _is_known(name)} | self.options
 
     def _crosses(self, op: Op) -> bool:
         """Whether a move is between processes."""
@@ -312,6 +314,18 @@ class Machine:
                 if key in where:
                     live[where.pop(key)] -= size[key]
         return tuple(bytes_ if mine else 0 for bytes_, mine in zip(peak, self.is_mine, strict=True))
+
+
+@cache
+def _is_known(option: str) -> bool:
+    """Whether the compiler of this jaxlib has an option that is true or false."""
+    try:
+        jax.jit(lambda: 0).lower().compile({option: False})
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _move(shardings: Tree, value: Tree) -> tuple[Tree]:
