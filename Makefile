@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test check lint smoke exhaustive golden bench clean
+.PHONY: help setup train test check lint smoke exhaustive chaos golden bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ smoke: $(INSTALLED) ## a short run of each kind of schedule on simulated devices
 
 exhaustive: $(INSTALLED) ## gradients of every schedule x mesh x chunks x remat x layers, not only of a covering selection
 	$(BIN)/python tests/exhaustive.py
+
+chaos: $(INSTALLED) ## 200 times kill -9 of a random process of a run, at random moments; half an hour
+	$(BIN)/python tests/chaos.py
 
 golden: $(INSTALLED) ## rewrite the golden schedules and show what changed
 	$(BIN)/python tests/golden.py

@@ -1,0 +1,115 @@
+"""Faults that one process of two meets: both end with it or go on with it, and it is said once."""
+
+import json
+import re
+
+import pytest
+from test_processes import processes
+
+from ppctl.errors import LostError
+
+NUM_STEPS = 8
+SETTINGS = (  # each process saves megabytes; the records of steps are far from 100 kB
+    *("mesh=1x2", "model.num_layers=2", "model.d_model=256", f"run.num_steps={NUM_STEPS}"),
+    *("run.checkpoint.every=2", "run.checkpoint.keep=9", "run.checkpoint.timeout_s=10"),
+)
+
+# The process's disk is full while step 4 is saved.
+FULL = """
+import resource
+from ppctl import cli
+from ppctl.checkpoint import Checkpoints
+
+hard, save = resource.getrlimit(resource.RLIMIT_FSIZE)[1], Checkpoints.save
+
+def limited(self, step, *args):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if step == 4 else hard, hard))
+    return save(self, step, *args)
+
+Checkpoints.save = limited
+cli.console_script()
+"""
+# The process cannot write where the checkpoints are to be. (Rights do not bind the user who may run the tests.)
+READ_ONLY = """
+import errno, os
+from ppctl import cli
+from ppctl.checkpoint import Checkpoints
+
+def probe(self):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+Checkpoints._probe = probe
+cli.console_script()
+"""
+
+
+def results(run_dir):
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [[record[key] for key in ("step", "loss", "grad_norm")] for record in records]
+
+
+def checksums(run_dir):
+    return json.loads((run_dir / "checkpoints" / str(NUM_STEPS) / "meta" / "data.json").read_text())["checksums"]
+
+
+def steps(run_dir):
+    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+
+
+def said_of(started, what):
+    """Every line with `what` in it, of all processes."""
+    return [line for process in started for line in process.lines if what in line]
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_costs_one_checkpoint_and_a_flipped_byte_another(tmp_path):
+    run_dir = tmp_path / "run"
+    words = (*SETTINGS, "run.checkpoint.on_failure=continue")
+    with processes(2, run_dir, *words, programs={1: FULL}) as started:
+        assert [process.end() for process in started] == [0, 0], said_of(started, "")
+    [note] = said_of(started, "could not be written")
+    assert note.startswith(f"note: Checkpoint {run_dir}/checkpoints/4 could not be written: ")
+    assert "; step 2 is the newest finished one. " in note
+    assert steps(run_dir) == {"2", "6", "8"}
+    wanted = results(run_dir), checksums(run_dir)
+
+    files = (run_dir / "checkpoints" / "8" / "state" / "ocdbt.process_1").rglob("d/*")
+    file = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with processes(2, run_dir, *words) as started:
+        assert [process.end() for process in started] == [0, 0], said_of(started, "")
+    [line] = said_of(started, "cannot be read")
+    assert re.fullmatch(
+        rf"Checkpoint {run_dir}/checkpoints/8 cannot be read: \S+ does not have the checksum it was saved with"
+        r"( \(.*\))?\. It is now 8\.damaged; trying step 6\n",
+        line,
+    )
+    assert len(said_of(started, "resuming after step 6")) == 1
+    assert (results(run_dir), checksums(run_dir)) == wanted
+    assert steps(run_dir) == {"2", "6", "8", "8.damaged"}
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_the_first_process_ends_both(tmp_path):
+    run_dir = tmp_path / "run"
+    with processes(2, run_dir, *SETTINGS, programs={0: FULL}) as started:
+        codes = {process.end(timeout_s=100) for process in started}
+    assert codes <= {2, LostError.exit_code}  # both notice: one by itself, the other may hear of it first
+    for line in (lines := said_of(started, "could not be written")):
+        assert f" Checkpoint {run_dir}/checkpoints/4 could not be written: " in line
+        assert re.search(r"; step 2 is the newest finished one\. .* Training stopped after step \d+; ", line)
+    assert lines
+    assert said_of(started, "Traceback") == []
+    assert {name for name in steps(run_dir) if name.isdecimal()} == {"2"}
+
+
+@pytest.mark.slow
+def test_a_directory_that_one_cannot_write_ends_both_before_anything_is_compiled(tmp_path):
+    run_dir = tmp_path / "run"
+    with processes(2, run_dir, *SETTINGS, programs={1: READ_ONLY}) as started:
+        assert [process.end(timeout_s=100) for process in started] == [2, 2]
+    [line] = said_of(started, "Read-only file system")
+    assert line.startswith(f"ppctl: process 1: Checkpoints cannot be written to {run_dir}/checkpoints: ")
+    assert said_of(started, "compiling") == said_of(started, "Traceback") == []
