@@ -36,10 +36,10 @@ WORDS = (
     "data.num_targets=3 schedule.num_microbatches=2 run.platform=cpu run.eval_every=null run.tensorboard=false "
     f"run.log_every=1 run.checkpoint.every={EVERY} run.checkpoint.keep={KEEP}"
 ).split()
-LAYOUTS = {  # by the number of processes; mpmd: one
+LAYOUTS = {  # by the number of processes; mpmd: two
     "one": "mesh=1x2 schedule=gpipe model.num_layers=2",
     "two": "mesh=1x2 schedule=zb_h1 model.num_layers=2 launch.processes=2 launch.crash_grace_s=2",
-    "mpmd": "mesh=1x2 schedule=1f1b executor=mpmd model.num_layers=2",
+    "mpmd": "mesh=1x2 schedule=1f1b executor=mpmd model.num_layers=2 launch.processes=2 launch.crash_grace_s=2",
     "four": "mesh=2x2 schedule=gpipe model.num_layers=2 launch.processes=4 launch.crash_grace_s=2",
 }
 TURNS = (*LAYOUTS, "one", "two", "mpmd", "two")  # four processes cost the most

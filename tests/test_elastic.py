@@ -16,11 +16,10 @@ WORDS = (
     "run.dtype=float64 run.eval_every=null run.checkpoint.every=null run.tensorboard=false "
     "optim.warmup_steps=0 optim.min_lr_fraction=1"  # the learning rate does not depend on where the run is to end
 )
-MPMD_PROCESSES = 1
 CHAIN = (  # (processes, layout), each for EVERY steps; the epoch of 8 steps ends in the third
     (1, "mesh=2x4 schedule=interleaved"),
     (2, "mesh=1x8 schedule=gpipe partition=explicit partition.layers=[3,2,2,2,2,2,2,1]"),
-    (MPMD_PROCESSES, "mesh=4x2x1 schedule=zb_h1 executor=mpmd"),
+    (4, "mesh=4x2x1 schedule=zb_h1 executor=mpmd"),
     (1, "mesh=8x1 schedule=gpipe"),
 )
 BY_USER = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "PPCTL_"))}

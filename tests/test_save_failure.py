@@ -75,7 +75,13 @@ def test_continue_says_so_and_saves_again_when_it_can(train, tmp_path, monkeypat
 
 
 def test_continue_ends_with_the_error_if_the_last_save_fails(train, tmp_path):
-    code, out, err, steps = train({5: lambda: disk(full=True)}, "run.num_steps=8", "run.checkpoint.on_failure=continue")
+    def full_after_the_save_of_step_4():
+        while not (tmp_path / "run" / "checkpoints" / "4").exists():
+            time.sleep(0.001)
+        disk(full=True)
+
+    at = {5: full_after_the_save_of_step_4}
+    code, out, err, steps = train(at, "run.num_steps=8", "run.checkpoint.on_failure=continue")
     assert (code, steps) == (2, (2, 4))
     assert out.count("note: ") == 1  # step 6
     assert err.startswith(f"ppctl: Checkpoint {tmp_path}/run/checkpoints/8 could not be written: ")
