@@ -42,7 +42,7 @@ class Checkpoints:
         keep: Checkpoints kept, at least 1. None opens for reading only: nothing is created or removed, so that a
             reader never takes away what a running job is writing.
         timeout_s: How long a save may take. Where one of several processes fails, the others wait for it that long.
-        any_of: Whether any process says True, told to each of them. One process asks itself.
+        gather: The text of each process, given to all of them. One process hears itself.
 
     Raises:
         CheckpointError: `directory` cannot be written.
@@ -57,10 +57,10 @@ class Checkpoints:
         *,
         keep: int | None,
         timeout_s: int = 300,
-        any_of: Callable[[bool], bool] = bool,
+        gather: Callable[[str], list[str]] = lambda text: [text],
     ):
         self.directory = Path(directory).absolute()  # Orbax refuses relative paths
-        self._keep, self._timeout_s, self._any_of = keep, timeout_s, any_of
+        self._keep, self._timeout_s, self._gather = keep, timeout_s, gather
         self._writing, self._reading = _contexts(timeout_s)
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._pending: tuple[int, Any] | None = None  # step and Orbax's response of the save under way
@@ -75,9 +75,10 @@ class Checkpoints:
             self._probe()
         except OSError as failure:
             error = failure
-        if any_of(error is not None):
+        reason = self._told(error)
+        if reason is not None:
             raise CheckpointError(
-                f"Checkpoints cannot be written to {self.directory}: {_reason(error)}. Use another run.dir, "
+                f"Checkpoints cannot be written to {self.directory}: {reason}. Use another run.dir, "
                 "or make this one writable."
             ) from error
 
@@ -187,9 +188,10 @@ class Checkpoints:
                 (self.directory / str(step)).rename(self.directory / name)
             except OSError as failure:
                 error = failure
-        if self._any_of(error is not None):
+        reason = self._told(error)
+        if reason is not None:
             raise CheckpointError(
-                f"Checkpoint {self.directory / str(step)} is damaged and cannot be moved away: {_reason(error)}. "
+                f"Checkpoint {self.directory / str(step)} is damaged and cannot be moved away: {reason}. "
                 "Move it away, or use another run.dir."
             ) from error
         self._aside.add(step)
@@ -201,7 +203,7 @@ class Checkpoints:
         """Nothing, at once. SaveError if the save under way has failed by now."""
         if self._pending is None or self._checkpointer is None:
             return
-        if not self._any_of(self._checkpointer.is_saving_in_progress()):
+        if not any(self._gather("busy" if self._checkpointer.is_saving_in_progress() else "")):
             self.wait()
 
     def wait(self) -> None:
@@ -246,10 +248,27 @@ class Checkpoints:
             yield
         except Exception as failure:
             error = failure
-        if self._any_of(error is not None):
+        reason = self._told(error)
+        if reason is not None:
             self._pending = self._current = None
             self._shut()
-            raise self._not_saved(step, error) from error
+            raise self._not_saved(step, reason) from error
+
+    def _told(self, error: BaseException | None) -> str | None:
+        """What went wrong, in the words of one process to which it did; the same in all. None where nothing did."""
+        late = f"not finished after run.checkpoint.timeout_s={self._timeout_s}"
+        here = ""
+        if error is not None:
+            is_late = isinstance(error, TimeoutError) or "imeout waiting at barrier" in str(_cause(error))
+            here = late if is_late else _reason(error)
+        found = self._gather(here)
+        told = {process: reason for process, reason in enumerate(found) if reason}
+        if not told:
+            return None
+        process = min(
+            told, key=lambda process: (told[process] == late, process)
+        )  # a process is late for another's fault
+        return told[process] if len(found) == 1 else f"{told[process]} (process {process})"
 
     def _probe(self) -> None:
         """Nothing, or OSError when no directory can be made here."""
@@ -270,13 +289,12 @@ class Checkpoints:
                 loaded = ocp.load_checkpointables(str(path), items)
         except Exception as failure:
             loaded, error = {}, failure
-        if self._any_of(error is not None and _is_passing(error)):
-            raise CheckpointError(
-                f"Checkpoint {path} cannot be read: {_reason(error)}. Start again once it can."
-            ) from error
-        if self._any_of(error is not None):
-            raise self._damaged(step, _reason(error)) from error
-        return loaded
+        reason = self._told(error)
+        if reason is None:
+            return loaded
+        if any(self._gather("passing" if error is not None and _is_passing(error) else "")):
+            raise CheckpointError(f"Checkpoint {path} cannot be read: {reason}. Start again once it can.") from error
+        raise self._damaged(step, reason) from error
 
     def _path(self, step: int) -> Path:
         """Where `step` is stored. CheckpointError if it is not."""
@@ -294,13 +312,9 @@ class Checkpoints:
         what = f"Checkpoint {self.directory / str(step)} cannot be read: {reason}"
         return DamagedError(step, what, f"Move it away to {resume}.")
 
-    def _not_saved(self, step: int, error: Exception | None) -> SaveError:
+    def _not_saved(self, step: int, reason: str) -> SaveError:
         latest = self.latest()
         kept = "no checkpoint is finished" if latest is None else f"step {latest} is the newest finished one"
-        is_late = isinstance(error, TimeoutError) or (
-            error is not None and "imeout waiting at barrier" in str(_cause(error))
-        )
-        reason = f"not finished after run.checkpoint.timeout_s={self._timeout_s}" if is_late else _reason(error)
         return SaveError(
             f"Checkpoint {self.directory / str(step)} could not be written: {reason}; {kept}. "
             "Free or extend the disk, or use another run.dir."
@@ -348,10 +362,8 @@ def _listed(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
-def _reason(error: BaseException | None) -> str:
+def _reason(error: BaseException) -> str:
     """What went wrong, in one line."""
-    if error is None:
-        return "it failed in another process"
     error = _cause(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else text  # else in quotes

@@ -23,7 +23,7 @@ import jax
 
 from ppctl import distributed, native
 from ppctl.config import Config
-from ppctl.errors import AgreedError, ConfigError, ElsewhereError, LostError, PpctlError
+from ppctl.errors import AgreedError, CheckpointError, ConfigError, ElsewhereError, LostError, PpctlError
 from ppctl.loop import writing
 from ppctl.mesh import all_devices
 from ppctl.watch import Watch
@@ -59,11 +59,15 @@ def membership(config: Config) -> Iterator[Watch]:
         distributed.gather("")  # watched until all are done
         watch.stop()
         distributed.gather("")
-    except (AgreedError, ElsewhereError):
+    except (AgreedError, ElsewhereError, CheckpointError) as error:  # which all processes raise at the same point
         watch.stop()
         distributed.leave()  # all do: none must lose contact before it could tell why
         _clear(watch)
-        raise
+        if process == 0 or not isinstance(error, CheckpointError):
+            raise
+        elsewhere = ElsewhereError()
+        elsewhere.exit_code = error.exit_code
+        raise elsewhere from error
     except Exception as error:
         raise _told(error, config, watch) from error
     distributed.leave()

@@ -54,8 +54,8 @@ def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
     parts = assemble(config)
     run_dir = Path(config.run.dir)
     keep, timeout_s = config.run.checkpoint.keep, config.run.checkpoint.timeout_s
-    directory, any_of = run_dir / "checkpoints", distributed.any_of
-    with Checkpoints(directory, keep=keep, timeout_s=timeout_s, any_of=any_of) as checkpoints:
+    directory, gather = run_dir / "checkpoints", distributed.gather
+    with Checkpoints(directory, keep=keep, timeout_s=timeout_s, gather=gather) as checkpoints:
         if config.run.eval_every is not None:
             parts.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
         start, restored = resume(config, parts, checkpoints, say)
