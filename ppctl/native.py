@@ -81,7 +81,7 @@ def _cause(last_words: str) -> str:
     if gone is not None:
         listed = sorted({int(number) for number in re.findall(r"(?:^|task:)(\d+)\b", gone[1], re.MULTILINE)})
         return f"process{'es' if len(listed) > 1 else ''} {', '.join(map(str, listed))} gave no sign of life any more"
-    if "Socket closed" in last_words or "onnection refused" in last_words:
+    if re.search("Socket closed|onnection (refused|reset)", last_words):
         return "process 0, which all others need, has ended"
     return " ".join(last_words.split("*** Check failure")[0].split("absl::Status:")[-1].split())
 

@@ -295,9 +295,13 @@ F1121 17:04:08.460899   10136 client.h:80] Terminating process because. absl::St
         (OTHER_GONE, "ppctl: process 1: lost contact; process 2 gave no sign of life any more.\n"),
         (f"{LOST}stuck in step 4\n{OTHER_GONE}", "ppctl: process 1: stuck in step 4; process 2 gave no sign of life"),
         (FIRST_GONE, "ppctl: process 1: lost contact; process 0, which all others need, has ended.\n"),
+        (
+            FIRST_GONE.replace("Socket closed", "recvmsg:Connection reset by peer"),
+            "ppctl: process 1: lost contact; process 0, which all others need, has ended.\n",
+        ),
         ("F1121 17:04:08.460899   10136 cpu_client.cc:80] Check failed: a == b\n", "F1121 17:04:08.460899"),
     ],
-    ids=["another", "another, in a collective", "the first", "a fault of XLA's own"],
+    ids=["another", "another, in a collective", "the first", "the first, by a reset", "a fault of XLA's own"],
 )
 def test_the_last_words_of_xla_are_one_line(printed, expected):
     [line] = readable(printed.splitlines(keepends=True), "1")
