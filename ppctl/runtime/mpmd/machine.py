@@ -52,20 +52,19 @@ Tree = Any
 
 
 # On CPU most of a compile is a fixed price for each fused kernel (MLIR contexts, LLVM's passes), and each rank pays it.
-# CPU s to compile for one rank, and with these options (jax 0.10.2, bench model, 2 layers a stage, a busy machine): F
-# 1.3 and 0.7, B 2.8 and 1.9, which run as fast; prepare, squares and update 2.2 and 0.4. Those three run longer without
-# LLVM's passes (7 and 12, 2 and 2, 12 and 42 ms), but only once a step: 3% of it. Tried and rejected: level 0 for tasks
-# (F and B 4.4 and 1.2 to compile, but F runs 34 and 55 ms, B 123 and 160); level 0 with MLIR's emitters (a third less
-# to compile); xla_cpu_opt_preset, xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (nothing gained);
-# xla_disable_hlo_passes=fusion (2.4 times as long to compile).
-CPU_OPTIONS = {
+# What runs once a step is compiled without: on a busy machine prepare, squares and update take 0.4 CPU s a rank, not 2.2
+# (jax 0.10.2, bench model). Tried and rejected for tasks and finish: the same at level 1 (all of mpmd then compiles in
+# 1.27 times spmd's CPU s, not 1.93, but a step takes 1.17 / 1.36 / 1.33 times the reference's with remat=none / layer /
+# full, not 1.13 / 1.20 / 1.19); level 0 (F runs 34 and 55 ms, B 123 and 160); xla_cpu_opt_preset,
+# xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (nothing gained); xla_disable_hlo_passes=fusion (2.4
+# times as long to compile).
+CPU_ONCE = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,  # kernels of a program in one LLVM module
     "xla_backend_optimization_level": 0,
 }
 NOT_EVERYWHERE = "xla_cpu_use_fusion_emitters"  # newer compilers (jaxlib 0.12) have MLIR's emitters alone
-CPU_OPTIMIZED = CPU_OPTIONS | {"xla_backend_optimization_level": 1}
-OPTIMIZED = (*TASKS, "finish")  # which copies all gradients: 5 ms, not 10, for 0.1 s
+OPTIMIZED = (*TASKS, "finish")  # which copies all gradients: 5 ms, not 10
 
 
 class Programs(Protocol):
@@ -230,10 +229,11 @@ class Machine:
 
     def _options(self, program: Program | None) -> dict[str, Any]:
         """Of the compiler, for a program or a crossing: those given come before ours."""
-        if self._platform != "cpu":
+        if self._platform != "cpu" or (program is not None and program.kind in OPTIMIZED):
             return self.options
-        ours = CPU_OPTIMIZED if program is not None and program.kind in OPTIMIZED else CPU_OPTIONS
-        return {name: value for name, value in ours.items() if name != NOT_EVERYWHERE or _is_known(name)} | self.options
+        return {
+            name: value for name, value in CPU_ONCE.items() if name != NOT_EVERYWHERE or _is_known(name)
+        } | self.options
 
     def _crosses(self, op: Op) -> bool:
         """Whether a move is between processes."""
