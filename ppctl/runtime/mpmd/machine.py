@@ -52,8 +52,8 @@ Tree = Any
 
 
 # On CPU most of a compile is a fixed price for each fused kernel (MLIR contexts, LLVM's passes), and each rank pays it.
-# What runs once a step is compiled without: on a busy machine prepare, squares and update take 0.4 CPU s a rank, not 2.2
-# (jax 0.10.2, bench model). Tried and rejected for tasks and finish: the same at level 1 (all of mpmd then compiles in
+# What runs once a step is compiled without: on a busy machine prepare, squares and update take 0.4 CPU s a rank, not
+# 2.2 (jax 0.10.2, bench model). Tried, rejected for tasks and finish: the same at level 1 (all of mpmd then compiles in
 # 1.27 times spmd's CPU s, not 1.93, but a step takes 1.17 / 1.36 / 1.33 times the reference's with remat=none / layer /
 # full, not 1.13 / 1.20 / 1.19); level 0 (F runs 34 and 55 ms, B 123 and 160); xla_cpu_opt_preset,
 # xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (nothing gained); xla_disable_hlo_passes=fusion (2.4
