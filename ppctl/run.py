@@ -30,10 +30,10 @@ from ppctl.loop import Loop, writing
 from ppctl.members import compare, membership
 from ppctl.metrics import Metrics, NoMetrics
 from ppctl.schedule.simulate import peak_activations, simulate
+from ppctl.supervise import STOP_SIGNALS, handling
 from ppctl.watch import Watch
 
 Tree = Any
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by more than this
 
 
@@ -246,9 +246,5 @@ def _stop_requests(console: Console) -> Iterator[Callable[[int], int | None]]:
         return received[0] if received else None
 
     numbers = (signal.SIGINT,) if is_joined else STOP_SIGNALS
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with handling(numbers, handle):
         yield asked_to_leave
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

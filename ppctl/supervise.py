@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -55,9 +55,16 @@ def stop_requests() -> Iterator[Events]:
     def handle(number: int, _frame: FrameType | None) -> None:
         events.put(Stop(number))
 
-    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    try:
+    with handling(STOP_SIGNALS, handle):
         yield events
+
+
+@contextmanager
+def handling(numbers: Collection[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """While it is open, `handle` answers these signals; then what answered them before."""
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
