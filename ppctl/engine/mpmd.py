@@ -25,7 +25,7 @@ from ppctl.mesh import DATA_AXES
 from ppctl.optim import sum_of_squares
 from ppctl.runtime.mpmd.division import Division
 from ppctl.runtime.mpmd.machine import Machine, Walk
-from ppctl.runtime.mpmd.plan import Key, Op, Program, move, roles, task_ops
+from ppctl.runtime.mpmd.plan import Effort, Key, Op, Program, move, roles, task_ops
 from ppctl.runtime.mpmd.rank import Library, rank_op, rank_ops, rank_roles, with_tied
 from ppctl.runtime.mpmd.tasks import Model
 from ppctl.schedule.ir import Schedule, Task
@@ -281,6 +281,9 @@ class _Programs:
         if program.kind in self.functions:
             return STATE if program.kind == "update" else ()
         return self.library.donated(program)
+
+    def effort(self, program: Program) -> Effort:
+        return "once" if program.kind in self.functions else self.library.effort(program)
 
     def _mean(self, _: Program, losses: Tree) -> tuple:
         loss, number = (jax.lax.psum(a[0], DATA_AXES) for a in losses)

@@ -7,6 +7,8 @@ twice as fast as contracting with head dimensions in the weights.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,12 +54,27 @@ def attend(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array
     B, T, N, H = q_BTNH.shape
     G = k_BSGH.shape[2]
     q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H) * H**-0.5
-    scores_BGRTS = jnp.einsum("BTGRH,BSGH->BGRTS", q_BTGRH, k_BSGH)
-    scores_BGRTS = scores_BGRTS.astype(jnp.promote_types(scores_BGRTS.dtype, jnp.float32))
-    causal_TS = jnp.tril(jnp.ones((T, T), bool))
-    weights_BGRTS = jax.nn.softmax(jnp.where(causal_TS, scores_BGRTS, -1e30)).astype(v_BSGH.dtype)
-    weights_BGRTS = checkpoint_name(weights_BGRTS, "saved")
-    return jnp.einsum("BGRTS,BSGH->BTGRH", weights_BGRTS, v_BSGH).reshape(B, T, N, H)
+    q_BGMH = q_BTGRH.transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
+    scores_BGMS = jnp.einsum("BGMH,BSGH->BGMS", q_BGMH, k_BSGH)
+    scores_BGMS = scores_BGMS.astype(jnp.promote_types(scores_BGMS.dtype, jnp.float32))
+    causal_MS = jnp.tile(jnp.tril(jnp.ones((T, T), bool)), (N // G, 1))
+    weights_BGMS = softmax(jnp.where(causal_MS, scores_BGMS, -1e30), v_BSGH.dtype)
+    mix_BGMH = jnp.einsum("BGMS,BSGH->BGMH", weights_BGMS, v_BSGH)
+    return mix_BGMH.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def softmax(scores: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Over the last axis, in `dtype`. Its derivative reads the result alone: the scores need not be kept."""
+    return jax.nn.softmax(scores).astype(dtype)
+
+
+@softmax.defjvp
+def _softmax_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    (scores,), (change,) = primals, tangents
+    weights = checkpoint_name(softmax(scores, dtype), "saved")
+    wide = weights.astype(scores.dtype)
+    return weights, (wide * (change - jnp.sum(wide * change, -1, keepdims=True))).astype(dtype)
 
 
 def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:

@@ -22,18 +22,24 @@ import jax
 from jax.extend import core
 
 from ppctl.errors import ConfigError
+from ppctl.runtime.jaxprs import (
+    BARRIER,
+    Mask,
+    bind,
+    chosen,
+    demand,
+    depending_only,
+    extents,
+    flatten,
+    is_literal,
+    is_scan,
+    read,
+)
 
 Tree = Any
-Mask = list[bool]
 Shape = jax.ShapeDtypeStruct
 
-CALLS = (  # primitive -> the parameter that holds what it calls
-    dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr")
-    | dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
-    | {"custom_vjp_call_jaxpr": "fun_jaxpr"}
-)
 VIEWS = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "convert_element_type", "copy")
-BARRIER = "optimization_barrier"
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 FOREIGN = ("ffi_call", "pure_callback", "io_callback")  # nobody can see which result is whose
 
@@ -53,7 +59,7 @@ def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
     ConfigError where one operation that cannot be taken apart yields both gx and dw.
     """
     closed, (gx_shape, dw_shape) = jax.make_jaxpr(pull, return_shape=True)(w, saved, gy)
-    flat = _flatten(closed)
+    flat = flatten(closed)
     num_w, num_gx = len(jax.tree.leaves(w)), len(jax.tree.leaves(gx_shape))
     num_in, num_out = len(flat.jaxpr.invars), len(flat.jaxpr.outvars)
     handed = [i >= num_w for i in range(num_in)]
@@ -109,12 +115,12 @@ class _Cut:
         jaxpr = self.jaxpr = closed.jaxpr
         self.early, self.late = early, late
         self.consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self.masks, _ = _demand(jaxpr, early, moved)
+        self.masks, _ = demand(jaxpr, early, moved)
         self.crossing: dict[Any, Shape] = {}  # by variable, or (scan, number) of what its iterations hand on
         self.scans: dict[int, _ScanCut] = {}  # those of `first`, some of which have a part in `second`
         self.second_steps: list[tuple[int, _ScanCut | None]] = []
-        constant = _fixed(jaxpr, fixed)
-        need = _chosen(jaxpr.outvars, late)
+        constant = depending_only(jaxpr, fixed)
+        need = chosen(jaxpr.outvars, late)
         for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
             wanted = [v in need for v in eqn.outvars]
             here = self.masks.get(i, [False] * len(wanted))
@@ -122,7 +128,7 @@ class _Cut:
             if not any(wanted):
                 continue
             reads = [True] * len(eqn.invars)
-            if _is_scan(eqn) and any(missing) and not _is_constant(eqn, constant):
+            if is_scan(eqn) and any(missing) and not _is_constant(eqn, constant):
                 scan = _ScanCut(eqn, here, missing, constant)
                 self.second_steps.append((i, scan))
                 self.crossing |= {(i, j): shape for j, shape in enumerate(scan.crossing)}
@@ -137,11 +143,11 @@ class _Cut:
             else:
                 raise _inseparable(eqn)
             self._cross(v for v, h in zip(eqn.outvars, here, strict=True) if h and v in need)
-            need |= _chosen(eqn.invars, reads)
+            need |= chosen(eqn.invars, reads)
         self._cross(v for v, is_handed in zip(jaxpr.invars, handed, strict=True) if is_handed and v in need)
         self.second_reads = [v in need and not is_handed for v, is_handed in zip(jaxpr.invars, handed, strict=True)]
         for i, mask in self.masks.items():
-            if _is_scan(jaxpr.eqns[i]) and i not in self.scans:
+            if is_scan(jaxpr.eqns[i]) and i not in self.scans:
                 self.scans[i] = _ScanCut(jaxpr.eqns[i], mask, [False] * len(mask), constant)
 
     def _cross(self, variables: Iterable[core.Var]) -> None:
@@ -158,17 +164,17 @@ class _Cut:
         if i in self.masks or (i, None) not in self.second_steps or eqn.primitive.name in PRODUCTS or _is_opaque(eqn):
             return False
         later = {v for j, _ in self.second_steps if j not in self.masks for v in self.jaxpr.eqns[j].outvars}
-        return not any(v in later for v in eqn.invars if not _is_literal(v))
+        return not any(v in later for v in eqn.invars if not is_literal(v))
 
     def first(self, args: Sequence[Any]) -> tuple[list[Any], list[jax.Array]]:
         """(outputs, what crosses) of inputs."""
         env: dict[Any, Any] = {**self.consts, **dict(zip(self.jaxpr.invars, args, strict=True))}
         for i in sorted(self.masks):
             eqn = self.jaxpr.eqns[i]
-            values = [_read(env, v) for v in eqn.invars]
-            outs, crossing = self.scans[i].first(values) if i in self.scans else (_bind(eqn, values), [])
+            values = [read(env, v) for v in eqn.invars]
+            outs, crossing = self.scans[i].first(values) if i in self.scans else (bind(eqn, values), [])
             env |= dict(zip(eqn.outvars, outs, strict=True)) | {(i, j): value for j, value in enumerate(crossing)}
-        outs = [_read(env, v) if e else None for v, e in zip(self.jaxpr.outvars, self.early, strict=True)]
+        outs = [read(env, v) if e else None for v, e in zip(self.jaxpr.outvars, self.early, strict=True)]
         return outs, [env[key] for key in self.crossing]
 
     def second(self, args: Sequence[Any], crossing: Sequence[jax.Array]) -> list[Any]:
@@ -178,12 +184,12 @@ class _Cut:
         for i, scan in reversed(self.second_steps):
             eqn = self.jaxpr.eqns[i]
             if scan is None:
-                env |= dict(zip(eqn.outvars, _bind(eqn, [_read(env, v) for v in eqn.invars]), strict=True))
+                env |= dict(zip(eqn.outvars, bind(eqn, [read(env, v) for v in eqn.invars]), strict=True))
                 continue
-            values = [_read(env, v) if r else None for v, r in zip(eqn.invars, scan.second_reads, strict=True)]
+            values = [read(env, v) if r else None for v, r in zip(eqn.invars, scan.second_reads, strict=True)]
             outs = scan.second(values, [env[i, j] for j in range(len(scan.crossing))])
             env |= {v: out for v, out in zip(eqn.outvars, outs, strict=True) if out is not None}
-        return [_read(env, v) if l else None for v, l in zip(self.jaxpr.outvars, self.late, strict=True)]
+        return [read(env, v) if l else None for v, l in zip(self.jaxpr.outvars, self.late, strict=True)]
 
 
 class _ScanCut:
@@ -192,12 +198,12 @@ class _ScanCut:
     def __init__(self, eqn: core.JaxprEqn, early: Mask, late: Mask, constant: set[core.Var]):
         params = eqn.params
         self.options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        self.num_consts, self.num_carry = _extents(eqn)
+        self.num_consts, self.num_carry = extents(eqn)
         body, loop = params["jaxpr"], slice(self.num_consts, self.num_consts + self.num_carry)
-        fixed = [_is_literal(v) or v in constant for v in eqn.invars]
+        fixed = [is_literal(v) or v in constant for v in eqn.invars]
         fixed[loop] = [False] * self.num_carry
         handed = [False] * len(fixed)
-        handed[loop] = early[: self.num_carry]  # _demand has closed them over the iterations
+        handed[loop] = early[: self.num_carry]  # demand has closed them over the iterations
         while True:  # until the carries that the second loop reads are the ones that it carries
             self.cut = _Cut(body, early, late, handed=handed, fixed=fixed)
             carried = [a or b for a, b in zip(late, self.cut.second_reads[loop], strict=False)]
@@ -229,100 +235,12 @@ class _ScanCut:
         return self._run(lambda args, handed: (self.cut.second(args, handed), None), self.late, values, crossing)[0]
 
 
-def _flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same program without calls, in the bodies of its scans too."""
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
-    return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*shapes)
-
-
-def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
-        values, name = [_read(env, v) for v in eqn.invars], eqn.primitive.name
-        if name == BARRIER or (eqn.params.get("differentiated") and eqn.params["prevent_cse"]):
-            values = [jax.lax.optimization_barrier(value) for value in values]  # one by one: each may be in I or in W
-        if name in CALLS:
-            called = eqn.params[CALLS[name]]
-            is_closed = isinstance(called, core.ClosedJaxpr)
-            outs = _inline(called.jaxpr, called.consts, values) if is_closed else _inline(called, (), values)
-        elif name == BARRIER:
-            outs = values
-        else:
-            outs = _bind(eqn, values, **({"jaxpr": _flatten(eqn.params["jaxpr"])} if _is_scan(eqn) else {}))
-        env |= dict(zip(eqn.outvars, outs, strict=True))
-    return [_read(env, v) for v in jaxpr.outvars]
-
-
-def _bind(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[Any]:
-    params = eqn.primitive.get_bind_params({**eqn.params, **changes})
-    with eqn.ctx.manager:
-        outs = eqn.primitive.bind(*values, **params)
-    return list(outs) if eqn.primitive.multiple_results else [outs]
-
-
-def _demand(jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()) -> tuple[dict[int, Mask], Mask]:
-    """(which results of which equations the outputs `outs` need, which inputs), with the equations `always`."""
-    need, masks = _chosen(jaxpr.outvars, outs), {}
-    for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
-        whole = bool(eqn.effects) or i in always
-        mask = [whole or v in need for v in eqn.outvars]
-        if not any(mask) and not whole:
-            continue
-        reads = [True] * len(eqn.invars)
-        if _is_scan(eqn):
-            body, (first, num_carry) = eqn.params["jaxpr"].jaxpr, _extents(eqn)
-            while True:  # until the carries that an iteration needs are the ones that it leaves
-                _, reads = _demand(body, mask)
-                carried = [a or b for a, b in zip(mask, reads[first : first + num_carry], strict=False)]
-                if carried == mask[:num_carry]:
-                    break
-                mask = [*carried, *mask[num_carry:]]
-            reads[first : first + num_carry] = mask[:num_carry]
-        masks[i] = mask
-        need |= _chosen(eqn.invars, reads)
-    return masks, [v in need for v in jaxpr.invars]
-
-
-def _fixed(jaxpr: core.Jaxpr, inputs: Mask) -> set[core.Var]:
-    """The variables that depend on no input but the chosen ones."""
-    found = {*jaxpr.constvars, *_chosen(jaxpr.invars, inputs)}
-    for eqn in jaxpr.eqns:
-        if not eqn.effects and all(_is_literal(v) or v in found for v in eqn.invars):
-            found |= set(eqn.outvars)
-    return found
-
-
-def _chosen(variables: Sequence[Any], mask: Mask) -> set[core.Var]:
-    return {v for v, m in zip(variables, mask, strict=True) if m and not _is_literal(v)}
-
-
-def _read(env: dict[Any, Any], v: Any) -> Any:
-    return v.val if _is_literal(v) else env.get(v)
-
-
 def _shape(v: Any) -> Shape:
     return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
 
 def _num_bytes(shape: Shape) -> int:
     return shape.size * shape.dtype.itemsize
-
-
-def _is_literal(v: Any) -> bool:
-    return isinstance(v, core.Literal)
-
-
-def _is_scan(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name == "scan"
-
-
-def _extents(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """(number of constants, number of carries) among the inputs of a scan; the others are scanned over."""
-    params = eqn.params
-    if "ft_in" in params:  # jax 0.12
-        consts, carry, _ = (len(list(part)) for part in params["ft_in"].update(eqn.invars).unpack())
-        return consts, carry
-    return params["num_consts"], params["num_carry"]
 
 
 def _is_constant(eqn: core.JaxprEqn, constant: set[core.Var]) -> bool:

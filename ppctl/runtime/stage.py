@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.runtime.jaxprs import depending_only, flatten, is_literal, run
 from ppctl.runtime.split import Split, split
 
 Tree = Any
@@ -58,28 +59,40 @@ def where_layer(count: jax.Array | None, k: Any, run: Callable, otherwise: Calla
 class Residuals:
     """The backward of one layer as plain arrays, so that it can wait in a slot between two ticks.
 
-    `jax.vjp` returns a pytree whose leaves are arguments and residuals; parameters are left out and put back later.
+    `jax.vjp` returns a pytree whose leaves are parameters, constants and residuals. Parameters are put back in the
+    backward, constants are computed again there (or by the compiler), residuals alone wait.
     """
 
     def __init__(self, layer: Layer, w: Tree, x: jax.ShapeDtypeStruct):
         self.layer = layer
-        self.shapes = jax.eval_shape(self._trace, w, x)[1]
+        self.program = flatten(jax.make_jaxpr(self._trace)(w, x))  # from parameters and x to y and leaves
+        jaxpr = self.program.jaxpr
+        constants = depending_only(jaxpr, [False] * len(jaxpr.invars))
+        self.is_constant = [is_literal(v) or v in constants for v in jaxpr.outvars[1:]]
+        self.is_saved = [s is None and not c for s, c in zip(self.sources, self.is_constant, strict=True)]
+        self.shapes = jax.eval_shape(self.save, w, x)[1]
 
     def _trace(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         y, vjp = jax.vjp(self.layer, w, x)
         leaves, self.treedef = jax.tree.flatten(vjp)
         index_of = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(w))}
-        self.sources = [index_of.get(id(leaf)) for leaf in leaves]  # which parameter a leaf is, None: a residual
-        return y, [leaf for leaf, source in zip(leaves, self.sources, strict=True) if source is None]
+        self.sources = [index_of.get(id(leaf)) for leaf in leaves]  # which parameter a leaf is
+        return y, leaves
 
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """The layer's output and its residuals."""
-        return self._trace(w, x)
+        y, *leaves = run(self.program, [*jax.tree.leaves(w), x], [True, *self.is_saved])
+        return y, [leaf for leaf, saved in zip(leaves, self.is_saved, strict=True) if saved]
 
     def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
         """Gradients of the layer's input and parameters, from saved residuals."""
         w_leaves, rest = jax.tree.leaves(w), iter(saved)
-        leaves = [next(rest) if source is None else w_leaves[source] for source in self.sources]
+        _, *leaves = run(self.program, [None] * (len(w_leaves) + 1), [False, *self.is_constant])
+        for i, (source, is_saved) in enumerate(zip(self.sources, self.is_saved, strict=True)):
+            if source is not None:
+                leaves[i] = w_leaves[source]
+            elif is_saved:
+                leaves[i] = next(rest)
         dw, gx = jax.tree.unflatten(self.treedef, leaves)(gy)
         return gx, dw
 
@@ -97,7 +110,8 @@ class Stage:
 
     def __init__(self, layer: Layer, remat: str, w0: Tree, x: jax.ShapeDtypeStruct):
         self.layer, self.remat = layer, remat
-        kept = jax.checkpoint(layer, policy=KEEP_PRODUCTS) if remat == "none" else layer
+        # forward and backward are different programs, or ticks: there is nothing that a compiler could merge
+        kept = jax.checkpoint(layer, policy=KEEP_PRODUCTS, prevent_cse=False) if remat == "none" else layer
         self.residuals = Residuals(kept, w0, x)
         self._shapes = w0, x
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ppctl.model.stack import init
-from ppctl.model.transformer import attend, rotate, transformer
+from ppctl.model.transformer import attend, rotate, softmax, transformer
 from ppctl.runtime.reference import reference
 
 B, T, D, V, L, HEADS = 2, 8, 16, 32, 3, 4
@@ -134,6 +134,16 @@ def test_attention_is_the_softmax_of_scaled_scores_over_earlier_tokens():
     for b, t, n in np.ndindex(B, T, HEADS):
         weights = np.exp(k[b, : t + 1, n] @ q[b, t, n] / 2.0)  # 2 = sqrt(4)
         assert found[b, t, n] == pytest.approx(weights @ v[b, : t + 1, n] / weights.sum())
+
+
+def test_the_derivative_of_softmax_is_that_of_its_formula():
+    scores, change = np.random.default_rng(0).standard_normal((2, 3, 5))
+    formula = lambda a: jnp.exp(a) / jnp.exp(a).sum(-1, keepdims=True)  # noqa: E731
+    ours = lambda a: softmax(a, jnp.float64)  # noqa: E731
+    for found, expected in zip(*(jax.jvp(f, (scores,), (change,)) for f in (ours, formula)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+    found, expected = (jax.vjp(f, scores)[1](change)[0] for f in (ours, formula))
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])

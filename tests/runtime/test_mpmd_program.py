@@ -158,7 +158,8 @@ def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):
     assert not machine._is_known("xla_cpu_no_such_option")
     assert machine._is_known("xla_llvm_disable_expensive_passes")
     engine, _ = make_engine(case_of("1f1b", mesh=(1, 2, 1), num_layers=2))
-    monkeypatch.setattr(machine, "CPU_ONCE", {"xla_cpu_no_such_option": False, "xla_backend_optimization_level": 0})
+    once = {"xla_cpu_no_such_option": False, "xla_backend_optimization_level": 0}
+    monkeypatch.setitem(machine.CPU_OPTIONS, "once", once)
     monkeypatch.setattr(machine, "NOT_EVERYWHERE", "xla_cpu_no_such_option")
     engine.machine.options = {}
     assert engine.machine._options(None) == {"xla_backend_optimization_level": 0}

@@ -178,6 +178,35 @@ def split_of(name):
     return residuals.residuals.pull, residuals.split, (w, residuals.residuals.shapes, x)
 
 
+@pytest.mark.parametrize("model", [model for model in MODELS if model != "mlp"])
+def test_a_backward_that_recomputes_nothing_runs_no_matrix_product_of_the_forward(model):
+    layer, w, shape = of_model(model)
+    x = jax.ShapeDtypeStruct(shape, jnp.float64)
+    residuals = Stage(layer, "none", w, x).residuals
+    assert matmul_flops(residuals.pull, w, residuals.shapes, x) == 2 * matmul_flops(layer, w, x)
+
+
+def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once():
+    layer, w, shape = of_model("untied gelu")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
+    B, T, D = shape
+    residuals = Stage(layer, "none", w, jax.ShapeDtypeStruct(shape, x.dtype)).residuals
+    hidden = 2 * D  # of the MLP
+    # x; query, key, value, what they mix to, its projection; the hidden values; the weights of 4 heads
+    expected = [(B, T, D), *5 * [(B * T, D)], (B * T, hidden), (B, 4, T, T)]
+    assert sorted(shape.shape for shape in residuals.shapes) == sorted(expected)
+    other = residuals.save(w, x + 1)[1]
+    for a, b in zip(residuals.save(w, x)[1], other, strict=True):
+        assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "rounds"), [("float32", False), ("float64", False), ("bfloat16", True)])
+def test_residuals_are_rounded_where_a_compiler_would_keep_more_of_them(dtype, rounds):
+    w, x = {"a": jnp.ones((WIDTH, WIDTH), dtype), "b": jnp.ones((WIDTH, WIDTH), dtype)}, jnp.ones((8, WIDTH), dtype)
+    residuals = Stage(dense, "none", w, jax.ShapeDtypeStruct(x.shape, x.dtype)).residuals
+    assert ("reduce_precision" in str(jax.make_jaxpr(residuals.save)(w, x))) is rounds
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_no_matrix_product_runs_twice(name):
     pull, split, (w, saved, x) = split_of(name)

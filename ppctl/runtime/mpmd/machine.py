@@ -45,26 +45,31 @@ from ppctl.runtime.mpmd.across import (
     processes,
     zeros,
 )
-from ppctl.runtime.mpmd.plan import TASKS, Key, Op, Program, last_uses
+from ppctl.runtime.mpmd.plan import Effort, Key, Op, Program, last_uses
 from ppctl.schedule.ir import Task
 
 Tree = Any
 
 
-# On CPU most of a compile is a fixed price for each fused kernel (MLIR contexts, LLVM's passes), and each rank pays it.
-# What runs once a step is compiled without: on a busy machine prepare, squares and update take 0.4 CPU s a rank, not
-# 2.2 (jax 0.10.2, bench model). Tried, rejected for tasks and finish: the same at level 1 (all of mpmd then compiles in
-# 1.27 times spmd's CPU s, not 1.93, but a step takes 1.17 / 1.36 / 1.33 times the reference's with remat=none / layer /
-# full, not 1.13 / 1.20 / 1.19); level 0 (F runs 34 and 55 ms, B 123 and 160); xla_cpu_opt_preset,
-# xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (nothing gained); xla_disable_hlo_passes=fusion (2.4
-# times as long to compile).
-CPU_ONCE = {
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,  # kernels of a program in one LLVM module
-    "xla_backend_optimization_level": 0,
+# How a program is compiled on CPU, where most of a compile is a fixed price for each fused kernel (MLIR contexts,
+# LLVM's passes) that every rank pays. Bench model, jax 0.10.2, step over the reference's, compile over spmd's, CPU s:
+#   all at XLA's own options            step 0.97, compile 2.10
+#   once: what runs once a step         step 1.03, compile 1.85
+#   and quick: tasks                    step 1.03 to 1.09, compile 1.36 to 1.47
+#   and quick: tasks that recompute     step 1.24 (1.14 before) with remat=full, 1.30 (1.18) with layer: not done
+# Rejected: finish as `once` (copies all gradients in 10 ms, not 5); level 0 for tasks (F takes 55 ms, not 34); level 1
+# or 2 for them (no gain), xla_cpu_opt_preset, xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (none),
+# xla_disable_hlo_passes=fusion (2.4 times as long).
+CPU_OPTIONS: dict[Effort, dict[str, Any]] = {
+    "full": {},
+    "quick": {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1},  # one LLVM module
+    "once": {
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,
+        "xla_backend_optimization_level": 0,
+    },
 }
 NOT_EVERYWHERE = "xla_cpu_use_fusion_emitters"  # newer compilers (jaxlib 0.12) have MLIR's emitters alone
-OPTIMIZED = (*TASKS, "finish")  # which copies all gradients: 5 ms, not 10
 
 
 class Programs(Protocol):
@@ -73,6 +78,7 @@ class Programs(Protocol):
     def function(self, program: Program) -> Callable[..., tuple]: ...
     def specs(self, program: Program, name: str) -> Tree: ...
     def donated(self, program: Program) -> tuple[str, ...]: ...
+    def effort(self, program: Program) -> Effort: ...
 
 
 @dataclass(frozen=True)
@@ -229,11 +235,10 @@ class Machine:
 
     def _options(self, program: Program | None) -> dict[str, Any]:
         """Of the compiler, for a program or a crossing: those given come before ours."""
-        if self._platform != "cpu" or (program is not None and program.kind in OPTIMIZED):
+        if self._platform != "cpu":
             return self.options
-        return {
-            name: value for name, value in CPU_ONCE.items() if name != NOT_EVERYWHERE or _is_known(name)
-        } | self.options
+        ours = CPU_OPTIONS["once" if program is None else self.programs.effort(program)]
+        return {name: ours[name] for name in ours if name != NOT_EVERYWHERE or _is_known(name)} | self.options
 
     def _crosses(self, op: Op) -> bool:
         """Whether a move is between processes."""

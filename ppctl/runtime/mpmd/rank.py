@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.mesh import DATA_AXES
 from ppctl.runtime.layout import Layout, gather, scatter
-from ppctl.runtime.mpmd.plan import Key, Op, Program, Role, move
+from ppctl.runtime.mpmd.plan import TASKS, Effort, Key, Op, Program, Role, move
 from ppctl.runtime.mpmd.tasks import Model, is_none, run_task, unlead
 
 Tree = Any
@@ -205,3 +205,9 @@ class Library:
         elif program.kind in "BI":
             replaced += ["gy"] * ("gy" in program.reads and "gx" in program.writes)
         return tuple(replaced)
+
+    def effort(self, program: Program) -> Effort:
+        """How hard the compiler is to try, on CPU."""
+        if program.kind == "prepare":
+            return "once"
+        return "quick" if program.kind in TASKS and self.model.remat == "none" else "full"

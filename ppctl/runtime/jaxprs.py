@@ -1,0 +1,127 @@
+"""Programs as JAX traces them, taken apart and run equation by equation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+Mask = list[bool]
+
+CALLS = (  # primitive -> the parameter that holds what it calls
+    dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr")
+    | dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+    | {"custom_vjp_call_jaxpr": "fun_jaxpr"}
+)
+BARRIER = "optimization_barrier"
+
+
+def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same program without calls and casts that change nothing, in the bodies of its scans too."""
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+    return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*shapes)
+
+
+def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        values, name = [read(env, v) for v in eqn.invars], eqn.primitive.name
+        if name == BARRIER or (eqn.params.get("differentiated") and eqn.params["prevent_cse"]):
+            values = [jax.lax.optimization_barrier(value) for value in values]  # one by one: each may be in I or in W
+        if name in CALLS:
+            called = eqn.params[CALLS[name]]
+            is_closed = isinstance(called, core.ClosedJaxpr)
+            outs = _inline(called.jaxpr, called.consts, values) if is_closed else _inline(called, (), values)
+        elif name == BARRIER or _changes_nothing(eqn):
+            outs = values
+        else:
+            outs = bind(eqn, values, **({"jaxpr": flatten(eqn.params["jaxpr"])} if is_scan(eqn) else {}))
+        env |= dict(zip(eqn.outvars, outs, strict=True))
+    return [read(env, v) for v in jaxpr.outvars]
+
+
+def run(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> list[Any]:
+    """The outputs that are wanted, the others None. Inputs that these do not need may be anything."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    masks, _ = demand(jaxpr, wanted)
+    for i in sorted(masks):
+        eqn = jaxpr.eqns[i]
+        env |= dict(zip(eqn.outvars, bind(eqn, [read(env, v) for v in eqn.invars]), strict=True))
+    return [read(env, v) if w else None for v, w in zip(jaxpr.outvars, wanted, strict=True)]
+
+
+def bind(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[Any]:
+    params = eqn.primitive.get_bind_params({**eqn.params, **changes})
+    with eqn.ctx.manager:
+        outs = eqn.primitive.bind(*values, **params)
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def demand(jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()) -> tuple[dict[int, Mask], Mask]:
+    """(which results of which equations the outputs `outs` need, which inputs), with the equations `always`."""
+    need, masks = chosen(jaxpr.outvars, outs), {}
+    for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
+        whole = bool(eqn.effects) or i in always
+        mask = [whole or v in need for v in eqn.outvars]
+        if not any(mask) and not whole:
+            continue
+        reads = [True] * len(eqn.invars)
+        if is_scan(eqn):
+            body, (first, num_carry) = eqn.params["jaxpr"].jaxpr, extents(eqn)
+            while True:  # until the carries that an iteration needs are the ones that it leaves
+                _, reads = demand(body, mask)
+                carried = [a or b for a, b in zip(mask, reads[first : first + num_carry], strict=False)]
+                if carried == mask[:num_carry]:
+                    break
+                mask = [*carried, *mask[num_carry:]]
+            reads[first : first + num_carry] = mask[:num_carry]
+        masks[i] = mask
+        need |= chosen(eqn.invars, reads)
+    return masks, [v in need for v in jaxpr.invars]
+
+
+def depending_only(jaxpr: core.Jaxpr, inputs: Mask) -> set[core.Var]:
+    """The variables that depend on no input but the chosen ones."""
+    found = {*jaxpr.constvars, *chosen(jaxpr.invars, inputs)}
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and all(is_literal(v) or v in found for v in eqn.invars):
+            found |= set(eqn.outvars)
+    return found
+
+
+def chosen(variables: Sequence[Any], mask: Mask) -> set[core.Var]:
+    return {v for v, m in zip(variables, mask, strict=True) if m and not is_literal(v)}
+
+
+def read(env: dict[Any, Any], v: Any) -> Any:
+    return v.val if is_literal(v) else env.get(v)
+
+
+def is_literal(v: Any) -> bool:
+    return isinstance(v, core.Literal)
+
+
+def is_scan(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan"
+
+
+def extents(eqn: core.JaxprEqn) -> tuple[int, int]:
+    """(number of constants, number of carries) among the inputs of a scan; the others are scanned over."""
+    params = eqn.params
+    if "ft_in" in params:  # jax 0.12
+        consts, carry, _ = (len(list(part)) for part in params["ft_in"].update(eqn.invars).unpack())
+        return consts, carry
+    return params["num_consts"], params["num_carry"]
+
+
+def _changes_nothing(eqn: core.JaxprEqn) -> bool:
+    """Whether it rounds to the precision that a value has. Narrow types are computed in wider ones; there it does."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    rounded: Any = eqn.invars[0]
+    dtype = jnp.finfo(rounded.aval.dtype)
+    return dtype.bits >= 32 and eqn.params["exponent_bits"] >= dtype.nexp and eqn.params["mantissa_bits"] >= dtype.nmant
