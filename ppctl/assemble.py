@@ -29,7 +29,7 @@ from ppctl.engine.one_program import OneProgram
 from ppctl.engine.post_validation import PostValidated
 from ppctl.engine.states import States
 from ppctl.errors import ConfigError
-from ppctl.mesh import make_mesh
+from ppctl.mesh import described_mesh, make_mesh
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
@@ -179,6 +179,8 @@ def start_jax(config: Config, dtype: str) -> None:
     if config.run.distributed != "off":
         _join(config)
         return
+    if config.plan.topology is not None:
+        return  # no device of this machine's is used
     simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if simulated < config.mesh.num_devices:
         # where JAX has started already, in a program of the user's, make_mesh counts what is there
@@ -205,7 +207,8 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     schedule, lowered, partition = plan(config)
     dtype_name = config.run.dtype or default_dtype
     start_jax(config, dtype_name)
-    mesh = make_mesh(config.mesh.dp, config.mesh.pp, config.mesh.fsdp)
+    sizes = config.mesh.dp, config.mesh.pp, config.mesh.fsdp
+    mesh = make_mesh(*sizes) if config.plan.topology is None else described_mesh(*sizes, config.plan.topology)
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))

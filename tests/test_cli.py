@@ -188,6 +188,13 @@ FAULTS = [
     ("train launch.processes=3", "mesh=2x4 has 8 devices, not a multiple of launch.processes=3. Use .*processes=2"),
     ("verify launch.processes=2", "only train and doctor start processes, and `ppctl verify` is one. Leave them out"),
     ("bench launch.max_restarts=2", "only train and doctor start processes, and `ppctl bench` is one"),
+    ("train plan.compile=true", "plan.compile=True plan.topology=None plan.memory_gib=None: only `ppctl plan` heeds"),
+    ("plan plan.topology=v5e:4x4", "names what the compiler compiles for, but plan.compile=false. Use plan.compile"),
+    ("plan plan.compile=true plan.topology=v5e", "plan.topology=v5e is not a topology. Write the kind of chip"),
+    ("plan plan.compile=true plan.topology=v5e:2x2 executor=mpmd", "executor=mpmd compiles for each rank's part"),
+    ("plan plan.compile=true plan.topology=v5e:2x2 run.platform=cuda", "run.platform=cuda starts devices. Use"),
+    ("plan plan.memory_gib=0", "plan.memory_gib=0.0 is not a size. Use a number above 0"),
+    ("plan launch.processes=2", "only train and doctor start processes, and `ppctl plan` is one"),
     ("doctor launch.processes=2 launch.max_restarts=1", "only train is started again. Leave out launch.max_restarts"),
     # Hydra's grammar
     ("train tiny", "'tiny' is not KEY=VALUE. Did you mean recipes=tiny"),

@@ -13,7 +13,20 @@ ROOT = Path(ppctl.__file__).parent
 # design: a file imports from its own level and from those below. A new file needs a place here.
 LEVELS = {
     7: ("cli",),
-    6: ("run", "loop", "members", "compose", "assemble", "verify", "bench", "doctor", "look", "launch", "request"),
+    6: (
+        "run",
+        "loop",
+        "members",
+        "compose",
+        "assemble",
+        "verify",
+        "bench",
+        "doctor",
+        "planner",
+        "look",
+        "launch",
+        "request",
+    ),
     5: ("checkpoint", "seal", "metrics", "profile", "timeline", "report", "draw", "certify", "watch", "supervise"),
     4: ("checksum", "engine", "train", "optim", "data"),
     3: ("runtime",),

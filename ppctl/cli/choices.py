@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Costs, Launch, Mesh, Run
+from ppctl.config import Config, Costs, Launch, Mesh, Plan, Run
 
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # a wheel carries conf/ and recipes/ inside
-PLAIN: dict[str, type] = {"run": Run, "launch": Launch}  # the parts of which there is one
+PLAIN: dict[str, type] = {"run": Run, "launch": Launch, "plan": Plan}  # the parts of which there is one
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)  # the parts that are chosen by name
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on; costs are no part of the others

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -119,6 +120,9 @@ def _serve(argv: list[str]) -> int:
     config = compose(asked.overrides, hydra_flags(asked), words=[command, *job_flags(asked)])
     if isinstance(config, int):
         return config
+    if command != "plan" and config.plan.is_used:
+        settings = " ".join(f"plan.{key}={value}" for key, value in asdict(config.plan).items())
+        raise ConfigError(f"{settings}: only `ppctl plan` heeds these. Leave them out.")
     if not config.launch.is_used:
         return _dispatch(command, config, as_json=asked.json)
     only = f"launch.processes={config.launch.processes} launch.max_restarts={config.launch.max_restarts}: only "

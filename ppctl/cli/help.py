@@ -25,6 +25,7 @@ COMMANDS = {  # command: module that serves it, one line
     "train": ("ppctl.run", "train a model; metrics and checkpoints go to run.dir, and the same line resumes"),
     "verify": ("ppctl.verify", "show that the pipelined gradients equal those of the un-pipelined model"),
     "doctor": ("ppctl.doctor", "check that a request would train here, and measure the links between devices"),
+    "plan": ("ppctl.planner", "say what a request takes before it trains: stages, bubble and memory of each rank"),
     "bench": ("ppctl.bench", "time the training step beside its prediction and the un-pipelined model"),
 }
 EXAMPLES = {
@@ -44,6 +45,11 @@ EXAMPLES = {
         "ppctl doctor mesh=2x4",
         "ppctl doctor mesh=2x4 launch.processes=2",
         "ppctl doctor recipes=tiny --json",
+    ),
+    "plan": (
+        "ppctl plan mesh=2x4 schedule=1f1b executor.remat=layer",
+        "ppctl plan recipes=tiny plan.compile=true --json",
+        "ppctl plan mesh=4x4 data.batch_size=64 plan.compile=true plan.topology=v5e:4x4",
     ),
     "bench": (
         "ppctl bench mesh=1x4 schedule=gpipe",
@@ -72,6 +78,9 @@ MOST_USED = (
     "run.profile.start",
     "launch.processes",  # launch: of `ppctl train` and `doctor`
     "launch.max_restarts",
+    "plan.compile",  # plan: of `ppctl plan`
+    "plan.topology",
+    "plan.memory_gib",
 )
 FLAGS = """\
   --json            print the result as JSON on stdout
@@ -124,9 +133,7 @@ def help_text(command: str, words: Sequence[str]) -> str:
         for group in GROUPS
         for line in textwrap.wrap(f"  {group:9} {_options_text(group)}", 120, subsequent_indent=" " * 12)
     ]
-    used = setting_table(
-        [known[key] for key in MOST_USED if command in ("train", "doctor") or not key.startswith("launch.")]
-    )
+    used = setting_table([known[key] for key in MOST_USED if _is_for(command, key)])
     return "\n".join(
         [
             f"ppctl {command}: {COMMANDS[command][1]}.",
@@ -149,6 +156,12 @@ def help_text(command: str, words: Sequence[str]) -> str:
             EXIT_CODES,
         ]
     )
+
+
+def _is_for(command: str, key: str) -> bool:
+    """Whether a command heeds a setting."""
+    commands = {"launch": ("train", "doctor"), "plan": ("plan",)}.get(key.partition(".")[0])
+    return commands is None or command in commands
 
 
 def _options_text(group: str) -> str:

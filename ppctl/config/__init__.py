@@ -12,6 +12,7 @@ from typing import Any
 
 from ppctl.config.launch import Launch
 from ppctl.config.model import MLP, Transformer
+from ppctl.config.plan import Plan
 from ppctl.config.run import (
     DTYPES,
     Checkpoint,
@@ -65,6 +66,7 @@ __all__ = [
     "Mesh",
     "Mpmd",
     "Optim",
+    "Plan",
     "Profile",
     "Reference",
     "Regression",
@@ -95,6 +97,7 @@ class Config:
     data: Any = field(default_factory=Stdlib)
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
+    plan: Plan = field(default_factory=Plan)
 
 
 @dataclass
@@ -122,6 +125,16 @@ def check(config: Config) -> None:
             f"Use data.batch_size={least}, or fewer microbatches."
         )
     _check_launch(config)
+    if config.plan.topology is not None and config.executor.name == "mpmd":
+        raise ConfigError(
+            f"plan.topology={config.plan.topology} is compiled for as a whole, but executor=mpmd compiles for each "
+            "rank's part of it, which libtpu does not describe. Use executor=spmd."
+        )
+    if config.plan.topology is not None and config.run.platform not in (None, "cpu"):
+        raise ConfigError(
+            f"plan.topology={config.plan.topology} is described here, but run.platform={config.run.platform} starts "
+            "devices. Use run.platform=cpu, or leave it out."
+        )
     if config.executor.name == "reference" and mesh.num_devices > 1:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} has {mesh.num_devices}. "

@@ -18,6 +18,7 @@ class Footprint:
     """What the compiled programs of a step take, beside state and batch."""
 
     temp_bytes: int  # of one device, the one that needs most
+    total_bytes: tuple[int, ...]  # of one device of each rank, state and batch included; 0 for ranks of other processes
     text: str  # of the compiled program; "" where a step is many
 
 

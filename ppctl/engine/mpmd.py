@@ -23,6 +23,7 @@ from ppctl.engine.rows import put_rows, rows_of
 from ppctl.engine.states import States
 from ppctl.mesh import DATA_AXES
 from ppctl.optim import sum_of_squares
+from ppctl.runtime.memory import shard_bytes
 from ppctl.runtime.mpmd.division import Division
 from ppctl.runtime.mpmd.machine import Machine, Walk
 from ppctl.runtime.mpmd.plan import Effort, Key, Op, Program, move, roles, task_ops
@@ -108,7 +109,32 @@ class Mpmd:
         step = self.walk("step")
         if evaluate:
             self.walk("loss")
-        return Footprint(max(step.peak_bytes), "")
+        return self.footprint(step)
+
+    def footprint(self, step: Walk) -> Footprint:
+        """What a compiled plan of a step takes."""
+        total = [sum(held.values()) for held in self.given_bytes]
+        total = [(a + b) * mine for a, b, mine in zip(total, step.peak_bytes, self.machine.is_mine, strict=True)]
+        return Footprint(max(step.peak_bytes), tuple(total), "")
+
+    def held(self) -> tuple[dict[str, int], ...]:
+        """For each rank, bytes of one device by the names of values at the peak of a step, what is given included.
+
+        Before `compile` the programs' temporaries are not among them.
+        """
+        ops, kept = self.plan("step")
+        held = self.machine.held(ops, self.given_shapes(), kept)
+        return tuple(given | of_rank for given, of_rank in zip(self.given_bytes, held, strict=True))
+
+    @property
+    def given_bytes(self) -> list[dict[str, int]]:
+        """For each rank, bytes of one device of its state and of its part of the batch, by name."""
+        found: list[dict[str, int]] = [{} for _ in self.ranks]
+        places = {"inputs": self.first, "targets": self.last}
+        for (name, *where), shapes in self.given_shapes().items():
+            if name in STATE or name in places:
+                found[places.get(name, where[0] if where else 0)][name] = shard_bytes(shapes)
+        return found
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         found = self.walk("step").run(self.given(state, batch))

@@ -84,7 +84,10 @@ class OneProgram:
             self.compiled["loss"] = loss.lower(self.states.staged["params"], self.placed_batch).compile()
         memory = step.memory_analysis()
         assert memory is not None, "every backend of ours reports memory"
-        return Footprint(memory.temp_size_in_bytes, step.as_text() or "")
+        given, made = memory.argument_size_in_bytes, memory.output_size_in_bytes + memory.temp_size_in_bytes
+        total = given + made - memory.alias_size_in_bytes
+        ranks = self.states.layout.mesh.shape["pp"]
+        return Footprint(memory.temp_size_in_bytes, (total,) * ranks, step.as_text() or "")
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         return self.compiled["step"](state, batch)

@@ -65,7 +65,7 @@ class PostValidated:
         self.engine.walk("redo")
         if evaluate:
             self.engine.walk("loss")
-        return Footprint(max(step.peak_bytes), "")
+        return self.engine.footprint(step)
 
     def step(self, state: Attempt, batch: Tree) -> tuple[Attempt, dict[str, jax.Array]]:
         begun_from = state.state

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.runtime.memory import shard_bytes
 from ppctl.runtime.mpmd.across import (
     TURN,
     Part,
@@ -94,8 +96,12 @@ class Walk:
     given: tuple[Key, ...]
     kept: tuple[Key, ...]
     shapes: Mapping[Key, Tree]  # of what is kept
-    peak_bytes: tuple[int, ...]  # for each rank, on one device: values and temporaries, without what is given;
-    # 0 where this process has none
+    held: tuple[Mapping[str, int], ...]  # for each rank what `Machine.held` says; empty where this process has none
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """For each rank, on one device: values and temporaries, without what is given."""
+        return tuple(sum(held.values()) for held in self.held)
 
     def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
         """The values to keep, from those given. Returns when all is dispatched, not when it is done."""
@@ -187,10 +193,7 @@ class Machine:
 
     def compile(self, ops: Sequence[Op], given: Mapping[Key, Tree], kept: Collection[Key]) -> Walk:
         """The walk over `ops`, from values of these shapes to those that are kept."""
-        shapes: dict[Key, Tree] = dict(given)
-        for op in ops:
-            reads = tuple(shapes[key] for key in op.reads)
-            shapes.update(zip(op.writes, reads if op.program is None else self._trace(op.program, reads), strict=True))
+        shapes = self._shapes(ops, given)
         freed = last_uses(ops, {*kept, *given})
         here = [(op, drop) for op, drop in zip(ops, freed, strict=True) if any(self.is_mine[r] for r in op.ranks)]
         mine = tuple(op for op, _ in here)
@@ -200,9 +203,24 @@ class Machine:
         for op, drop in here:
             places = (tuple(slots[key] for key in keys) for keys in (op.reads, op.writes, drop))
             steps.append((self._call(op, shapes), *places))
-        peak_bytes = self._peak_bytes(mine, [drop for _, drop in here], shapes, given)
+        held = self._held(mine, [drop for _, drop in here], shapes, given)
         kept_shapes = {key: shapes[key] for key in kept}
-        return Walk(mine, tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, peak_bytes)
+        return Walk(mine, tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, held)
+
+    def held(self, ops: Sequence[Op], given: Mapping[Key, Tree], kept: Collection[Key]) -> tuple[dict[str, int], ...]:
+        """For each rank, bytes of values by name at its peak, on one device, without what is given.
+
+        With the "temporaries" of programs as far as they are compiled; otherwise `ops` are traced only.
+        """
+        return self._held(ops, last_uses(ops, {*kept, *given}), self._shapes(ops, given), given)
+
+    def _shapes(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
+        """The shapes of all values of a plan."""
+        shapes: dict[Key, Tree] = dict(given)
+        for op in ops:
+            reads = tuple(shapes[key] for key in op.reads)
+            shapes.update(zip(op.writes, reads if op.program is None else self._trace(op.program, reads), strict=True))
+        return shapes
 
     def _trace(self, program: Program, reads: tuple) -> tuple:
         """Shapes of what a program writes; traces it the first time, with a turn before what it reads and writes."""
@@ -298,28 +316,29 @@ class Machine:
 
         return in_both_turns
 
-    def _peak_bytes(
+    def _held(
         self, ops: Sequence[Op], freed: Sequence[tuple[Key, ...]], shapes: Mapping[Key, Tree], given: Collection[Key]
-    ) -> tuple[int, ...]:
-        live = [0] * len(self.submeshes)
-        peak = [0] * len(self.submeshes)
+    ) -> tuple[dict[str, int], ...]:
+        live = [Counter[str]() for _ in self.submeshes]
+        peak = [Counter[str]() for _ in self.submeshes]
         where: dict[Key, int] = {}
-        size = {key: _bytes(tree) for key, tree in shapes.items()}
+        size = {key: shard_bytes(tree) for key, tree in shapes.items()}
         for op, drop in zip(ops, freed, strict=True):
             for key in op.writes:
                 if key not in where and key not in given:
                     where[key] = op.rank
-                    live[op.rank] += size[key]
+                    live[op.rank][key[0]] += size[key]
             temp = 0
-            if op.program is not None:
+            if op.program is not None and (op.program, op.rank) in self.compiled:
                 memory = self.compiled[op.program, op.rank].memory_analysis()
                 assert memory is not None, "every backend of ours reports memory"
                 temp = memory.temp_size_in_bytes
-            peak[op.rank] = max(peak[op.rank], live[op.rank] + temp)
+            if live[op.rank].total() + temp > peak[op.rank].total():
+                peak[op.rank] = live[op.rank] + Counter(temporaries=temp)
             for key in drop:
                 if key in where:
-                    live[where.pop(key)] -= size[key]
-        return tuple(bytes_ if mine else 0 for bytes_, mine in zip(peak, self.is_mine, strict=True))
+                    live[where.pop(key)][key[0]] -= size[key]
+        return tuple(dict(held) if mine else {} for held, mine in zip(peak, self.is_mine, strict=True))
 
 
 @cache
@@ -336,14 +355,3 @@ def _is_known(option: str) -> bool:
 
 def _move(there: Tree, value: Tree) -> tuple[Tree]:
     return (jax.device_put(value, there),)
-
-
-def _bytes(tree: Tree) -> int:
-    """Bytes on one device."""
-    total = 0
-    for a in jax.tree.leaves(tree):
-        count = 1
-        for n in a.sharding.shard_shape(a.shape):
-            count *= n
-        total += count * a.dtype.itemsize
-    return total

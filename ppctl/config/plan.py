@@ -1,0 +1,40 @@
+"""What `ppctl plan` is asked for."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from ppctl.errors import ConfigError
+
+TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
+
+
+@dataclass
+class Plan:
+    """What `ppctl plan` compiles, and the memory that a device has."""
+
+    compile: bool = False  # compile the train step too, for the memory that the compiler plans
+    topology: str | None = None  # compile for TPUs that are not here: v5e:16x16, v6e:4x4, v5p:2x2x2 (ppctl[tpu])
+    memory_gib: float | None = None  # memory of a device; None: what the device itself states
+
+    @property
+    def is_used(self) -> bool:
+        return self != Plan()
+
+    def check(self) -> None:
+        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:  # written so that NaN fails
+            raise ConfigError(f"plan.memory_gib={self.memory_gib} is not a size. Use a number above 0.")
+        if self.topology is None:
+            return
+        if TOPOLOGY.fullmatch(self.topology) is None:
+            raise ConfigError(
+                f"plan.topology={self.topology} is not a topology. Write the kind of chip and how many there are each "
+                "way: v5e:4x4, v6e:16x16, v5p:2x2x2."
+            )
+        if not self.compile:
+            raise ConfigError(
+                f"plan.topology={self.topology} names what the compiler compiles for, but plan.compile=false. "
+                "Use plan.compile=true, or leave the topology out."
+            )

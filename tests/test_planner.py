@@ -1,0 +1,201 @@
+"""`ppctl plan`: what it says of memory is what arrays and compilers say, and what does not fit is refused."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from ppctl import cli, config, mesh, planner
+from ppctl.assemble import assemble
+from ppctl.errors import ConfigError
+from ppctl.runtime.memory import shard_bytes, tree_bytes
+
+TINY = config.Config(
+    model=config.Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),
+    mesh=config.Mesh(1, 4, 1),
+    schedule=config.Schedule("1f1b", 8),
+    executor=config.Spmd(remat="layer"),
+    data=config.Synthetic(batch_size=16, vocab_size=64),
+    run=config.Run(dtype="float32"),
+)
+COMPILE = config.Plan(compile=True)
+
+
+def request(schedule="1f1b", num_microbatches=8, *, executor="spmd", remat="layer", **changes):
+    """A variation of TINY: two rows a microbatch."""
+    kind = {"spmd": config.Spmd, "mpmd": config.Mpmd}[executor]
+    size = changes.setdefault("mesh", TINY.mesh)
+    data = replace(TINY.data, batch_size=2 * num_microbatches * size.dp * size.fsdp)
+    return replace(
+        TINY, schedule=config.Schedule(schedule, num_microbatches), executor=kind(remat=remat), data=data, **changes
+    )
+
+
+def growth(asked, few, many):
+    """By how much each part, and the compiler's total, grow from few to many microbatches of the same size."""
+    one, other = (planner.predict(request(asked, m, executor="spmd", remat="none", plan=COMPILE)) for m in (few, many))
+    parts = {part: other.memory_bytes[0][part] - size for part, size in one.memory_bytes[0].items()}
+    return parts, other.total_bytes[0] - one.total_bytes[0]
+
+
+# --- spmd ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "full"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_the_parts_of_a_compiled_program_add_up_to_what_its_compiler_plans(schedule, remat):
+    found = planner.predict(request(schedule, remat=remat, plan=COMPILE))
+    parts = assemble(request(schedule, remat=remat))
+    memory = parts.engine.lower_train_step().compile().memory_analysis()
+    sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert found.total_bytes == (sizes - memory.alias_size_in_bytes,) * 4
+    for of_rank in found.memory_bytes:
+        assert list(of_rank) == [part for part in planner.PARTS if part in of_rank]
+        assert sum(of_rank.values()) == found.total_bytes[0]
+        assert of_rank["temporaries"] > 0
+
+
+def test_activations_are_what_a_compiled_program_grows_by():
+    parts, total = growth("gpipe", 8, 32)
+    grown = parts["activations"] + parts["transfers"] + parts["batch"]
+    assert parts["activations"] == planner.predict(request("gpipe", 24, remat="none")).memory_bytes[0]["activations"]
+    assert grown == pytest.approx(total, rel=0.02)
+    assert abs(parts["temporaries"]) <= 0.02 * total
+
+
+def test_state_and_batch_are_what_their_arrays_take():
+    asked = request(mesh=config.Mesh(2, 2, 2))
+    found = planner.predict(asked).memory_bytes[0]
+    parts = assemble(asked)
+    state, batch = parts.engine.new_state(), parts.engine.put(next(parts.data.batches()))
+    device = jax.devices()[0]
+
+    def there(tree):
+        shards = [s for a in jax.tree.leaves(tree) for s in a.addressable_shards if s.device == device]
+        return sum(shard.data.nbytes for shard in shards)
+
+    assert found["parameters"] == there(state["params"]) == shard_bytes(state["params"])
+    assert (found["optimizer"], found["batch"]) == (there(state["optimizer"]), there(batch))
+
+
+# --- mpmd ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_each_rank_of_mpmd_holds_its_own(remat):
+    asked = request(executor="mpmd", remat=remat, num_microbatches=8)
+    found = planner.predict(asked)
+    parts = assemble(asked)
+    state = parts.engine.new_state()
+    for r, of_rank in enumerate(found.memory_bytes):
+        assert of_rank["parameters"] == tree_bytes(state[r]["params"])
+        assert "temporaries" not in of_rank
+    assert found.is_complete is False
+    if remat == "none":  # 1F1B: rank r keeps 4-r, and its compiled program no more
+        stash = tree_bytes(parts.model.stage.residuals.shapes)
+        kept = [of_rank["activations"] for of_rank in found.memory_bytes]
+        assert kept == [stash * n for n in (4, 3, 2, 1)]
+
+
+def test_the_parts_of_mpmd_add_up_too_once_compiled():
+    asked = request("zb_h1", executor="mpmd", remat="none", plan=COMPILE)
+    found = planner.predict(asked)
+    assert found.total_bytes == assemble(asked).engine.compile(evaluate=False).total_bytes
+    for of_rank, total in zip(found.memory_bytes, found.total_bytes, strict=True):
+        assert sum(of_rank.values()) == total
+        assert of_rank["temporaries"] > 0
+        assert of_rank["activations"] > 0  # a split backward has pendings
+
+
+# --- does it fit -----------------------------------------------------------------------------------------------------
+
+
+def plan_json(capsys, asked):
+    code = planner.plan(asked, as_json=True)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_limit_below_what_is_known_does_not_fit_and_one_above_may(capsys):
+    need = max(planner.predict(request()).total_bytes)
+    below = request(plan=config.Plan(memory_gib=(need - 1) / 2**30))
+    code, found = plan_json(capsys, below)
+    assert (code, found["fits"], found["limit_bytes"]) == (1, False, need - 1)
+    assert planner.plan(below, as_json=False) == 1
+    assert "too much on rank 0. Most are" in capsys.readouterr().out
+    code, found = plan_json(capsys, request(plan=config.Plan(memory_gib=(need + 1) / 2**30)))
+    assert (code, found["fits"], found["is_complete"]) == (0, None, False)  # temporaries are not counted
+    compiled = request(plan=config.Plan(compile=True, memory_gib=1.0))
+    code, found = plan_json(capsys, compiled)
+    assert (code, found["fits"], found["is_complete"]) == (0, True, True)
+    assert planner.plan(compiled, as_json=False) == 0
+    assert "fits: " in capsys.readouterr().out
+
+
+def test_json_holds_the_stages_and_the_bubble(capsys):
+    code, found = plan_json(capsys, request("zb_v", executor="mpmd", model=replace(TINY.model, num_layers=9)))
+    assert code == 0
+    assert found["partition"] == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert found["rank_of"] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert 0 < found["bubble_fraction"] < 0.5
+    assert found["fits"] is None  # nobody has said how much memory there is
+    assert len(found["memory_bytes"]) == len(found["total_bytes"]) == 4
+
+
+# --- devices that are not here ---------------------------------------------------------------------------------------
+
+TOPOLOGY = config.Plan(compile=True, topology="v5e:2x2")
+
+
+def described(monkeypatch):
+    """A libtpu that describes four of the devices that are here."""
+    monkeypatch.setattr(mesh, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        mesh.topologies, "get_topology_desc", lambda **asked: SimpleNamespace(devices=jax.devices()[4:])
+    )
+
+
+def test_a_program_is_compiled_for_described_devices(monkeypatch, capsys):
+    described(monkeypatch)
+    code, found = plan_json(capsys, request(plan=TOPOLOGY))
+    assert (code, found["fits"], found["limit_bytes"]) == (0, True, None)  # the compiler has taken it
+    with pytest.raises(ConfigError, match=r"1\*2\*1 = 2, but plan.topology=v5e:2x2 has 4 devices. Use a mesh"):
+        planner.predict(request(mesh=config.Mesh(1, 2, 1), plan=TOPOLOGY))
+
+
+REFUSED = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (29.31G) exceeds "
+    "available HBM (15.75G).\nmore"
+)
+
+
+def test_what_a_compiler_refuses_does_not_fit(monkeypatch, capsys):
+    described(monkeypatch)
+
+    def refuse(self, *, evaluate):
+        raise jax.errors.JaxRuntimeError(REFUSED)
+
+    monkeypatch.setattr(planner.OneProgram, "compile", refuse)
+    code, found = plan_json(capsys, request(plan=TOPOLOGY))
+    assert (code, found["fits"], found["is_complete"]) == (1, False, False)
+    assert found["limit_bytes"] == round(15.75 * 2**30)
+    assert planner.plan(request(plan=TOPOLOGY), as_json=False) == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("does not fit (compiled in ")
+    assert "required for HLO temporaries (29.31G) exceeds available HBM (15.75G). Most are" in said
+    assert "more" not in said.replace("use more", "").replace("more and smaller", "").replace("or more", "")
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_without_libtpu_it_is_named(capsys):
+    line = "plan mesh=2x2 plan.compile=true plan.topology=v5e:2x2"
+    assert cli.main(line.split()) == 2
+    assert "plan.topology=v5e:2x2 needs libtpu" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_program_is_compiled_for_tpus(capsys):
+    code, found = plan_json(capsys, request(plan=TOPOLOGY))
+    assert (code, found["devices"]) == (0, "4 x TPU v5 lite")
