@@ -96,6 +96,13 @@ def test_files_of_the_lower_levels_import_the_standard_library_and_each_other_on
 
 
 @files
+def test_the_planner_imports_no_jax(module):
+    if module[0] == "plan":
+        assert {name.split(".")[0] for name in imports(module)} <= {"ppctl", *sys.stdlib_module_names}
+        assert all(LEVEL_OF[other[0]] < LEVEL_OF["plan"] or other[0] == "plan" for other in own_imports(module))
+
+
+@files
 def test_hydra_is_imported_by_its_side_of_the_command_line_only(module):
     found = {name for name in imports(module) if name.split(".")[0] in HYDRA}
     assert not found or module in HYDRA_SIDE

@@ -1,0 +1,52 @@
+"""Local search over partitions by moves of one layer from a stage to another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+
+def climbed(
+    bounds: list[int],
+    price: Callable[[list[int]], Any],
+    fits: Callable[[list[int]], bool],
+    least: Sequence[int],
+    max_prices: int,
+    num_detours: int = 0,
+) -> list[int]:
+    """Bounds that no fitting move makes cheaper, or the best after `max_prices` prices, that of the start included.
+
+    Moves are tried from the cheapest bounds whose moves were not; the first that is cheaper than all goes on at once.
+    num_detours: from how many bounds in a row they are tried in vain after those that are returned.
+    """
+    best, known = price(bounds), {tuple(bounds)}
+    waiting, detours = [(best, 0, bounds)], 0  # the number settles ties: the older ones first
+    while waiting and detours <= num_detours:
+        cost, number, start = heappop(waiting)
+        detours += 1
+        for source, target in _moves(len(least)):
+            if start[source + 1] - start[source] <= least[source]:
+                continue
+            low, high, by = (source, target, -1) if source < target else (target, source, 1)
+            moved = [b + by if low < k <= high else b for k, b in enumerate(start)]
+            if tuple(moved) in known or not fits(moved):
+                continue
+            if len(known) >= max_prices:
+                return bounds
+            found = price(moved)
+            heappush(waiting, (found, len(known), moved))
+            known.add(tuple(moved))
+            if found < best:
+                best, bounds, detours = found, moved, 0
+                heappush(waiting, (cost, number, start))
+                break
+    return bounds
+
+
+def _moves(num_stages: int) -> Iterator[tuple[int, int]]:
+    """(source, target) of a layer: to the stage beside it first."""
+    for distance in range(1, num_stages):
+        for low in range(num_stages - distance):
+            yield low, low + distance
+            yield low + distance, low
