@@ -136,7 +136,7 @@ def divide(config: Config, schedule: Schedule, *, embed: float = 0.0, head: floa
 def partition_text(parts: Parts) -> str | None:
     """The layers of each stage and how even their costs are, in a line; None for even stages nobody asked for."""
     name, partition = parts.config.partition.name, parts.states.layout.partition
-    ends = _end_costs(parts.config, parts.stack, parts.data)
+    ends = worth_of_ends(parts.config, parts.stack, parts.data)
 
     def unevenness(partition: Partition) -> float:
         costs = stage_costs(partition, **ends)
@@ -154,7 +154,8 @@ def partition_text(parts: Parts) -> str | None:
     )
 
 
-def _end_costs(config: Config, stack: Stack, data: DataSet) -> dict[str, float]:
+def worth_of_ends(config: Config, stack: Stack, data: DataSet) -> dict[str, float]:
+    """What "embed" and "head" cost, in layers."""
     return end_costs(stack, _batch_shapes(data), recompute=config.executor.remat != "none")
 
 
@@ -213,7 +214,7 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     dtype = jnp.dtype(dtype_name)
     stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))
     if config.partition.name == "balanced":
-        partition = divide(config, schedule, **_end_costs(config, stack, data))
+        partition = divide(config, schedule, **worth_of_ends(config, stack, data))
     layout = Layout(mesh, partition, schedule.rank_of)
     settings = asdict(config.optim)
     schedule_settings = {key: settings.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}

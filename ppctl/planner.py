@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 import jax
 from rich.console import Console
 
+from ppctl.advise import Proposal, propose
 from ppctl.assemble import Parts, assemble, model_flops
 from ppctl.config import Config
 from ppctl.engine.mpmd import Mpmd
@@ -79,6 +80,7 @@ class Prediction:
     fits: bool | None  # None: not known
     compile_s: float | None
     refusal: str | None  # the compiler's, where it found that the program does not fit
+    proposal: Proposal | None  # a better partition
 
 
 def plan(config: Config, *, as_json: bool) -> int:
@@ -118,6 +120,7 @@ def predict(config: Config) -> Prediction:
         fits=False if refusal else fits,
         compile_s=compile_s,
         refusal=refusal,
+        proposal=propose(parts, limit),
     )
 
 
@@ -190,6 +193,13 @@ def show(found: Prediction, config: Config) -> None:
         f"executor={config.executor.name}",
         f"stages    {' '.join(map(str, found.partition))} layers on ranks {' '.join(map(str, found.rank_of))}",
     ]
+    if found.proposal is not None:
+        layers = ",".join(map(str, found.proposal.partition))
+        lines.append(
+            f"better    partition=explicit partition.layers=[{layers}] takes {found.proposal.time_ratio:.2f} times as "
+            "long a step, by simulation with costs from FLOPs"
+            + ("" if found.limit_bytes is None or config.executor.name != "mpmd" else ", and fits without temporaries")
+        )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     ranks = _shown_ranks(found)

@@ -97,8 +97,8 @@ def test_every_command_is_served_and_leaves_no_files(command, served, empty_dire
 
 FAULTS = [
     # the command line itself
-    ("trian", r"trian is not a command. Did you mean train\? \(train, verify, doctor, bench, schedule\)"),
-    ("tune", "tune is not a command. .*train, verify, doctor, bench"),
+    ("trian", r"trian is not a command. Did you mean train\? \(train, verify, doctor, plan, bench, schedule\)"),
+    ("tune", "tune is not a command. .*train, verify, doctor, plan, bench"),
     ("model=mlp", "model=mlp: a command comes first, for example ppctl train model=mlp"),
     ("train --jsn", "--jsn is not an option. Did you mean --json"),
     ("train --json=1", "argument --json: ignored explicit argument '1'"),

@@ -23,6 +23,7 @@ LEVELS = {
         "bench",
         "doctor",
         "planner",
+        "advise",
         "look",
         "launch",
         "request",
