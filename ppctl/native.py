@@ -19,6 +19,9 @@ SERVICE = re.compile(
     r"coordination_service|preemption|^client\.|distributed_runtime|rpc"
 )  # files of XLA's that chatter
 GLOO = re.compile(r"\[Gloo\]|connected peer ranks is")  # its threads print piecemeal, into each other's lines
+REST = re.compile(
+    r"\s*$|\d+$|RPC:|Additional GRPC|:[A-Z_]+:|The tasks|/job:|=== Source Location|external/|\. This is only expected"
+)
 GONE = re.compile(r"tasks are unhealthy[^:]*:\s*([\s\S]*?)\s*The tasks have crashed")
 
 
@@ -72,7 +75,7 @@ def readable(lines: Iterable[str], process: str) -> Iterator[str]:
 
 def _is_rest(line: str) -> bool:
     """Whether a line may be the rest of a message of the service."""
-    return re.match(r"\s*$|\d+$|RPC:|Additional GRPC|:UNKNOWN|The tasks|/job:", line) is not None
+    return REST.match(line) is not None
 
 
 def _cause(last_words: str) -> str:

@@ -218,6 +218,20 @@ def test_no_process_outlives_the_first_and_each_says_so_in_one_line(tmp_path):
     assert re.fullmatch(r"ppctl: process 1: lost contact.*; process 0, which all others need, has ended\.\n", line)
 
 
+def test_what_the_service_of_newer_versions_says_over_several_lines_is_dropped():
+    printed = """E1121 22:20:01.123456   12345 coordination_service_agent.cc:353] Polled an error
+:UNAVAILABLE:Stream removed (Socket closed)
+=== Source Location Trace: ===
+external/xla+/xla/tsl/distributed_runtime/rpc/grpc_util.h:89
+. This is only expected if one of the tasks is unhealthy. Check the logs for the actual root cause.
+=== Source Location Trace: ===
+external/xla+/xla/util.h:302
+
+step 8/9  loss 1.0
+"""
+    assert list(readable(printed.splitlines(keepends=True), "1")) == ["step 8/9  loss 1.0\n"]
+
+
 @pytest.mark.slow
 def test_a_process_that_finds_no_other_says_where_it_looked(tmp_path):
     with processes(1, tmp_path / "run", "mesh=1x2", "run.join_s=2", of={0: ["run.num_processes=2"]}) as [lead]:
