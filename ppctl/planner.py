@@ -37,6 +37,8 @@ ABOUT = {
 }
 NAMES = {  # parts by the names of values in a plan of executor=mpmd
     "params": "parameters",
+    "next_params": "parameters",
+    "next_optimizer": "optimizer",
     "optimizer": "optimizer",
     "inputs": "batch",
     "targets": "batch",
@@ -139,8 +141,8 @@ def _compile(parts: Parts) -> tuple[tuple[int, ...] | None, float, str | None]:
 
 def _by_part(parts: Parts, total: Sequence[int] | None) -> tuple[dict[str, int], ...]:
     """For each rank bytes of one device by part, in the order of PARTS."""
-    engine = parts.engine.engine if isinstance(parts.engine, PostValidated) else parts.engine
-    if isinstance(engine, Mpmd):
+    engine = parts.engine
+    if isinstance(engine, Mpmd | PostValidated):
         return tuple(map(_grouped, engine.held()))
     staged = parts.states.staged
     of_rank: dict[str, int] = {
@@ -189,10 +191,16 @@ def show(found: Prediction, config: Config) -> None:
         f"model     {config.model.name}, {config.model.num_layers} layers, {found.num_parameters:,} parameters, "
         f"{found.step_flops / 1e12:,.3g} TFLOP a step",
         f"mesh      dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp} on {found.devices}",
-        f"schedule  {found.schedule}, {config.schedule.num_microbatches} microbatches{bubble}, "
-        f"executor={config.executor.name}",
-        f"stages    {' '.join(map(str, found.partition))} layers on ranks {' '.join(map(str, found.rank_of))}",
     ]
+    microbatches = f"{config.schedule.num_microbatches} microbatches"
+    if config.executor.name == "reference":
+        lines.append(f"schedule  none: executor=reference has no pipeline; {microbatches}")
+    else:
+        stages = f"{' '.join(map(str, found.partition))} layers on ranks {' '.join(map(str, found.rank_of))}"
+        lines += [
+            f"schedule  {found.schedule}, {microbatches}{bubble}, executor={config.executor.name}",
+            f"stages    {stages}",
+        ]
     if found.proposal is not None:
         layers = ",".join(map(str, found.proposal.partition))
         lines.append(

@@ -100,14 +100,22 @@ def test_each_rank_of_mpmd_holds_its_own(remat):
         assert kept == [stash * n for n in (4, 3, 2, 1)]
 
 
-def test_the_parts_of_mpmd_add_up_too_once_compiled():
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_the_parts_of_mpmd_add_up_too_once_compiled(post_validation):
     asked = request("zb_h1", executor="mpmd", remat="none", plan=COMPILE)
+    asked.executor.post_validation = post_validation
     found = planner.predict(asked)
     assert found.total_bytes == assemble(asked).engine.compile(evaluate=False).total_bytes
     for of_rank, total in zip(found.memory_bytes, found.total_bytes, strict=True):
         assert sum(of_rank.values()) == total
         assert of_rank["temporaries"] > 0
         assert of_rank["activations"] > 0  # a split backward has pendings
+
+
+def test_the_reference_has_no_stages(capsys):
+    asked = replace(request(mesh=config.Mesh()), executor=config.Reference())
+    assert planner.plan(asked, as_json=False) == 0
+    assert "executor=reference has no pipeline; 8 microbatches" in capsys.readouterr().out
 
 
 # --- does it fit -----------------------------------------------------------------------------------------------------

@@ -117,12 +117,12 @@ class Mpmd:
         total = [(a + b) * mine for a, b, mine in zip(total, step.peak_bytes, self.machine.is_mine, strict=True)]
         return Footprint(max(step.peak_bytes), tuple(total), "")
 
-    def held(self) -> tuple[dict[str, int], ...]:
-        """For each rank, bytes of one device by the names of values at the peak of a step, what is given included.
+    def held(self, what: str = "step") -> tuple[dict[str, int], ...]:
+        """For each rank, bytes of one device by the names of values at the peak of a plan, what is given included.
 
         Before `compile` the programs' temporaries are not among them.
         """
-        ops, kept = self.plan("step")
+        ops, kept = self.plan(what)
         held = self.machine.held(ops, self.given_shapes(), kept)
         return tuple(given | of_rank for given, of_rank in zip(self.given_bytes, held, strict=True))
 

@@ -67,6 +67,10 @@ class PostValidated:
             self.engine.walk("loss")
         return self.engine.footprint(step)
 
+    def held(self) -> tuple[dict[str, int], ...]:
+        """For each rank, bytes of one device by the names of values at the peak of a step that is tried."""
+        return self.engine.held("try")
+
     def step(self, state: Attempt, batch: Tree) -> tuple[Attempt, dict[str, jax.Array]]:
         begun_from = state.state
         attempt, metrics = self._try(begun_from, batch)
