@@ -57,7 +57,7 @@ Tree = Any
 # LLVM's passes) that every rank pays. Bench model, jax 0.10.2, step over the reference's, compile over spmd's, CPU s:
 #   all at XLA's own options            step 0.97, compile 2.10
 #   once: what runs once a step         step 1.03, compile 1.85
-#   and quick: tasks                    step 1.03 to 1.09, compile 1.36 to 1.47
+#   and quick: tasks                    step 1.03 to 1.11, compile 1.26 to 1.54, median 1.4
 #   and quick: tasks that recompute     step 1.24 (1.14 before) with remat=full, 1.30 (1.18) with layer: not done
 # Rejected: finish as `once` (copies all gradients in 10 ms, not 5); level 0 for tasks (F takes 55 ms, not 34); level 1
 # or 2 for them (no gain), xla_cpu_opt_preset, xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (none),
