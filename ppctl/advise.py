@@ -78,7 +78,7 @@ def _price(parts: Parts, ends: dict[str, float]) -> Callable[[Partition], float]
 
 def _with_memory(parts: Parts, layers: Layers, limit_bytes: int) -> tuple[Layers, Memory]:
     """The layers with what they hold on a rank of executor=mpmd: state, weights and sums; and stashes in flight."""
-    model, stage = parts.model, parts.model.stage
+    model = parts.model
     shards = parts.config.mesh.fsdp
     moments = tree_bytes(parts.states.natural["optimizer"]) / tree_bytes(parts.states.natural["params"])
 
@@ -86,8 +86,7 @@ def _with_memory(parts: Parts, layers: Layers, limit_bytes: int) -> tuple[Layers
         computed = sum(a.size for a in jax.tree.leaves(tree)) * jnp.dtype(model.dtype).itemsize
         return float(round(tree_bytes(tree) * (1 + moments) / shards) + computed + tree_bytes(tree))
 
-    w, x = [model.layer], model.x
-    stash = tree_bytes(jax.eval_shape(lambda w, x: stage.forward(w, None, x)[1], w, x))
+    stash = tree_bytes(model.stage.stash_shapes([model.layer]))
     n = layers.num_layers
     embed, head = (model.keep(model.ends, used) for used in model.uses)
     layers = replace(

@@ -106,20 +106,13 @@ class Device:
         """Empty slots for what forwards keep; None where that is their input."""
         if not self.ticks.num_slots["stash"]:
             return None
-        keep = lambda: self.stage.forward(*self.chunk(0), zeros_like(self.x))[1]  # noqa: E731
-        return _slots(self.ticks.num_slots["stash"], jax.eval_shape(keep))
+        return _slots(self.ticks.num_slots["stash"], self.stage.stash_shapes(*self.chunk(0)))
 
     def pending_slots(self) -> Tree:
         """Empty slots for what input gradients hand to weight gradients; None where none is split."""
         if not self.ticks.num_slots["pending"]:
             return None
-
-        def hand_on() -> Tree:
-            x = zeros_like(self.x)
-            stash = self.stage.forward(*self.chunk(0), x)[1]
-            return self.stage.input_grad(*self.chunk(0), stash, lambda y: (x, None))[1]
-
-        return _slots(self.ticks.num_slots["pending"], jax.eval_shape(hand_on))
+        return _slots(self.ticks.num_slots["pending"], self.stage.pending_shapes(*self.chunk(0)))
 
     def zero_sums(self) -> Tree:
         master = jax.tree.leaves(self.params)[0].dtype

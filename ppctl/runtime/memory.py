@@ -27,14 +27,9 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks) -> dict[str, int]:
     computed = tree_bytes(_in(model.dtype, (model.ends, *[model.layer] * held)))
     slots, x = ticks.num_slots, tree_bytes(model.x)
     stage, w = model.stage, _in(model.dtype, [model.layer] * num_layers)
-    stash = jax.eval_shape(lambda w, x: stage.forward(w, None, x)[1], w, model.x)
-    kept = slots["stash"] * tree_bytes(stash)
+    kept = slots["stash"] * tree_bytes(stage.stash_shapes(w))
     if slots.get("pending"):
-
-        def hand_on(w: Tree, stash: Tree, x: jax.Array) -> Tree:
-            return stage.input_grad(w, None, stash, lambda y: (x, None))[1]
-
-        kept += slots["pending"] * tree_bytes(jax.eval_shape(hand_on, w, stash, model.x))
+        kept += slots["pending"] * tree_bytes(stage.pending_shapes(w))
     arriving = sum(slots.get(kind, 0) for kind in ("act", "grad", "value")) * x
     return {"weights": computed, "gradients": whole, "activations": kept, "transfers": arriving}
 

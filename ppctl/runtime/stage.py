@@ -126,6 +126,18 @@ class Stage:
         """Whether the stash is the stage's input, so that it can stay in the slot where it arrived."""
         return self.remat == "full"
 
+    def stash_shapes(self, w: Any, count: Any = None) -> Tree:
+        """Shapes of the stash of a microbatch; w may be shapes."""
+        return jax.eval_shape(lambda w, x: self.forward(w, count, x)[1], w, self._shapes[1])
+
+    def pending_shapes(self, w: Any, count: Any = None) -> Any:
+        """Shapes of what `input_grad` hands on."""
+
+        def hand_on(w: Any, stash: Tree, gy: jax.Array) -> Any:
+            return self.input_grad(w, count, stash, lambda y: (gy, None))[1]
+
+        return jax.eval_shape(hand_on, w, self.stash_shapes(w, count), self._shapes[1])
+
     def forward(self, w: Any, count: Any, x: jax.Array) -> tuple[jax.Array, Tree]:
         """The stage's output and its stash."""
         if self.remat == "none":
