@@ -255,8 +255,7 @@ class Machine:
         """Of the compiler, for a program or a crossing: those given come before ours."""
         if self._platform != "cpu":
             return self.options
-        ours = CPU_OPTIONS["once" if program is None else self.programs.effort(program)]
-        return {name: ours[name] for name in ours if name != NOT_EVERYWHERE or _is_known(name)} | self.options
+        return cpu_options("once" if program is None else self.programs.effort(program)) | self.options
 
     def _crosses(self, op: Op) -> bool:
         """Whether a move is between processes."""
@@ -339,6 +338,12 @@ class Machine:
                 if key in where:
                     live[where.pop(key)][key[0]] -= size[key]
         return tuple(dict(held) if mine else {} for held, mine in zip(peak, self.is_mine, strict=True))
+
+
+def cpu_options(effort: Effort) -> dict[str, Any]:
+    """The compiler's options on CPU, as far as it has them."""
+    ours = CPU_OPTIONS[effort]
+    return {name: ours[name] for name in ours if name != NOT_EVERYWHERE or _is_known(name)}
 
 
 @cache

@@ -1,0 +1,163 @@
+"""Prices by measurement: the pieces of a model, timed on the devices that are here, and kept for the next time.
+
+Kept by model, size of a microbatch, executor, device, and the versions of everything that compiles or runs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ppctl.assemble import Parts
+from ppctl.engine.one_program import OneProgram
+from ppctl.plan.prices import Piece, Prices
+from ppctl.runtime.mpmd.machine import cpu_options
+from ppctl.runtime.timing import LAYERS, RUNS, Taken, dispatched, end_bodies, layer_bodies, tick_body, turn, without_tasks
+
+Times = dict[str, Taken]
+SOURCES = ("runtime", "model")  # whose programs are timed
+
+
+def measured(parts: Parts, cache_dir: Path) -> Prices:
+    """The prices of a request, on the devices of its mesh."""
+    times = _kept(cache_dir, _key(parts, with_mesh=False), lambda: _pieces(parts))
+    times |= _kept(cache_dir, _key(parts, with_mesh=True), lambda: _of_mesh(parts))
+    return _prices(parts, times)
+
+
+def _prices(parts: Parts, times: Times) -> Prices:
+    """Seconds of a device working alone.
+
+    Simulated devices share cores: a piece has a price in CPU seconds, and a device working alone turns over so many of
+    these in a second; all together turn over more, but not as many times more as there are devices.
+    """
+    is_shared = _is_shared(parts)
+    alone = times["alone"].cpu_s / times["alone"].wall_s if is_shared else 1.0
+    layers = [times[kind] for kind in "FBIW" if kind in times]
+    together = sum(taken.cpu_s for taken in layers) / sum(taken.wall_s for taken in layers)
+    number = parts.mesh.size
+
+    def price(name: str, share: int = 1) -> float:
+        taken = times[name]
+        return (taken.cpu_s / number / alone if is_shared else taken.wall_s) / share
+
+    if "B" in times:
+        half = price("B", LAYERS) / 2
+        layer = Piece(price("F", LAYERS), half, half)
+    else:
+        layer = Piece(*(price(kind, LAYERS) for kind in "FIW"))
+    return Prices(
+        Piece(price("embed"), 0.0, price("embed_grad")),
+        layer,
+        Piece(0.0, price("head"), 0.0),
+        task_s=times["task"].cpu_s / alone if "task" in times else 0.0,
+        hop_s=price("tick") if "tick" in times else 0.0,
+        once_s=times["once"].wall_s,
+        capacity=together / alone if is_shared else float("inf"),
+        cores=alone,
+    )
+
+
+def _is_shared(parts: Parts) -> bool:
+    return parts.mesh.devices.flat[0].platform == "cpu"
+
+
+def _pieces(parts: Parts) -> Times:
+    """The tasks of a layer and of both ends, on all devices at the same time; "alone": F on one device."""
+    model, mesh = parts.model, parts.mesh
+    is_split = any(task.kind == "I" for tasks in parts.schedule.ranks for task in tasks)
+    bodies = layer_bodies(model, split=is_split) | end_bodies(model)
+    is_quick = parts.config.executor.name == "mpmd" and model.remat == "none" and _is_shared(parts)
+    options = cpu_options("quick") if is_quick else None
+    times = {name: turn(*body, mesh, options) for name, body in bodies.items()}
+    one = Mesh(np.array(mesh.devices.flat[:1]), ("all",), axis_types=mesh.axis_types[:1])
+    times["alone"] = turn(*bodies["F"], one, options)
+    return times
+
+
+def _of_mesh(parts: Parts) -> Times:
+    """What depends on the mesh: "once" a step; "tick", its transfers (of executor=spmd); "task", its start (mpmd)."""
+    layout, pp = parts.states.layout, parts.mesh.shape["pp"]
+    step = without_tasks(layout, parts.dtype)
+    engine = OneProgram(parts.states, parts.batch_shapes, step, step, parts.optimizer, parts.lr_schedule)
+    engine.compile(evaluate=False)
+    times = {"once": _steps(engine, parts)}
+    if parts.ticks is not None and pp > 1:
+        times["tick"] = turn(*tick_body(parts.model.x, pp), parts.mesh)
+    if parts.config.executor.name == "mpmd" and pp > 1:
+        devices, axes, kinds = parts.mesh.devices, ("dp", "fsdp"), parts.mesh.axis_types[:2]
+        here, there = (Mesh(devices[:, r, :], axes, axis_types=kinds) for r in (0, 1))
+        times["task"] = dispatched(parts.model, here, there)
+    return times
+
+
+def _steps(engine: OneProgram, parts: Parts) -> Taken:
+    """Medians of steps, after one that warms up."""
+    state, batch = engine.new_state(), engine.put(next(parts.data.batches()))
+    taken = []
+    for _ in range(RUNS + 1):
+        cpu, wall = time.process_time(), time.perf_counter()
+        state, _ = running = engine.step(state, batch)
+        jax.block_until_ready(running)
+        taken.append(Taken(time.perf_counter() - wall, time.process_time() - cpu))
+    return Taken(*map(statistics.median, zip(*taken[1:], strict=True)))
+
+
+# what was measured before
+
+
+def _kept(cache_dir: Path, key: dict[str, Any], measure: Callable[[], Times]) -> Times:
+    """What was measured for `key`, now or before."""
+    text = json.dumps(key, sort_keys=True, indent=1)
+    file = cache_dir / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    try:
+        found = json.loads(file.read_text())
+        return {name: Taken(*seconds) for name, seconds in found["times"].items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        times = measure()
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(f".{os.getpid()}")
+    beside.write_text(json.dumps({"key": key, "times": times}, indent=1))
+    beside.replace(file)
+    return times
+
+
+def _key(parts: Parts, *, with_mesh: bool) -> dict[str, Any]:
+    """All that what is measured depends on."""
+    device, executor = parts.mesh.devices.flat[0], parts.config.executor
+    key: dict[str, Any] = {
+        "code": _code(),
+        "jax": [version("jax"), version("jaxlib")],
+        "device": device.device_kind,
+        "cores": [platform.processor() or platform.machine(), os.cpu_count()] if _is_shared(parts) else None,
+        "executor": [executor.name, executor.remat, executor.unroll],
+        "model": [asdict(parts.config.model) | {"num_layers": None}, parts.data.vocab_size],
+        "shapes": jax.tree.map(lambda a: [a.shape, str(a.dtype)], parts.model.microbatch),
+        "dtype": str(parts.dtype),
+    }
+    if with_mesh:
+        partition = [len(layers) for layers in parts.states.layout.partition]
+        return key | {"mesh": parts.config.mesh.text, "partition": partition, "ranks": parts.schedule.rank_of}
+    is_split = any(task.kind == "I" for tasks in parts.schedule.ranks for task in tasks)
+    return key | {"devices": parts.mesh.size, "split": is_split}
+
+
+def _code() -> str:
+    """A digest of the sources whose programs are timed."""
+    here, digest = Path(__file__).parent, hashlib.sha256()
+    for file in sorted(file for part in SOURCES for file in (here / part).rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
