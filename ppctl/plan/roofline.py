@@ -1,0 +1,86 @@
+"""Seconds by counting: work on a device of known speeds, and what collectives take on known links.
+
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer (Williams, Waterman, Patterson
+2009, CACM 52). Collectives run round a ring (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19). Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of a task. Numbers are of one row of a microbatch; `fixed_bytes`, of weights, do not grow with it."""
+
+    flops: float
+    bytes: float
+    fixed_bytes: float = 0.0
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.flops or self.bytes or self.fixed_bytes)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device reaches."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def seconds(self, ops: Iterable[Op], rows: float) -> float:
+        """Seconds of operations on `rows` rows, one after the other.
+
+        >>> Speed(flops_per_s=100.0, bytes_per_s=10.0).seconds([Op(50.0, 1.0), Op(0.0, 1.0, fixed_bytes=2.0)], rows=4)
+        2.6
+        """
+        return sum(
+            max(rows * op.flops / self.flops_per_s, (rows * op.bytes + op.fixed_bytes) / self.bytes_per_s) for op in ops
+        )
+
+
+@dataclass(frozen=True)
+class Link:
+    """From a device to the next one of a ring: seconds of an empty message, bytes a second one way."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def hop_s(self, num_bytes: float) -> float:
+        """A message to the next device."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+    def gather_s(self, num_bytes: float, size: int) -> float:
+        """All devices of `size` get `num_bytes`, of which each has an equal share; or each gets the sum of its share.
+
+        >>> Link(0.0, 10.0).gather_s(40.0, 4)
+        3.0
+        """
+        return (size - 1) * self.hop_s(num_bytes / size)
+
+    def sum_s(self, num_bytes: float, size: int) -> float:
+        """All devices get the sum of what each has: the shares are summed, then gathered."""
+        return 2 * self.gather_s(num_bytes, size)
+
+
+@dataclass(frozen=True)
+class PieceWork:
+    """The operations of one row through a piece of the model. Recomputing costs a forward."""
+
+    forward: tuple[Op, ...]
+    input_grad: tuple[Op, ...]
+    weight_grad: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """The operations of a model, and the sizes of what passes through it."""
+
+    embed: PieceWork
+    layer: PieceWork
+    head: PieceWork
+    x_bytes: int  # of what passes between layers, a row
+    stash_bytes: dict[str, int]  # what a forward keeps of a layer, a row, by remat; full: of a stage
+    pending_bytes: dict[str, int]  # what I hands to W of a layer, a row, by remat

@@ -1,0 +1,117 @@
+"""What the tasks of a layer and of both ends compute and move, counted in their jaxprs.
+
+Matrix products count their arithmetic, and their operands and results as memory traffic. Compilers fuse what is
+element by element into its readers, so of all else only what is written to memory counts: results that a matrix product
+reads, or the task keeps; once written, once read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ppctl.plan.roofline import ModelWork, Op, PieceWork
+from ppctl.runtime.jaxprs import flatten
+from ppctl.runtime.memory import tree_bytes
+from ppctl.runtime.mpmd.tasks import Model
+from ppctl.runtime.stage import Stage
+
+Tree = Any
+ROWS = (2, 4)  # everything grows with the rows of a microbatch by equal steps; one row alone is traced otherwise
+
+
+def work_of(model: Model) -> ModelWork:
+    """The work of `model`'s pieces, whatever its rows and remat."""
+    few, many = (_with_rows(model, rows) for rows in ROWS)
+    pieces = {}
+    for name in ("embed", "layer", "head"):
+        tasks = [_tasks(each, name) for each in (few, many)]
+        pieces[name] = PieceWork(*(_affine(a, b) for a, b in zip(*tasks, strict=True)))
+    stash, pending = {}, {}
+    for remat in ("none", "layer", "full"):
+        stage, w = _stage(few, remat), [_computed(few, few.layer)]
+        stash[remat] = tree_bytes(stage.stash_shapes(w)) // ROWS[0]
+        pending[remat] = tree_bytes(stage.pending_shapes(w)) // ROWS[0]
+    return ModelWork(**pieces, x_bytes=tree_bytes(few.x) // ROWS[0], stash_bytes=stash, pending_bytes=pending)
+
+
+def _with_rows(model: Model, rows: int) -> Model:
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), model.microbatch)
+    return replace(model, microbatch=shapes, remat="none")
+
+
+def _stage(model: Model, remat: str) -> Stage:
+    return Stage(model.stack.layer, remat, _computed(model, model.layer), model.x)
+
+
+def _computed(model: Model, tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(model.dtype)), tree)
+
+
+def _tasks(model: Model, piece: str) -> tuple[list[Op], ...]:
+    """The operations of F, I and W of a piece; numbers are those of all rows."""
+    ends, x, inputs, targets = _computed(model, model.ends), model.x, *(model.microbatch[k] for k in ("inputs", "targets"))
+    stack = model.stack
+    if piece == "layer":
+        stage, w = _stage(model, "none"), [_computed(model, model.layer)]
+        stash = stage.stash_shapes(w)
+        return (
+            _ops(lambda w, x: stage.forward(w, None, x), w, x),
+            _ops(lambda w, s, gy: stage.input_grad(w, None, s, lambda _: (gy, None))[:2], w, stash, x),
+            _ops(lambda w, p: stage.weight_grad(w, None, p), w, stage.pending_shapes(w)),
+        )
+    if piece == "embed":
+        pull = lambda ends, inputs, gx: jax.vjp(lambda ends: stack.embed(ends, inputs), ends)[1](gx)  # noqa: E731
+        return _ops(stack.embed, ends, inputs), [], _ops(pull, ends, inputs, x)
+
+    def head(ends: Tree, y: jax.Array, targets: Any) -> Tree:
+        loss, pull, _ = jax.vjp(lambda e, y: stack.head(e, y, targets), ends, y, has_aux=True)
+        return pull(jnp.ones_like(loss))
+
+    return [], _ops(head, ends, x, targets), []
+
+
+def _affine(few: list[Op], many: list[Op]) -> tuple[Op, ...]:
+    """Operations of a row, from those of few rows and of many."""
+    (low, high), grown = ROWS, []
+    for a, b in zip(few, many, strict=True):
+        each = (b.bytes - a.bytes) / (high - low)
+        grown.append(Op((b.flops - a.flops) / (high - low), each, fixed_bytes=a.bytes - low * each))
+    return tuple(op for op in grown if not op.is_nothing)
+
+
+def _ops(function: Callable, *args: Tree) -> list[Op]:
+    return _of_jaxpr(flatten(jax.make_jaxpr(function)(*args)).jaxpr)
+
+
+def _of_jaxpr(jaxpr: core.Jaxpr) -> list[Op]:
+    products = {id(v) for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general" for v in eqn.invars}
+    written = products | {id(v) for v in jaxpr.outvars}
+    ops = []
+    for eqn in jaxpr.eqns:
+        made = sum(_size(v) for v in eqn.outvars if id(v) in written)
+        if eqn.primitive.name == "dot_general":
+            ops.append(Op(_flops(eqn), sum(map(_size, (*eqn.invars, *eqn.outvars)))))
+        elif eqn.primitive.name == "scan":
+            inner = _of_jaxpr(eqn.params["jaxpr"].jaxpr)
+            ops += [Op(eqn.params["length"] * op.flops, eqn.params["length"] * op.bytes) for op in inner]
+        else:
+            ops.append(Op(0.0, 2.0 * made))
+    return ops
+
+
+def _flops(eqn: core.JaxprEqn) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left: Any = eqn.invars[0].aval
+    out: Any = eqn.outvars[0].aval
+    return 2.0 * prod(left.shape[dim] for dim in contracted) * prod(out.shape)
+
+
+def _size(v: Any) -> int:
+    return prod(v.aval.shape) * v.aval.dtype.itemsize
