@@ -1,4 +1,4 @@
-"""What work costs: peak speeds of accelerators, and the seconds of one stage that simulator and planner use."""
+"""What work costs: the seconds and bytes of one stage that simulator and planner use."""
 
 from __future__ import annotations
 
@@ -7,53 +7,6 @@ import math
 from dataclasses import dataclass
 
 from ppctl.errors import ConfigError
-
-# Peak dense FLOP/s (no sparsity) of what JAX calls one device, by `jax.Device.device_kind` and dtype. float32 is what
-# JAX's default matmul precision runs (jax.lax.Precision.DEFAULT): TF32 on these GPUs, one bfloat16 pass on TPUs.
-# NVIDIA's newer sheets print the speed with sparsity; the dense one is half of it.
-_A100 = {"float32": 156e12, "bfloat16": 312e12}  # NVIDIA A100 Tensor Core GPU data sheet, 2021
-_H100_SXM = {"float32": 494.7e12, "bfloat16": 989.4e12}  # NVIDIA H100 architecture white paper, 2022
-_H100_PCIE = {"float32": 378e12, "bfloat16": 756e12}  # H100 data sheet: 756 and 1,513 TFLOP/s sparse
-_B200 = {"float32": 1.1e15, "bfloat16": 2.25e15}  # Blackwell data sheet, HGX B200: 2.2 and 4.5 PFLOP/s sparse
-
-
-def _tpu(bfloat16: float) -> dict[str, float]:
-    return {"float32": bfloat16, "bfloat16": bfloat16}
-
-
-_TPU_V5E = _tpu(197e12)  # cloud.google.com/tpu/docs/v5e
-_TPU_V5P = _tpu(459e12)  # cloud.google.com/tpu/docs/v5p
-_TPU_V6E = _tpu(918e12)  # cloud.google.com/tpu/docs/v6e (JAX itself rounds it to 920)
-
-PEAK_FLOPS: dict[str, dict[str, float]] = {
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    "NVIDIA H100 80GB HBM3": _H100_SXM,
-    "NVIDIA H100 PCIe": _H100_PCIE,
-    "NVIDIA H200": _H100_SXM,  # NVIDIA H200 data sheet: the same chip as H100 SXM, with more memory
-    "NVIDIA B200": _B200,
-    "TPU v4": _tpu(275e12),  # cloud.google.com/tpu/docs/v4; a device is a chip (two cores as one)
-    "TPU v5 lite": _TPU_V5E,
-    "TPU v5e": _TPU_V5E,
-    "TPU v5": _TPU_V5P,
-    "TPU v5p": _TPU_V5P,
-    "TPU v6 lite": _TPU_V6E,
-    "TPU v6e": _TPU_V6E,
-}
-
-
-def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Peak dense FLOP/s of one device, or None where it is not known (CPUs, parts of a GPU, float64).
-
-    >>> peak_flops("NVIDIA H200", "bfloat16")
-    989400000000000.0
-    >>> peak_flops("cpu", "float32")
-    """
-    if device_kind not in PEAK_FLOPS or dtype not in PEAK_FLOPS[device_kind]:
-        return None
-    return PEAK_FLOPS[device_kind][dtype]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import jax
 from ppctl import distributed, profile, timeline
 from ppctl.assemble import Parts, model_flops
 from ppctl.checkpoint import Checkpoints
-from ppctl.costs import peak_flops
 from ppctl.errors import ConfigError, NonFiniteError, SaveError
+from ppctl.hardware import mfu_peak_flops
 from ppctl.metrics import Metrics
 from ppctl.watch import Watch
 
@@ -167,7 +167,7 @@ class Loop:
         is_text = parts.data.vocab_size is not None
         unit, count = ("tokens_per_s", math.prod(inputs)) if is_text else ("rows_per_s", inputs[0])
         device = parts.mesh.devices.flat[0]
-        peak = config.run.peak_flops or peak_flops(device.device_kind, str(parts.dtype))
+        peak = mfu_peak_flops(config.hardware, device.device_kind, str(parts.dtype))
         all_peak = None if peak is None else peak * parts.mesh.size
         return unit, count, model_flops(parts), all_peak, parts.bubble_fraction
 

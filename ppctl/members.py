@@ -28,7 +28,8 @@ from ppctl.loop import writing
 from ppctl.mesh import all_devices
 from ppctl.watch import Watch
 
-LOCAL = ("run.process_id", "run.coordinator", "data.cache_dir")  # settings that may differ between processes
+# settings that may differ between processes
+LOCAL = ("run.process_id", "run.coordinator", "data.cache_dir", "costs.cache_dir")
 FAR = re.compile(  # in errors of collectives, and of the service, where the other side is gone
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|coordination|another task|barrier"
     r"|UNAVAILABLE|DEADLINE_EXCEEDED",

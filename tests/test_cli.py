@@ -127,7 +127,10 @@ FAULTS = [
         "num_chunks is not .*=gpipe. It is a setting of schedule=interleaved",
     ),
     ("train data.path=x", "data.path is not a setting of data=stdlib. It is a setting of data=text and data=tokens"),
-    ("train partition.layers=[3,2]", "layers is not a setting of partition=uniform. It is a setting of .*=explicit"),
+    (
+        "train partition.layers=[3,2]",
+        "layers: partition=uniform has no settings of its own. Choose partition=explicit, and",
+    ),
     ("train partition=explicit partition.lyrs=[1]", "Did you mean partition.layers. .settings: layers"),
     ("train partition=explicit partition.layers.a=1", "partition.layers is one value, with nothing below it"),
     ("train partition=balanced partition.x=1", "partition.x is not a setting of partition=balanced. .settings: none"),
@@ -186,16 +189,36 @@ FAULTS = [
     ("train run.num_steps=0", "run.num_steps=0 must be"),
     ("train executor=reference", "executor=reference is the un-pipelined model .*mesh=2x4 has 8. Use mesh=1x1"),
     ("train launch.processes=3", "mesh=2x4 has 8 devices, not a multiple of launch.processes=3. Use .*processes=2"),
-    ("verify launch.processes=2", "only train and doctor start processes, and `ppctl verify` is one. Leave them out"),
-    ("bench launch.max_restarts=2", "only train and doctor start processes, and `ppctl bench` is one"),
-    ("train plan.compile=true", "plan.compile=True plan.topology=None plan.memory_gib=None: only `ppctl plan` heeds"),
+    ("verify launch.processes=2", "launch.processes=2: only `ppctl train` and `ppctl doctor` heed this. Leave it out"),
+    ("bench launch.max_restarts=2", "launch.max_restarts=2: only `ppctl train` and `ppctl doctor` heed this"),
+    ("train plan.compile=true", "ppctl: plan.compile=true: only `ppctl plan` heeds this. Leave it out"),
     ("plan plan.topology=v5e:4x4", "names what the compiler compiles for, but plan.compile=false. Use plan.compile"),
     ("plan plan.compile=true plan.topology=v5e", "plan.topology=v5e is not a topology. Write the kind of chip"),
     ("plan plan.compile=true plan.topology=v5e:2x2 executor=mpmd", "executor=mpmd compiles for each rank's part"),
     ("plan plan.compile=true plan.topology=v5e:2x2 run.platform=cuda", "run.platform=cuda starts devices. Use"),
     ("plan plan.memory_gib=0", "plan.memory_gib=0.0 is not a size. Use a number above 0"),
-    ("plan launch.processes=2", "only train and doctor start processes, and `ppctl plan` is one"),
-    ("doctor launch.processes=2 launch.max_restarts=1", "only train is started again. Leave out launch.max_restarts"),
+    ("plan launch.processes=2", "launch.processes=2: only `ppctl train` and `ppctl doctor` heed this"),
+    ("doctor launch.processes=2 launch.max_restarts=1", "launch.max_restarts=1: only `ppctl train` is started again"),
+    ("verify hardware=h100", "ppctl: hardware=h100: only `ppctl train` and `ppctl plan` heed this. Leave it out"),
+    ("bench costs.doctor=x", "ppctl: costs.doctor=x: only `ppctl train` and `ppctl plan` heed this"),
+    ("doctor costs=measure", "ppctl: costs=measure: only `ppctl train` and `ppctl plan` heed this"),
+    ("doctor hardware=host", "hardware=host: only `ppctl train` and `ppctl plan` heed this"),
+    ("bench plan.memory_gib=3", "plan.memory_gib=3.0: only `ppctl plan` heeds this. Leave it out"),
+    (
+        "plan hardware.peak_flops.bfloat16=1e12",
+        "hardware=auto has no settings of its own. Choose hardware=.* or one of .* others, and set it there",
+    ),
+    ("plan hardware.memory_gib=3", "hardware.memory_gib: hardware=auto has no settings of its own"),
+    ("plan hardware=h100 hardware.peak_flops.float64=1", "has no float64 yet. Add it with a .: .hardware.peak_flops.f"),
+    ("plan hardware=h100 hardware.peak_flops=3", "hardware.peak_flops takes numbers by name .no default"),
+    ("plan hardware=h100 hardware.peak_flops.float32=x", "peak_flops.float32 does not take such a value"),
+    ("plan hardware=h100 hardware.device_kinds=3", "hardware.device_kinds takes a list .no default"),
+    ("plan hardware=h100 hardware.flops_fraction=null", "hardware.flops_fraction takes a number .no default"),
+    ("plan hardware=h100 hardware.memory_gib=x", "hardware.memory_gib takes a number or null .default null"),
+    ("plan hardware=h100 hardware.flops_fraction=2", "hardware.flops_fraction=2.0 must lie in"),
+    ("plan hardware=h10", "hardware=h10 is not an option of hardware. Did you mean hardware=h100"),
+    ("plan costs.cache_dir=x", "costs.cache_dir is not a setting of costs=analytic. It is a setting of costs=measure"),
+    ("train run.peak_flops=1e12", "run.peak_flops is not a setting of run. Did you mean hardware.peak_flops"),
     # Hydra's grammar
     ("train tiny", "'tiny' is not KEY=VALUE. Did you mean recipes=tiny"),
     ("train mlp", "'mlp' is not KEY=VALUE. Did you mean model=mlp"),
@@ -365,6 +388,30 @@ def test_the_launcher_is_served_and_shown_by_train_and_doctor_alone(served, caps
     for command in COMMANDS:
         assert cli.main([command, "--help"]) == 0
         assert ("launch.max_restarts=0" in capsys.readouterr().out) == (command in ("train", "doctor"))
+
+
+def test_a_command_shows_the_groups_that_it_heeds(capsys):
+    for command in COMMANDS:
+        assert cli.main([command, "--help"]) == 0
+        out = capsys.readouterr().out
+        for line in ("  hardware  auto |", "  costs     analytic | measure\n"):
+            assert (line in out) == (command in ("train", "plan")), (command, line)
+
+
+def test_hardware_of_a_users_own_is_a_choice(capsys, served, empty_directory):
+    write(empty_directory / "mine/hardware/ours.yaml", "defaults: [h100]\nname: ours\nflops_fraction: 0.7\n")
+    words = ["hardware=ours", "+hardware.peak_flops.float64=67e12", "hardware.peak_flops.bfloat16=900e12"]
+    assert cli.main(["plan", "--config-dir", "mine", *words]) == 0
+    [(_, config, _)] = served
+    ours = config.hardware
+    assert (ours.name, ours.flops_fraction, ours.host_devices) == ("ours", 0.7, 8)
+    assert ours.peak_flops == {"float32": 494.7e12, "bfloat16": 900e12, "float64": 67e12}
+
+
+def test_hardware_without_its_numbers_is_refused(capsys, served, empty_directory):
+    write(empty_directory / "mine/hardware/bare.yaml", "defaults: [/schema_hardware@_here_]\nname: bare\n")
+    assert cli.main(["plan", "hardware=bare", "--config-dir", "mine"]) == 2
+    assert "hardware.device_kinds has no value. hardware=bare needs one" in capsys.readouterr().err
 
 
 def test_cfg_prints_the_composed_config(capsys, served):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
 
 from ppctl import config as c
-from ppctl.cli.choices import PARTS, ROOT, all_settings, default_option, options, schema_of, schemas, settings_of
+from ppctl.cli.choices import PARTS, all_settings, default_option, options, schema_of, schemas, settings_of
 from ppctl.cli.compose import compose
+from ppctl.config.files import ROOT
 from ppctl.errors import ConfigError
 
 # What an option needs besides its name, to be a request that can be served.
@@ -22,7 +24,8 @@ NEEDS = {
     ("schedule", "csv"): [f"schedule.path={ROOT}/tests/golden/1f1b_p4_m8.csv"],
     ("partition", "explicit"): ["partition.layers=[1,1,1,1,1,1,1,1]"],
 }
-CHOICES = [(part, option) for part in PARTS for option in options(part)]
+OF_SCHEDULE = ("costs", "unit")  # what `ppctl schedule` alone takes
+CHOICES = [(part, option) for part in PARTS for option in options(part) if (part, option) != OF_SCHEDULE]
 
 
 def composed(*overrides: str) -> c.Config:
@@ -39,6 +42,8 @@ def test_every_choice_composes_to_its_dataclass_and_defaults(part, option):
         assert chosen.text == option
         return
     assert chosen.name == option
+    if part == "hardware" and option != "auto":
+        return  # has no defaults: see test_hardware.py
     default = schema_of(part, option)()
     for field in dataclasses.fields(default):
         if (option, field.name) != ("csv", "num_microbatches") and field.name not in ("name", "path", "layers"):
@@ -63,7 +68,7 @@ def test_no_override_composes_to_the_defaults():
 
 def test_every_part_of_config_py_is_behind_some_choice():
     shipped = {schema_of(part, option) for part, option in CHOICES}
-    shipped |= {schema_of("costs", option) for option in options("costs")}  # of `ppctl schedule`
+    shipped.add(schema_of(*OF_SCHEDULE))
     named = {cls for cls in schemas().values() if "name" in {f.name for f in dataclasses.fields(cls)}}
     assert named - {c.Run, c.Data} <= shipped
 
@@ -112,6 +117,12 @@ def test_the_names_of_settings_are_unique_within_a_part():
     assert all_settings()["model.d_model"].default == c.Transformer().d_model  # the default option's, not the MLP's
     assert "model.name" not in settings_of("model", c.MLP)
     assert default_option("schedule") == "interleaved"
+
+
+def hardware(**values: object) -> c.Hardware:
+    speeds = {"flops_fraction": 0.5, "memory_bytes_per_s": 1e12, "link_bytes_per_s": 1e10}
+    base = {"name": "x", "device_kinds": ["x"], "peak_flops": {"float32": 1e12}, "link_latency_s": 0.0, "task_s": 0.0}
+    return c.Hardware(**{**base, **speeds, **values})  # type: ignore[arg-type]
 
 
 def config_with(**parts: object) -> c.Config:
@@ -219,6 +230,20 @@ def config_with(**parts: object) -> c.Config:
         (
             config_with(mesh=c.Mesh(1, 2), launch=c.Launch(processes=2), run=c.Run(platform="tpu")),
             "launch.processes=2 divides GPUs or simulated CPU devices, but run.platform=tpu. Use launch.processes=1",
+        ),
+        (config_with(hardware=hardware(flops_fraction=0.0)), "hardware.flops_fraction=0.0 must be .* above 0"),
+        (config_with(hardware=hardware(flops_fraction=1.1)), r"flops_fraction=1.1 must lie in \(0, 1\]"),
+        (config_with(hardware=hardware(memory_gib=math.nan)), "memory_gib=nan must be a finite number above 0"),
+        (config_with(hardware=hardware(memory_bytes_per_s=-1.0)), "memory_bytes_per_s=-1.0 must be"),
+        (config_with(hardware=hardware(link_bytes_per_s=0.0)), "link_bytes_per_s=0.0 must be"),
+        (config_with(hardware=hardware(link_latency_s=-1.0)), "link_latency_s=-1.0 must be .* at least 0"),
+        (config_with(hardware=hardware(task_s=math.inf)), "task_s=inf must be a finite number"),
+        (config_with(hardware=hardware(peak_flops={"bfloat16": 0.0})), "hardware.peak_flops.bfloat16=0.0 must be"),
+        (config_with(hardware=hardware(peak_flops={})), "peak_flops={} has no dtype. Give it one"),
+        (config_with(hardware=hardware(host_devices=0)), "host_devices=0 must be .* at least 1"),
+        (
+            config_with(hardware=hardware(host_devices=8, network_latency_s=1e-6)),
+            "hardware.host_devices=8 hardware.network_latency_s=1e-06 needs hardware.network_bytes_per_s too",
         ),
         (config_with(model=c.MLP()), "model=mlp cannot learn from data=synthetic. Use data=regression or"),
         (config_with(data=c.Regression()), "model=transformer cannot learn from data=regression. Use data=stdlib"),

@@ -85,7 +85,8 @@ def copy(six_steps, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("tiny", "speed"), [(TINY, "tokens_per_s"), (ROWS, "rows_per_s")], ids=["tokens", "rows"])
 def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny, speed):
-    words = ["run.eval_every=3", "run.eval_batches=1", "run.tensorboard=true", "run.peak_flops=1e12", "--json"]
+    words = ["run.eval_every=3", "run.eval_batches=1", "run.tensorboard=true", "--json"]
+    words += ["hardware=host", "hardware.peak_flops.float32=1e12"]
     code, out, err = train(*words, tiny=tiny)
     assert code == 0
     run_dir = tmp_path / "run"

@@ -215,6 +215,11 @@ FAULTS = [
     ("show model.num_layers=3", "model.num_layers=3: no schedule depends on model. Leave it out"),
     ("show partition=balanced", "partition=balanced: no schedule depends on partition. Leave it out"),
     ("show run.name=x", "run.name=x: no schedule depends on run"),
+    ("show hardware=h100", "hardware=h100: no schedule depends on hardware. Leave it out"),
+    ("show costs=analytic", "costs=analytic: `ppctl schedule` assumes costs, for it knows no model. Use costs=unit"),
+    ("show costs=measure", "costs=measure: `ppctl schedule` assumes costs"),
+    ("show costs.doctor=x", "costs.doctor=x: `ppctl schedule` assumes costs"),
+    ("show costs=measure costs.cache_dir=x", "costs.cache_dir=x: `ppctl schedule` assumes costs"),
     ("show mseh=1x2", "mseh is not a part of a drawing. Did you mean mesh"),
     ("show costs.forward_s=-1", "costs.forward_s=-1.0 must be a finite number of at least 0"),
     ("show costs.forward_s=nan", "costs.forward_s=nan must be a finite number"),
@@ -246,10 +251,20 @@ def test_a_file_that_is_not_text_is_one_line(capsys, empty_directory):
     assert capsys.readouterr().err == "ppctl: bytes.csv cannot be read: it is not text.\n"
 
 
-@pytest.mark.parametrize("line", ["train costs.forward_s=2", "verify costs=unit", "bench +costs.forward_s=2"])
-def test_other_commands_refuse_costs(line, capsys):
+@pytest.mark.parametrize(
+    "line", ["train costs.forward_s=2", "plan costs=unit", "verify costs=unit", "bench +costs.forward_s=2"]
+)
+def test_other_commands_refuse_assumed_costs(line, capsys):
     assert cli.main(line.split()) == 2
     assert "costs are assumed by `ppctl schedule` alone" in capsys.readouterr().err
+
+
+def test_a_users_costs_of_other_commands_are_refused(capsys, empty_directory):
+    file = empty_directory / "mine/costs/ours.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("defaults: [measure]\nname: ours\n")
+    assert cli.main(["schedule", "show", "--config-dir", "mine", "costs=ours"]) == 2
+    assert "costs=ours: `ppctl schedule` assumes costs" in capsys.readouterr().err
 
 
 # --- help, completion, imports ---------------------------------------------------------------------------------------

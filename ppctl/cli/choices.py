@@ -13,21 +13,29 @@ import inspect
 import re
 import typing
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Costs, Launch, Mesh, Plan, Run
+from ppctl.config import Config, Launch, Mesh, Plan, Run
+from ppctl.config.files import ROOT
 
-PACKAGE = Path(__file__).resolve().parents[1]
-ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent  # a wheel carries conf/ and recipes/ inside
 PLAIN: dict[str, type] = {"run": Run, "launch": Launch, "plan": Plan}  # the parts of which there is one
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)  # the parts that are chosen by name
 GROUPS = (*PARTS, "recipes")
-DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on; costs are no part of the others
-DEFAULT_COSTS = "unit"
+DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on
+DRAWN_COSTS = "unit"  # what it chooses of costs
 MESH_EXAMPLES = ("1x2", "1x4", "1x8", "2x2", "2x4", "2x4x2")  # any sizes will do; these are for listings
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "numbers by name",
+    type(None): "null",
+}
+REQUIRED = "???"  # as Hydra writes that a setting has no default
 
 
 class Setting(NamedTuple):
@@ -48,13 +56,11 @@ def options(group: str) -> list[str]:
 
 
 def default_option(group: str) -> str:
-    """The option that conf/config.yaml names for `group`; for costs, the one that `ppctl schedule` chooses.
+    """The option that conf/config.yaml names for `group`.
 
     >>> default_option("mesh")
     '2x4'
     """
-    if group == "costs":
-        return DEFAULT_COSTS
     found = re.search(rf"^  - {group}: (\S+)", (ROOT / "conf/config.yaml").read_text(), re.MULTILINE)
     assert found is not None, group
     return found[1]
@@ -93,7 +99,8 @@ def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
         if dataclasses.is_dataclass(hints[field.name]):
             found |= settings_of(key, hints[field.name])
         elif field.name != "name" or cls is Run:
-            found[key] = Setting(key, hints[field.name], field.default, comments.get(field.name, ""))
+            default = REQUIRED if field.default is dataclasses.MISSING else field.default
+            found[key] = Setting(key, hints[field.name], default, comments.get(field.name, ""))
     return found
 
 
@@ -105,7 +112,7 @@ def _comments(cls: type) -> dict[str, str]:
 
 def all_settings() -> dict[str, Setting]:
     """Every setting of every shipped option; where options share a key, the default option's."""
-    found = settings_of("costs", Costs)
+    found: dict[str, Setting] = {}
     for part, cls in PLAIN.items():
         found |= settings_of(part, cls)
     for part in PARTS:
@@ -174,12 +181,16 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     label = f"{part}={option}" if part in PARTS else part
     for above in own:
         if key.startswith(f"{above}."):
+            if typing.get_origin(own[above].kind) is dict:
+                return f"{key}: {above} has no {key.removeprefix(f'{above}.')} yet. Add it with a +: +{key}=..."
             return f"{key}: {above} is one value, with nothing below it."
     home = (
         [f"{part}={name}" for name in options(part) if key in settings_of(part, schema_of(part, name))]
         if option
         else []
     )
+    if home and not own:
+        return f"{key}: {label} has no settings of its own. Choose {_either(home)}, and set it there."
     bad, elsewhere = key.split(".")[-1], _like_elsewhere(key)
     if home:
         hint = f" It is a setting of {' and '.join(home)}."
@@ -189,6 +200,15 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
         hint = elsewhere
     names = ", ".join(name.removeprefix(f"{part}.") for name in own) or "none"
     return f"{key} is not a setting of {label}.{hint} (settings: {names})"
+
+
+def _either(names: list[str]) -> str:
+    """The first of many names, or all of a few.
+
+    >>> _either(["a", "b"]), _either(["a", "b", "c", "d"])
+    ('a or b', 'a or one of 3 others')
+    """
+    return " or ".join(names) if len(names) < 4 else f"{names[0]} or one of {len(names) - 1} others"
 
 
 def _like_elsewhere(key: str) -> str:
@@ -218,8 +238,9 @@ def wrong_value(key: str, said: str | None = None) -> str:
             f"{before}{key} is a part. Set what is in it, for example {key}.{below[0]} (settings: {', '.join(below)})"
         )
     setting = known[key]
-    kinds = " or ".join(KINDS[kind] for kind in typing.get_args(setting.kind) or (setting.kind,))
-    default = "no default" if setting.default == "???" else f"default {shown(setting.default)}"
+    members = typing.get_args(setting.kind) if typing.get_origin(setting.kind) is UnionType else (setting.kind,)
+    kinds = " or ".join(KINDS[typing.get_origin(kind) or kind] for kind in members)
+    default = "no default" if setting.default == REQUIRED else f"default {shown(setting.default)}"
     return f"{before}{key} takes {kinds} ({default})."
 
 

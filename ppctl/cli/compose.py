@@ -16,10 +16,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppctl import config as settings
-from ppctl.cli.choices import DEFAULT_COSTS, DRAWN, ROOT
-from ppctl.cli.faults import check_keys, check_names, explain, parse_override, refuse
+from ppctl.cli.choices import DRAWN, DRAWN_COSTS
+from ppctl.cli.faults import check_costs, check_keys, check_names, explain, parse_override, refuse
 from ppctl.cli.plugins import Request, register
 from ppctl.config import Config, ScheduleConfig
+from ppctl.config.files import ROOT
 from ppctl.errors import ConfigError
 from ppctl.request import settled
 
@@ -32,8 +33,9 @@ def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
     parsed = [parse_override(text) for text in overrides]
     for override in parsed:
         refuse(override, multirun=False, drawing=True)
-    chosen = [] if any(override.key_or_group == "costs" for override in parsed) else [f"costs={DEFAULT_COSTS}"]
-    register(ScheduleConfig)
+    is_chosen = any(o.key_or_group == "costs" and isinstance(o.value(), str) for o in parsed)
+    chosen = [] if is_chosen else [f"costs={DRAWN_COSTS}"]
+    register()
     request = Request([])
     with _in_one_line(parsed):
         _run_hydra(request, [*flags, *chosen, *overrides])
@@ -41,6 +43,7 @@ def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
         check_keys(request.composed)
         check_names(request.composed, request.choices)
         parts: dict[str, Any] = {part: OmegaConf.to_object(request.composed[part]) for part in DRAWN}
+        check_costs(parts["costs"], drawing=True)
         config = ScheduleConfig(**parts)
     config.schedule = settled(config.schedule)
     config.check()
@@ -55,7 +58,7 @@ def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config 
     parsed = [parse_override(text) for text in overrides]
     for override in parsed:
         refuse(override, multirun="--multirun" in flags, drawing=False)
-    register(Config)
+    register()
     request = Request(words)
     try:
         with _in_one_line(parsed):
@@ -69,6 +72,7 @@ def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config 
         _summary(request.jobs)
         return int(stop.code or 0)
     assert isinstance(config, Config)
+    check_costs(config.costs, drawing=False)
     config.schedule = settled(config.schedule)
     settings.check(config)
     return config
@@ -112,9 +116,9 @@ def _summary(jobs: list[tuple[str, int, float]]) -> int:
     return int(any(code for _, code, _ in jobs))
 
 
-def completions(line: str, *, drawing: bool) -> None:
+def completions(line: str) -> None:
     """Prints for bash what may follow `line`, which starts with the program's name and has no command."""
-    register(ScheduleConfig if drawing else Config)
+    register()
     os.environ["COMP_LINE"] = line
     # A half-typed line is often wrong, and the prompt is no place for an error.
     with suppress(HydraException, OmegaConfBaseException, ValueError, SystemExit):
@@ -123,5 +127,5 @@ def completions(line: str, *, drawing: bool) -> None:
 
 def completion_script() -> None:
     """Prints what bash evaluates to complete ppctl's command lines."""
-    register(Config)
+    register()
     _run_hydra(Request([]), ["--shell-completion", "install=bash"])

@@ -16,11 +16,11 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ppctl.cli import schedule
-from ppctl.cli.choices import did_you_mean
-from ppctl.cli.help import COMMANDS, help_text, overview
+from ppctl.cli.choices import DRAWN_COSTS, did_you_mean, shown
+from ppctl.cli.help import COMMANDS, HEEDED_BY, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
 from ppctl.config import Config
 from ppctl.errors import ConfigError, ElsewhereError, PpctlError
@@ -120,17 +120,32 @@ def _serve(argv: list[str]) -> int:
     config = compose(asked.overrides, hydra_flags(asked), words=[command, *job_flags(asked)])
     if isinstance(config, int):
         return config
-    if command != "plan" and config.plan.is_used:
-        settings = " ".join(f"plan.{key}={value}" for key, value in asdict(config.plan).items())
-        raise ConfigError(f"{settings}: only `ppctl plan` heeds these. Leave them out.")
+    refuse_unheeded(command, config)
     if not config.launch.is_used:
         return _dispatch(command, config, as_json=asked.json)
-    only = f"launch.processes={config.launch.processes} launch.max_restarts={config.launch.max_restarts}: only "
-    if command not in OF_SEVERAL_PROCESSES:
-        raise ConfigError(f"{only}train and doctor start processes, and `ppctl {command}` is one. Leave them out.")
     if command != "train" and config.launch.max_restarts:
-        raise ConfigError(f"{only}train is started again. Leave out launch.max_restarts.")
+        raise ConfigError(
+            f"launch.max_restarts={config.launch.max_restarts}: only `ppctl train` is started again. Leave it out."
+        )
     return launch(config, [command, *job_flags(asked), *asked.overrides], as_json=asked.json)
+
+
+def refuse_unheeded(command: str, config: Config) -> None:
+    """ConfigError for what a request says to other commands, which this one would ignore."""
+    default = Config()
+    for part, commands in HEEDED_BY.items():
+        said = _difference(part, getattr(config, part), getattr(default, part))
+        if said and command not in commands:
+            only = " and ".join(f"`ppctl {name}`" for name in commands)
+            raise ConfigError(f"{said}: only {only} heed{'s' * (len(commands) == 1)} this. Leave it out.")
+
+
+def _difference(part: str, asked: Any, default: Any) -> str:
+    """The choice or the settings of a part that are not the default, as one types them; nothing where all are."""
+    values, usual = asdict(asked), asdict(default)
+    if values.get("name") != usual.get("name"):
+        return f"{part}={asked.name}"
+    return " ".join(f"{part}.{key}={shown(value)}" for key, value in values.items() if value != usual[key])
 
 
 def _dispatch(command: str, config: Config, *, as_json: bool) -> int:
@@ -165,7 +180,9 @@ def _complete(words: list[str], *, is_query: bool) -> int:
     else:
         # Hydra knows neither the command nor ppctl's own options.
         overrides = [word for word in before[1:] if "=" in word and not word.startswith("-")]
-        compose.completions(" ".join(["ppctl", *overrides, last]), drawing=before[0] == "schedule")
+        if before[0] == "schedule":
+            overrides.insert(0, f"costs={DRAWN_COSTS}")
+        compose.completions(" ".join(["ppctl", *overrides, last]))
     return 0
 
 

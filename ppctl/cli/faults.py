@@ -28,12 +28,13 @@ from ppctl.cli.choices import (
     default_option,
     did_you_mean,
     options,
+    settings_of,
     shown,
     unknown_key,
     wrong_option,
     wrong_value,
 )
-from ppctl.config import Mesh
+from ppctl.config import Costs, Measure, Mesh
 from ppctl.errors import ConfigError
 
 
@@ -67,8 +68,8 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
     group = key.split(".")[0]
     if drawing:
         _refuse_for_drawing(group, line)
-    elif group == "costs":
-        raise ConfigError(f"{line}: costs are assumed by `ppctl schedule` alone; no other command has such a setting.")
+    if key in settings_of("costs", Measure if drawing else Costs):
+        raise ConfigError(_wrong_costs(line, drawing=drawing))
     if override.is_delete():
         raise ConfigError(f"{line}: nothing can be removed. Give {key} another value instead.")
     if line.startswith("+") and (key in GROUPS or key in all_settings()):
@@ -82,11 +83,11 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
         )
     if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ConfigError(f"{line}: a sweep over {key} needs a list of values: {key}=a,b.")
-    if key in (*GROUPS, "costs"):
+    if key in GROUPS:
         for value in _values(override):
             if not isinstance(value, str) and not (isinstance(value, dict) and key != "recipes"):
                 raise ConfigError(wrong_option(key, shown(value), options(key)))
-    if group in (*PARTS, "costs") and key == f"{group}.name":
+    if group in PARTS and key == f"{group}.name":
         raise ConfigError(f"{line}: the choice of {group} sets its name. Use {line.replace('.name', '', 1)}.")
     if key.replace("/", ".").startswith("hydra.launcher"):
         raise ConfigError(f"{line}: a sweep has one launcher, because each of its jobs must be a process of its own.")
@@ -144,10 +145,22 @@ def check_names(cfg: DictConfig, choices: dict[str, Any]) -> None:
             )
 
 
+def check_costs(costs: Any, *, drawing: bool) -> None:
+    """ConfigError for costs of `ppctl schedule` in another command, and the other way round."""
+    if isinstance(costs, Costs) != drawing:
+        raise ConfigError(_wrong_costs(f"costs={costs.name}", drawing=drawing))
+
+
+def _wrong_costs(said: str, *, drawing: bool) -> str:
+    if drawing:
+        return f"{said}: `ppctl schedule` assumes costs, for it knows no model. Use costs=unit and its settings."
+    return f"{said}: such costs are assumed by `ppctl schedule` alone. Use costs=analytic, or leave it out."
+
+
 def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
     """The option and dataclass of each part of a composed config, as far as it got."""
     found: dict[str, tuple[str, type]] = {part: ("", cls) for part, cls in PLAIN.items()}
-    for part in (*PARTS, "costs"):
+    for part in PARTS:
         node = None if part not in cfg or OmegaConf.is_missing(cfg, part) else cfg.get(part)
         if isinstance(node, DictConfig) and dataclasses.is_dataclass(cls := OmegaConf.get_type(node)):
             option = "x".join(str(size) for size in node.values()) if cls is Mesh else str(node.get("name"))

@@ -19,6 +19,7 @@ from ppctl.cli.choices import (
     shown,
     wrong_option,
 )
+from ppctl.config import Costs
 from ppctl.errors import ConfigError
 
 COMMANDS = {  # command: module that serves it, one line
@@ -55,6 +56,12 @@ EXAMPLES = {
         "ppctl bench mesh=1x4 schedule=gpipe",
         "ppctl bench --multirun schedule=gpipe,interleaved --json",
     ),
+}
+HEEDED_BY = {  # the commands that heed a part; any other part is heeded by all of them
+    "hardware": ("train", "plan"),
+    "costs": ("train", "plan"),
+    "launch": ("train", "doctor"),
+    "plan": ("plan",),
 }
 MOST_USED = (
     "model.num_layers",
@@ -131,6 +138,7 @@ def help_text(command: str, words: Sequence[str]) -> str:
     groups = [
         line
         for group in GROUPS
+        if _is_for(command, group)
         for line in textwrap.wrap(f"  {group:9} {_options_text(group)}", 120, subsequent_indent=" " * 12)
     ]
     used = setting_table([known[key] for key in MOST_USED if _is_for(command, key)])
@@ -159,15 +167,17 @@ def help_text(command: str, words: Sequence[str]) -> str:
 
 
 def _is_for(command: str, key: str) -> bool:
-    """Whether a command heeds a setting."""
-    commands = {"launch": ("train", "doctor"), "plan": ("plan",)}.get(key.partition(".")[0])
-    return commands is None or command in commands
+    """Whether a command heeds a part or setting."""
+    part = key.partition(".")[0]
+    return part not in HEEDED_BY or command in HEEDED_BY[part]
 
 
 def _options_text(group: str) -> str:
     if group == "mesh":
         return f"{default_option('mesh')} | any DPxPP or DPxPPxFSDP: data-parallel rows x pipeline ranks x shards"
-    return " | ".join(options(group)) if group != "recipes" else ", ".join(options(group)) + " (complete runs)"
+    if group == "recipes":
+        return ", ".join(options(group)) + " (complete runs)"
+    return " | ".join(name for name in options(group) if group != "costs" or schema_of(group, name) is not Costs)
 
 
 def _part_help(word: str) -> str:
@@ -182,10 +192,17 @@ def _part_help(word: str) -> str:
     names = [option or default_option(part)] if one else options(part)
     if part != "mesh" and not set(names) <= set(options(part)):
         raise ConfigError(wrong_option(part, option, options(part)))
-    schemas = {name: schema_of(part, name) for name in names}
+    alike: dict[type, list[str]] = {}  # options with the same settings
+    for name in names:
+        alike.setdefault(schema_of(part, name), []).append(name)
     return "\n\n".join(
-        f"{part}={name}: {cls.__doc__}\n{setting_table(settings_of(part, cls).values())}"
-        for name, cls in schemas.items()
+        "\n".join(
+            [
+                *textwrap.wrap(f"{part}={', '.join(same)}: {cls.__doc__}", 120, subsequent_indent="    "),
+                setting_table(settings_of(part, cls).values()),
+            ]
+        )
+        for cls, same in alike.items()
     )
 
 

@@ -31,8 +31,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from ppctl.cli.choices import MESH_EXAMPLES, PARTS, ROOT, schemas
+from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
 from ppctl.config import Config, Mesh
+from ppctl.config.files import ROOT
 
 MESH_CHOICE = re.compile(r"mesh/[1-9]\d*x[1-9]\d*(x[1-9]\d*)?")
 
@@ -156,14 +157,14 @@ def run_process(command: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def register(root: type[Config]) -> None:
-    """Makes schemas, source, search path and launcher known to Hydra, for configs of class `root`. Twice is once."""
+def register() -> None:
+    """Makes schemas, source, search path and launcher known to Hydra. Twice is once."""
     store = ConfigStore.instance()
     for name, cls in schemas().items():
         store.store(name=f"schema_{name}", node=cls, provider="ppctl")
     # The parts are missing rather than config's defaults, so that a group that was not chosen cannot hide.
     missing: dict[str, Any] = dict.fromkeys(PARTS, MISSING)
-    store.store(name="schema_config", node=root(**missing), provider="ppctl")
+    store.store(name="schema_config", node=Config(**missing), provider="ppctl")
     plugins = Plugins.instance()  # imports the hydra_plugins package if some other plugin brought it
     # Hydra takes launchers from importable modules of the hydra_plugins package only.
     package = sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))

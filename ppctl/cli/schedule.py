@@ -205,7 +205,7 @@ def help_text() -> str:
             f"Groups: {', '.join(DRAWN)}, recipes. A recipe's mesh and schedule count, the rest of it does not matter.",
             *textwrap.wrap(f"Schedules: {', '.join(options('schedule'))}", 120, subsequent_indent="  "),
             "  (settings of each: ppctl train --help schedule)",
-            f"Costs: {', '.join(options('costs'))}",
+            f"Costs: {', '.join(name for name in options('costs') if schema_of('costs', name) is Costs)}",
             setting_table(costs),
             "",
             "Options:",

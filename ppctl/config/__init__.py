@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ppctl.config.costs import Analytic, Costs, Measure
+from ppctl.config.hardware import AutoHardware, Hardware
 from ppctl.config.launch import Launch
 from ppctl.config.model import MLP, Transformer
 from ppctl.config.plan import Plan
@@ -33,7 +35,6 @@ from ppctl.config.schedule import (
     Auto,
     Balanced,
     Chunked,
-    Costs,
     Csv,
     Eager1F1B,
     Explicit,
@@ -49,7 +50,9 @@ from ppctl.errors import ConfigError
 __all__ = [
     "DTYPES",
     "MLP",
+    "Analytic",
     "Auto",
+    "AutoHardware",
     "Balanced",
     "Checkpoint",
     "Chunked",
@@ -61,8 +64,10 @@ __all__ = [
     "Explicit",
     "Gis",
     "Hanayo",
+    "Hardware",
     "Interleaved",
     "Launch",
+    "Measure",
     "Mesh",
     "Mpmd",
     "Optim",
@@ -95,6 +100,8 @@ class Config:
     executor: Any = field(default_factory=Spmd)
     optim: Optim = field(default_factory=Optim)
     data: Any = field(default_factory=Stdlib)
+    hardware: Any = field(default_factory=AutoHardware)
+    costs: Any = field(default_factory=Analytic)
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     plan: Plan = field(default_factory=Plan)
@@ -102,7 +109,7 @@ class Config:
 
 @dataclass
 class ScheduleConfig(Config):
-    """A composed request of `ppctl schedule`: of a training's parts, mesh and schedule matter; costs are its own."""
+    """A composed request of `ppctl schedule`: mesh, schedule and costs matter, which are assumed."""
 
     costs: Costs = field(default_factory=Costs)
 

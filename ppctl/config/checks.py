@@ -17,6 +17,11 @@ def at_least(key: str, value: float | None, least: float) -> None:
         raise ConfigError(f"{key}={value} must be a finite number of at least {least}.")
 
 
+def above_zero(key: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:  # written so that NaN fails
+        raise ConfigError(f"{key}={value} must be a finite number above 0.")
+
+
 def fraction(key: str, value: float, *, below_one: bool = False) -> None:
     if not (0 <= value < 1 if below_one else 0 <= value <= 1):
         raise ConfigError(f"{key}={value} must lie in [0, 1{')' if below_one else ']'}.")

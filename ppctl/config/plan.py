@@ -19,10 +19,6 @@ class Plan:
     topology: str | None = None  # compile for TPUs that are not here: v5e:16x16, v6e:4x4, v5p:2x2x2 (ppctl[tpu])
     memory_gib: float | None = None  # memory of a device; None: what the device itself states
 
-    @property
-    def is_used(self) -> bool:
-        return self != Plan()
-
     def check(self) -> None:
         if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:  # written so that NaN fails
             raise ConfigError(f"plan.memory_gib={self.memory_gib} is not a size. Use a number above 0.")

@@ -194,7 +194,6 @@ class Run:
     eval_batches: int = 4  # of data.batch_size each
     tensorboard: bool = True
     timeline: bool = False  # measure when each task of one step runs (executor=mpmd): run.dir/timeline/
-    peak_flops: float | None = None  # FLOP/s of one device, for MFU; None: the table in costs.py
     distributed: str = (
         "off"  # off: one process | explicit: of several, by the three settings below | auto: by Slurm, ...
     )

@@ -1,4 +1,4 @@
-"""Mesh, schedule families and their knobs, partitions, and the costs that `ppctl schedule` assumes."""
+"""Mesh, schedule families and their knobs, and partitions."""
 
 from __future__ import annotations
 
@@ -196,20 +196,3 @@ class Explicit(Uniform):
 def _hops(warmup_hops: float) -> None:
     if not 1 <= warmup_hops <= 2:  # written so that NaN fails
         raise ConfigError(f"schedule.warmup_hops={warmup_hops} must lie in [1, 2].")
-
-
-@dataclass
-class Costs:
-    """Seconds of one microbatch through 1/p of the model, as `ppctl schedule` assumes them. A chunk costs 1/V of it."""
-
-    name: str = "unit"
-    forward_s: float = 1.0  # F
-    input_grad_s: float = 1.0  # I; a full backward B is I and W
-    weight_grad_s: float = 1.0  # W
-    transfer_s: float = 0.0  # one activation or gradient from a rank to the next
-
-    def check(self) -> None:
-        for key in ("forward_s", "input_grad_s", "weight_grad_s", "transfer_s"):
-            at_least(f"costs.{key}", getattr(self, key), 0)
-        if self.forward_s + self.input_grad_s + self.weight_grad_s == 0:
-            raise ConfigError("costs.forward_s=costs.input_grad_s=costs.weight_grad_s=0: give one of them a time.")

@@ -1,0 +1,55 @@
+"""What an accelerator and the links between several of them can do. The numbers stand in `conf/hardware/`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppctl.config.checks import above_zero, at_least
+from ppctl.errors import ConfigError
+
+
+@dataclass
+class AutoHardware:
+    """The hardware that the devices say they are, or that plan.topology names."""
+
+    name: str = "auto"
+
+    def check(self) -> None:
+        """Nothing: there is no setting."""
+
+
+@dataclass
+class Hardware:
+    """What one device does (as JAX counts devices), and how it reaches others."""
+
+    name: str
+    device_kinds: list[str]  # as jax.Device.device_kind names it
+    peak_flops: dict[str, float]  # dense FLOP/s by dtype of compute
+    flops_fraction: float  # 0..1: share of the peak that large matrix products reach
+    memory_bytes_per_s: float  # of the device's own memory
+    link_bytes_per_s: float  # one way, from a device to its neighbour (NVLink, ICI)
+    link_latency_s: float  # of a message to a neighbour
+    task_s: float  # what starting a task or a tick takes beside its work
+    memory_gib: float | None = None  # that programs can use; None: a share of the machine's
+    host_devices: int | None = None  # devices of a host joined by links; None: links join all of them
+    network_bytes_per_s: float | None = None  # one way, of a device to one of another host
+    network_latency_s: float | None = None  # of a message to another host
+
+    def check(self) -> None:
+        for key in ("flops_fraction", "memory_bytes_per_s", "link_bytes_per_s", "memory_gib", "network_bytes_per_s"):
+            above_zero(f"hardware.{key}", getattr(self, key))
+        for dtype, flops in self.peak_flops.items():
+            above_zero(f"hardware.peak_flops.{dtype}", flops)
+        if not self.peak_flops:
+            raise ConfigError("hardware.peak_flops={} has no dtype. Give it one: {bfloat16: 1e14}.")
+        if self.flops_fraction > 1:
+            raise ConfigError(f"hardware.flops_fraction={self.flops_fraction} must lie in (0, 1].")
+        for key in ("link_latency_s", "task_s", "network_latency_s"):
+            at_least(f"hardware.{key}", getattr(self, key), 0)
+        at_least("hardware.host_devices", self.host_devices, 1)
+        of_hosts = ("host_devices", "network_bytes_per_s", "network_latency_s")
+        given = [key for key in of_hosts if getattr(self, key) is not None]
+        if 0 < len(given) < len(of_hosts):
+            said = " ".join(f"hardware.{key}={getattr(self, key)}" for key in given)
+            missing = " and ".join(f"hardware.{key}" for key in of_hosts if key not in given)
+            raise ConfigError(f"{said} needs {missing} too: all three say how hosts are joined, or all are null.")

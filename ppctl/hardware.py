@@ -1,0 +1,125 @@
+"""The hardware of a request: descriptions in `conf/hardware/`, and links as `ppctl doctor` measured them."""
+
+from __future__ import annotations
+
+import json
+import math
+import typing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppctl.config.files import ROOT
+from ppctl.config.hardware import AutoHardware, Hardware
+from ppctl.errors import ConfigError
+
+NOMINAL = "host"  # its numbers are of no machine in particular
+
+
+def known() -> dict[str, Hardware]:
+    """The hardware that ppctl describes, by name.
+
+    >>> known()["h100"].peak_flops["bfloat16"]
+    989400000000000.0
+    """
+    return {file.stem: _read(file) for file in sorted((ROOT / "conf/hardware").glob("*.yaml")) if file.stem != "auto"}
+
+
+def _read(file: Path) -> Hardware:
+    """A description in a file of ppctl's own, which Hydra reads likewise."""
+    values: dict[str, Any] = yaml.safe_load(file.read_text())
+    hints = typing.get_type_hints(Hardware)
+    found: dict[str, Any] = {}
+    for field in fields(Hardware):
+        if field.name not in values:
+            continue
+        value = values[field.name]
+        if hints[field.name] in (float, float | None):
+            value = float(value)  # to YAML 1.1, 1e12 is text
+        elif field.name == "peak_flops":
+            value = {dtype: float(flops) for dtype, flops in value.items()}
+        found[field.name] = value
+    return Hardware(**found)
+
+
+def of_device(device_kind: str) -> Hardware | None:
+    """The hardware whose devices name themselves so, or None.
+
+    >>> of_device("TPU v5 lite").name, of_device("Quadro")
+    ('v5e', None)
+    """
+    return next((hardware for hardware in known().values() if device_kind in hardware.device_kinds), None)
+
+
+def resolved(asked: Hardware | AutoHardware, device_kind: str, topology: str | None = None) -> Hardware:
+    """The hardware asked for; with `auto` that of plan.topology ("v5e:4x4"), else that of the devices that are there.
+
+    ConfigError where nothing is known of them, or where the topology is of other hardware than was asked for.
+    """
+    chip = None if topology is None else topology.partition(":")[0]
+    there = of_device(device_kind) if chip is None else known().get(chip)
+    if isinstance(asked, Hardware):
+        if chip is not None and (there is None or not set(asked.device_kinds) & set(there.device_kinds)):
+            raise ConfigError(
+                f"hardware={asked.name} is not what plan.topology={topology} names. Use hardware=auto, or another "
+                "topology."
+            )
+        return asked
+    if there is None:
+        raise ConfigError(
+            f"hardware=auto: nothing is known of {device_kind if chip is None else f'plan.topology={topology}'}. Use "
+            f"hardware=NAME ({', '.join(known())}), or describe it: DIR/hardware/NAME.yaml and --config-dir DIR."
+        )
+    return there
+
+
+def peak_flops(hardware: Hardware, dtype: str) -> float | None:
+    """Peak dense FLOP/s of one device with this dtype of compute, or None where it is not known.
+
+    >>> peak_flops(known()["h200"], "bfloat16"), peak_flops(known()["h200"], "float64")
+    (989400000000000.0, None)
+    """
+    return hardware.peak_flops.get(dtype)
+
+
+def mfu_peak_flops(asked: Hardware | AutoHardware, device_kind: str, dtype: str) -> float | None:
+    """The peak that a measured speed may be compared to, or None: of unknown devices and where it is nominal (CPUs).
+
+    >>> mfu_peak_flops(AutoHardware(), "TPU v4", "float32")
+    275000000000000.0
+    >>> mfu_peak_flops(AutoHardware(), "cpu", "float32")
+    """
+    hardware = asked if isinstance(asked, Hardware) else of_device(device_kind)
+    if hardware is None:
+        return None
+    peak = peak_flops(hardware, dtype)
+    is_nominal = hardware.name == NOMINAL and peak == peak_flops(known()[NOMINAL], dtype)
+    return None if is_nominal else peak
+
+
+def links_of(path: str | Path) -> tuple[float, float]:
+    """(seconds of latency, bytes/s) of the links that `ppctl doctor --json` measured and wrote to a file.
+
+    ConfigError where the file cannot be read or states none.
+    """
+    where = f"costs.doctor={path}"
+    remedy = f"Write it: ppctl doctor mesh=1x2 --json > {path}"
+    try:
+        document = json.loads(Path(path).expanduser().read_text())
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}. {remedy}") from error
+    except ValueError as error:  # of text and of JSON
+        raise ConfigError(f"{where} is not JSON. {remedy}") from error
+    match document:
+        case {
+            "costs": {"transfer_s": int() | float() as latency_s, "transfer_bytes_per_s": int() | float() as speed}
+        } if 0 <= latency_s < math.inf and 0 < speed < math.inf:
+            return float(latency_s), float(speed)
+        case {"costs": None}:
+            raise ConfigError(f"{where} has no link between pipeline ranks: it is of mesh.pp=1. {remedy}")
+    raise ConfigError(
+        f"{where} is not what `ppctl doctor --json` writes: it has no costs.transfer_s of at least 0 with "
+        f"costs.transfer_bytes_per_s above 0. {remedy}"
+    )
