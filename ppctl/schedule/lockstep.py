@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from ppctl.costs import Costs
@@ -20,13 +21,30 @@ class Cell(NamedTuple):
     backward: Task | None  # B, I or W
 
 
+Counted = tuple[tuple[int, tuple[Cell, ...]], ...]  # how often, and a row of cells
+
+
+def counted(cells: tuple[tuple[Cell, ...], ...]) -> Counted:
+    """The rows of `cells` that differ in more than their microbatches, each with its number. Most ticks are alike."""
+    found: dict[tuple, list] = {}
+    for row in cells:
+        key = tuple(None if task is None else (task.stage, task.kind) for cell in row for task in cell)
+        found.setdefault(key, [0, row])[0] += 1
+    return tuple((number, row) for number, row in found.values())
+
+
 def lockstep_s(cells: tuple[tuple[Cell, ...], ...], costs: Costs, num_chunks: int) -> float:
     """Seconds of ticks in lockstep: each lasts as long as its slowest rank, plus one transfer."""
+    return counted_s(((1, row) for row in cells), costs, num_chunks)
+
+
+def counted_s(rows: Iterable[tuple[int, tuple[Cell, ...]]], costs: Costs, num_chunks: int) -> float:
+    """The same of rows with their numbers."""
 
     def cell_s(cell: Cell) -> float:
         return sum(duration_s(task, costs, num_chunks) for task in cell if task is not None)
 
-    return sum(max(map(cell_s, row)) + costs.hop_s for row in cells)
+    return sum(number * (max(map(cell_s, row)) + costs.hop_s) for number, row in rows)
 
 
 def pack(schedule: Schedule, shape: Shape) -> tuple[tuple[Cell, ...], ...]:
