@@ -176,41 +176,43 @@ def plan_json(capsys, asked):
     return code, json.loads(capsys.readouterr().out)
 
 
+def said_of(asked, capsys):
+    """(prediction, what is printed of it)."""
+    found = planner.predict(asked)
+    planner.show(found, asked)
+    return found, capsys.readouterr().out
+
+
 def test_a_limit_below_what_is_estimated_does_not_fit_and_one_above_does(capsys):
     need = max(planner.predict(request()).total_bytes)
-    below = request(plan=config.Plan(memory_gib=(need - 1) / 2**30))
-    code, found = plan_json(capsys, below)
+    code, found = plan_json(capsys, request(plan=config.Plan(memory_gib=(need - 1) / 2**30)))
     assert (code, found["fits"], found["limit_bytes"]) == (1, False, need - 1)
-    assert planner.plan(below, as_json=False) == 1
-    said = capsys.readouterr().out
+    below, said = said_of(request(plan=config.Plan(memory_gib=(need - 1) / 2**30)), capsys)
+    assert below.fits is False
     assert "total, estimated" in said
     assert "does not fit, as estimated for 4 x cpu: " in said
     assert "too much on rank 0. Most are" in said
-    above = request(plan=config.Plan(memory_gib=(need + 1) / 2**30))
-    code, found = plan_json(capsys, above)
-    assert (code, found["fits"], found["is_complete"], found["is_compiled"]) == (0, True, True, False)
-    assert planner.plan(above, as_json=False) == 0
-    assert "fits, as estimated for 4 x cpu: " in capsys.readouterr().out
-    compiled = request(plan=config.Plan(compile=True, memory_gib=1.0))
-    code, found = plan_json(capsys, compiled)
-    assert (code, found["fits"], found["is_complete"], found["is_compiled"]) == (0, True, True, True)
-    assert planner.plan(compiled, as_json=False) == 0
-    said = capsys.readouterr().out
+    above, said = said_of(request(plan=config.Plan(memory_gib=(need + 1) / 2**30)), capsys)
+    assert (above.fits, above.is_complete, above.is_compiled) == (True, True, False)
+    assert "fits, as estimated for 4 x cpu: " in said
+
+
+def test_what_is_compiled_is_shown_beside_the_estimate(capsys):
+    found, said = said_of(request(plan=config.Plan(compile=True, memory_gib=1.0)), capsys)
+    assert (found.fits, found.is_complete, found.is_compiled) == (True, True, True)
     assert "fits: " in said
     assert "estimated, without plan.compile" in said
 
 
 def test_without_an_estimate_what_is_known_may_fit(monkeypatch, capsys):
     monkeypatch.setattr(planner, "_weighed", lambda parts: ((), None))  # as for devices other than CPUs
-    code, found = plan_json(capsys, request(plan=config.Plan(memory_gib=1.0)))
-    assert (code, found["fits"], found["is_complete"], found["estimated_bytes"]) == (0, None, False, None)
-    assert "temporaries" not in found["memory_bytes"][0]
-    assert planner.plan(request(plan=config.Plan(memory_gib=1.0)), as_json=False) == 0
-    said = capsys.readouterr().out
+    found, said = said_of(request(plan=config.Plan(memory_gib=1.0)), capsys)
+    assert (found.fits, found.is_complete, found.estimated_bytes) == (None, False, None)
+    assert "temporaries" not in found.memory_bytes[0]
     assert "at least" in said
     assert "without temporaries; plan.compile=true counts these." in said
-    tight = request(plan=config.Plan(memory_gib=(max(found["total_bytes"]) - 1) / 2**30))
-    assert plan_json(capsys, tight)[1]["fits"] is False
+    tight = request(plan=config.Plan(memory_gib=(max(found.total_bytes) - 1) / 2**30))
+    assert planner.predict(tight).fits is False
 
 
 def test_json_holds_the_stages_and_the_bubble(capsys):
