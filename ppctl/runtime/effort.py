@@ -2,9 +2,9 @@
 
 On CPU most of a compile is a fixed price for each fused kernel (MLIR contexts, LLVM's passes). A program that runs once
 a step can do without most of it; so can one that never runs, being compiled for the memory that it would take. Seen of
-XLA (jax 0.10.2, 25 requests: all executors, remat settings and dtypes, 1 to 16 layers a stage): buffers are planned
+XLA (jax 0.10.2, 27 requests: all executors, remat settings and dtypes, 1 to 16 layers a stage): buffers are planned
 before code is generated, so that without optimization of the code the plan is the same to the byte, for 0.6 of the CPU
-seconds; without MLIR's emitters too it is the same within 0.01%, for 0.16 to 0.7 of them.
+seconds; without MLIR's emitters too it is the same within 0.01%, for 0.2 to 0.7 of them.
 
 Tried and rejected, for memory: live values of the jaxpr, element-wise work taken as fused (total +4% with remat=none,
 -9% with layer, -18% with full, -25% in bfloat16, which CPUs widen). A whole step with 2 and with 3 layers a stage, and
