@@ -1,7 +1,9 @@
 """`ppctl plan`: what a request takes, before it trains: its stages, its bubble, and the memory of each rank by part.
 
-Parts that follow from shapes are exact. What else a program needs (its temporaries) only its compiler knows:
-plan.compile=true asks it, for the devices of this machine or for TPUs that are not here.
+Parts that follow from shapes are exact. What else a program needs (its temporaries) only its compiler knows. XLA's for
+CPUs is asked at once, without the code being made that training runs (`runtime.effort`): an estimate for CPUs, which
+simulated devices are. plan.compile=true compiles what training runs, for the devices of this machine or for TPUs that
+are not here.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class Prediction:
     devices: str
     memory_bytes: tuple[Mapping[str, int], ...]  # for each rank, of one device, by part
     total_bytes: tuple[int, ...]  # for each rank; without "temporaries" it is what is needed at least
-    is_complete: bool  # whether temporaries are known
+    is_complete: bool  # whether temporaries are known, be it by estimate
+    is_compiled: bool  # whether they are those of the program that training runs
+    estimated_bytes: tuple[int, ...] | None  # for each rank; None for devices other than this machine's CPUs
     limit_bytes: int | None  # memory of a device
     fits: bool | None  # None: not known
     compile_s: float | None
@@ -99,11 +103,14 @@ def predict(config: Config) -> Prediction:
     """The prediction for a request. ConfigError or ScheduleError for what cannot be."""
     parts = assemble(config)
     total, compile_s, refusal = _compile(parts) if config.plan.compile else (None, None, None)
-    memory = _by_part(parts, total)
-    needed = total or tuple(sum(of_rank.values()) for of_rank in memory)
+    memory, estimated = _weighed(parts)
+    if total is not None or estimated is None:
+        memory = _by_part(parts, total)
+    needed = total or estimated or tuple(sum(of_rank.values()) for of_rank in memory)
+    is_complete = total is not None or estimated is not None
     limit = _limit(parts, refusal)
     fits = None if limit is None else max(needed) <= limit
-    if fits and total is None:
+    if fits and not is_complete:
         fits = None  # what is known fits; temporaries may not
     elif limit is None and total is not None and config.plan.topology is not None:
         fits = True  # the compiler for TPUs refuses what does not
@@ -117,7 +124,9 @@ def predict(config: Config) -> Prediction:
         devices=f"{parts.mesh.size} x {parts.mesh.devices.flat[0].device_kind}",
         memory_bytes=memory,
         total_bytes=needed,
-        is_complete=total is not None,
+        is_complete=is_complete,
+        is_compiled=total is not None,
+        estimated_bytes=estimated,
         limit_bytes=limit,
         fits=False if refusal else fits,
         compile_s=compile_s,
@@ -137,6 +146,19 @@ def _compile(parts: Parts) -> tuple[tuple[int, ...] | None, float, str | None]:
         said = " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")
         return None, time.perf_counter() - began, said
     return total, time.perf_counter() - began, None
+
+
+def _weighed(parts: Parts) -> tuple[tuple[dict[str, int], ...], tuple[int, ...] | None]:
+    """For each rank bytes of one device by part, and of all, as estimated; None on other devices than CPUs here."""
+    engine = parts.engine
+    if parts.config.plan.topology is not None or parts.mesh.devices.flat[0].platform != "cpu":
+        return (), None
+    if isinstance(engine, Mpmd | PostValidated):
+        memory = tuple(map(_grouped, engine.held(engine.weigh())))
+        return memory, tuple(sum(of_rank.values()) for of_rank in memory)
+    assert isinstance(engine, OneProgram), "there are two kinds of engine"
+    total = (engine.weigh(),) * parts.schedule.num_ranks
+    return _by_part(parts, total), total
 
 
 def _by_part(parts: Parts, total: Sequence[int] | None) -> tuple[dict[str, int], ...]:
@@ -217,8 +239,10 @@ def show(found: Prediction, config: Config) -> None:
         for part in PARTS
         if any(found.memory_bytes[r].get(part) for r in ranks)
     ]
-    total = "total" if found.is_complete else "at least"
+    total = "total" if found.is_compiled else "total, estimated" if found.is_complete else "at least"
     rows.append((total, *(_size(found.total_bytes[r]) for r in ranks)))
+    if found.is_compiled and found.estimated_bytes is not None:
+        rows.append(("estimated, without plan.compile", *(_size(found.estimated_bytes[r]) for r in ranks)))
     show_table(console, "memory of one device", ("", *columns), rows)
     console.print(verdict(found), markup=False, highlight=False, soft_wrap=True)
 
@@ -232,16 +256,17 @@ def verdict(found: Prediction) -> str:
         return f"does not fit{took}: {found.refusal.rstrip('.')}. {_remedy(found.memory_bytes[worst])}"
     if found.fits and found.limit_bytes is None:
         return f"fits: {_size(need)} a device, which the compiler for {found.devices} accepts{took}."
+    estimated = "" if found.is_compiled or not found.is_complete else f", as estimated for {found.devices}"
     if found.limit_bytes is None:
         unknown = "the memory of a device is not known: say plan.memory_gib=N."
-        return f"needs {'' if found.is_complete else 'at least '}{_size(need)} a device{took}; {unknown}"
+        return f"needs {'' if found.is_complete else 'at least '}{_size(need)} a device{estimated}{took}; {unknown}"
     share = f"{_size(need)} of {_size(found.limit_bytes)}"
     if found.fits is None:
         return f"may fit: {share} ({need / found.limit_bytes:.0%}) without temporaries; plan.compile=true counts these."
     if found.fits:
-        return f"fits: {share} ({need / found.limit_bytes:.0%}){took}."
-    over = _size(need - found.limit_bytes)
-    return f"does not fit{took}: {share}, {over} too much on rank {worst}. {_remedy(found.memory_bytes[worst])}"
+        return f"fits{estimated}: {share} ({need / found.limit_bytes:.0%}){took}."
+    over = f"{_size(need - found.limit_bytes)} too much on rank {worst}"
+    return f"does not fit{estimated}{took}: {share}, {over}. {_remedy(found.memory_bytes[worst])}"
 
 
 def _remedy(held: Mapping[str, int]) -> str:
