@@ -5,6 +5,7 @@ Pieces are priced elsewhere, by counting (`plan.roofline`) or by timing (`runtim
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from ppctl.costs import Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.shared import free_running_s, together_s
 from ppctl.schedule.simulate import duration_s
-from ppctl.schedule.ticks import Ticks
+from ppctl.schedule.lockstep import Counted
 
 
 @dataclass(frozen=True)
@@ -90,21 +91,23 @@ def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool) -> C
     return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=prices.hop_s)
 
 
-def step_time(prices: Prices, schedule: Schedule, ticks: Ticks | None, costs: Costs, rows: int) -> StepTime:
+def step_time(prices: Prices, schedule: Schedule, ticks: Counted | None, costs: Costs, rows: int) -> StepTime:
     """What a step takes. `rows`: how many copies of the pipeline run at the same time (dp*fsdp).
 
     Free-running ranks where there are no ticks. Otherwise each tick lasts as long as its slowest rank, plus a hop.
     """
     seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)
-    work_s = sum(seconds(task) for tasks in schedule.ranks for task in tasks)
+    each = Counter((task.kind, task.stage) for tasks in schedule.ranks for task in tasks)
+    work_s = sum(number * costs.seconds(*which, schedule.num_chunks) for which, number in each.items())
     capacity = prices.capacity / rows  # copies do the same at the same time
     if ticks is None:
         pipeline_s = free_running_s(schedule, costs, capacity)
     else:
         pipeline_s = sum(
-            together_s([sum(seconds(task) for task in cell if task is not None) + costs.hop_s for cell in row], capacity)
-            for row in ticks.cells
+            number
+            * together_s([sum(seconds(task) for task in cell if task is not None) + costs.hop_s for cell in row], capacity)
+            for number, row in ticks
         )
-        work_s += costs.hop_s * ticks.num_ticks * schedule.num_ranks
+        work_s += costs.hop_s * sum(number for number, _ in ticks) * schedule.num_ranks
     bubble = 1 - work_s / (pipeline_s * schedule.num_ranks)
     return StepTime(pipeline_s, prices.once_s, work_s * rows, bubble)
