@@ -8,6 +8,7 @@ task of any kind a tick (`schedule.single`). A value that crosses ranks in tick 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from ppctl.costs import Costs
@@ -49,6 +50,23 @@ class Ticks:
     @property
     def num_ticks(self) -> int:
         return len(self.cells)
+
+    def segments(self, *, apart: bool) -> tuple[tuple[range, bool, bool], ...]:
+        """(ticks, whether any rank runs a forward in them, whether any a backward), of the program of pairs.
+
+        All ticks in one, or `apart`: warm-up and cool-down each in one of its own.
+        """
+        columns = [PAIR_COLUMNS.index(kind) for kind in "fb"]
+        runs = [tuple(any(line[column] for line in row) for column in columns) for row in self.table]
+        cuts = {0, len(runs)}
+        if apart:
+            forwards, backwards = ([t for t, run in enumerate(runs) if run[kind]] for kind in (0, 1))
+            cuts |= {*backwards[:1], *(t + 1 for t in forwards[-1:])}
+        found = []
+        for low, high in pairwise(sorted(cuts)):
+            forward, backward = map(any, zip(*runs[low:high], strict=True))
+            found.append((range(low, high), forward, backward))
+        return tuple(found)
 
     def makespan_s(self, costs: Costs) -> float:
         """Seconds of all ticks when each lasts as long as its slowest rank, plus one transfer a tick."""
