@@ -12,6 +12,7 @@ from math import inf
 
 from ppctl.costs import Costs
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.lockstep import Cell
 from ppctl.schedule.shared import free_running_s, together_s
 from ppctl.schedule.simulate import duration_s
 from ppctl.schedule.ticks import Ticks
@@ -53,19 +54,19 @@ class StepTime:
 
     pipeline_s: float
     once_s: float
-    work_s: float  # of all devices together, in seconds of one that works alone
-    bubble_fraction: float  # idle share of the ranks while tasks run, 0..1
+    work_s: float  # of all devices, in seconds of one that works alone; with what is masked, and transfers of ticks
+    bubble_fraction: float  # of what the ranks could do together while tasks run, the share that no task uses, 0..1
 
     @property
     def total_s(self) -> float:
         return self.pipeline_s + self.once_s
 
 
-def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool) -> Costs:
+def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool, split: bool = False) -> Costs:
     """The costs of each stage's tasks; `sizes` are its layers.
 
     The last stage's head runs in its forward, forwards and backwards; with keeps_input (remat=full) its forward is left
-    to its backward, and the first stage embeds again.
+    to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B.
 
     >>> one, free = Piece(1.0, 1.0, 1.0), Piece(0.0, 0.0, 0.0)
     >>> prices = Prices(free, one, Piece(2.0, 2.0, 2.0), task_s=0.0, hop_s=0.0, once_s=0.0)
@@ -86,25 +87,56 @@ def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool) -> C
             f += prices.head.all_s
         forward.append(f)
         input_grad.append(i)
-        weight_grad.append(n * layer.weight_grad_s)
+        weight_grad.append(n * layer.weight_grad_s + (prices.task_s if split else 0.0))
     return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=prices.hop_s)
 
 
-def step_time(prices: Prices, schedule: Schedule, ticks: Ticks | None, costs: Costs, rows: int) -> StepTime:
+def step_time(
+    prices: Prices, schedule: Schedule, ticks: Ticks | None, costs: Costs, rows: int, *, masked: bool = False
+) -> StepTime:
     """What a step takes. `rows`: how many copies of the pipeline run at the same time (dp*fsdp).
 
     Free-running ranks where there are no ticks. Otherwise each tick lasts as long as its slowest rank, plus a hop.
+    masked (executor.idle=compute): ranks without a task compute too, in ticks of pairs; see `_masked_s`.
+    The bubble is of what ranks that share `capacity` could do together: 0 where they always use all of it. With enough
+    for all it is the idle share of the ranks.
     """
+    assert not masked or (ticks is not None and ticks.program == "pair"), "spmd refuses others"
     seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)
-    work_s = sum(seconds(task) for tasks in schedule.ranks for task in tasks)
+    tasks_s = work_s = sum(seconds(task) for tasks in schedule.ranks for task in tasks)
     capacity = prices.capacity / rows  # copies do the same at the same time
     if ticks is None:
         pipeline_s = free_running_s(schedule, costs, capacity)
     else:
-        pipeline_s = sum(
-            together_s([sum(seconds(task) for task in cell if task is not None) + costs.hop_s for cell in row], capacity)
-            for row in ticks.cells
-        )
-        work_s += costs.hop_s * ticks.num_ticks * schedule.num_ranks
-    bubble = 1 - work_s / (pipeline_s * schedule.num_ranks)
-    return StepTime(pipeline_s, prices.once_s, work_s * rows, bubble)
+        cells_s = [[sum(seconds(task) for task in cell if task is not None) for cell in row] for row in ticks.cells]
+        cells_s = _masked_s(prices, ticks, costs) if masked else cells_s
+        ticks_s = [[cell_s + costs.hop_s for cell_s in row] for row in cells_s]
+        pipeline_s = sum(together_s(row, capacity) for row in ticks_s)
+        work_s = sum(map(sum, ticks_s))
+    bubble = 1 - tasks_s / (pipeline_s * min(schedule.num_ranks, capacity))
+    return StepTime(pipeline_s, prices.once_s, work_s * rows, max(0.0, bubble))
+
+
+def _masked_s(prices: Prices, ticks: Ticks, costs: Costs) -> list[list[float]]:
+    """Seconds of every rank in each tick where none branches round a task that it does not have.
+
+    All run an F in each tick of a segment with forwards, a B in each of one with backwards. Without a task of this kind
+    it is taken for as long as the layers of the largest stage; so is a forward that is left to its backward.
+    """
+    schedule, layer = ticks.schedule, prices.layer
+    seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)
+    weight_grad_s = max(costs.seconds("W", s, schedule.num_chunks) for s in range(schedule.num_stages))
+    layers = weight_grad_s / layer.weight_grad_s  # W is of layers alone
+    idle_f = layers * layer.forward_s + prices.task_s
+    idle_b = layers * (layer.input_grad_s + layer.weight_grad_s) + prices.task_s
+
+    def cell_s(cell: Cell, forward: bool, backward: bool) -> float:
+        f = cell.forward is not None and seconds(cell.forward)
+        b = cell.backward is not None and seconds(cell.backward)
+        return (f or idle_f) * forward + (b or idle_b) * backward
+
+    return [
+        [cell_s(cell, forward, backward) for cell in ticks.cells[t]]
+        for which, forward, backward in ticks.segments(apart=True)
+        for t in which
+    ]
