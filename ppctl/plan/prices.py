@@ -13,9 +13,12 @@ from math import inf
 
 from ppctl.costs import Costs
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.lockstep import Cell, Counted
 from ppctl.schedule.shared import free_running_s, together_s
 from ppctl.schedule.simulate import duration_s
-from ppctl.schedule.lockstep import Counted
+from ppctl.schedule.ticks import Ticks
+
+Rows = list[tuple[int, list[float]]]  # how often, and the seconds of each rank
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,25 @@ class StepTime:
 
     pipeline_s: float
     once_s: float
-    work_s: float  # of all devices together, in seconds of one that works alone
-    bubble_fraction: float  # idle share of the ranks while tasks run, 0..1
+    work_s: float  # of all devices, in seconds of one that works alone; with what is masked, and transfers of ticks
+    tasks_s: float  # of the tasks alone
+    width: float  # how many devices can work at full speed at the same time
 
     @property
     def total_s(self) -> float:
         return self.pipeline_s + self.once_s
 
+    @property
+    def bubble_fraction(self) -> float:
+        """Of what the devices could do together while tasks run, the share that no task uses, 0..1."""
+        return max(0.0, 1 - self.tasks_s / (self.pipeline_s * self.width))
 
-def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool) -> Costs:
+
+def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool, split: bool = False) -> Costs:
     """The costs of each stage's tasks; `sizes` are its layers.
 
     The last stage's head runs in its forward, forwards and backwards; with keeps_input (remat=full) its forward is left
-    to its backward, and the first stage embeds again.
+    to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B.
 
     >>> one, free = Piece(1.0, 1.0, 1.0), Piece(0.0, 0.0, 0.0)
     >>> prices = Prices(free, one, Piece(2.0, 2.0, 2.0), task_s=0.0, hop_s=0.0, once_s=0.0)
@@ -87,27 +96,79 @@ def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool) -> C
             f += prices.head.all_s
         forward.append(f)
         input_grad.append(i)
-        weight_grad.append(n * layer.weight_grad_s)
+        weight_grad.append(n * layer.weight_grad_s + (prices.task_s if split else 0.0))
     return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=prices.hop_s)
 
 
-def step_time(prices: Prices, schedule: Schedule, ticks: Counted | None, costs: Costs, rows: int) -> StepTime:
-    """What a step takes. `rows`: how many copies of the pipeline run at the same time (dp*fsdp).
+def step_time(
+    prices: Prices, schedule: Schedule, ticks: Ticks | None, costs: Costs, copies: int, *, masked: bool = False
+) -> StepTime:
+    """What a step takes. `copies`: how many pipelines run at the same time (dp*fsdp).
 
     Free-running ranks where there are no ticks. Otherwise each tick lasts as long as its slowest rank, plus a hop.
+    masked (executor.idle=compute): ranks without a task compute too, in ticks of pairs; see `_masked_s`.
+    The bubble is of what ranks that share `capacity` could do together: 0 where they always use all of it. With enough
+    for all it is the idle share of the ranks.
     """
-    seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)
-    each = Counter((task.kind, task.stage) for tasks in schedule.ranks for task in tasks)
-    work_s = sum(number * costs.seconds(*which, schedule.num_chunks) for which, number in each.items())
-    capacity = prices.capacity / rows  # copies do the same at the same time
+    assert not masked or (ticks is not None and ticks.program == "pair"), "spmd refuses others"
     if ticks is None:
+        return ticking_s(prices, schedule, None, costs, copies)
+    rows = _masked_s(prices, ticks, costs) if masked else rows_s(ticks.counted, costs, schedule.num_chunks)
+    return ticking_s(prices, schedule, rows, costs, copies)
+
+
+def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
+    """How often, and the seconds of each rank, of rows of cells."""
+    seconds = {}
+    for _, row in rows:
+        for cell in row:
+            for task in cell:
+                if task is not None and task[:2] not in seconds:
+                    seconds[task[:2]] = duration_s(task, costs, num_chunks)
+    return [
+        (
+            number,
+            [(seconds[f[:2]] if f is not None else 0.0) + (seconds[b[:2]] if b is not None else 0.0) for f, b in row],
+        )
+        for number, row in rows
+    ]
+
+
+def ticking_s(prices: Prices, schedule: Schedule, rows: Rows | None, costs: Costs, copies: int) -> StepTime:
+    """`step_time` of rows of ticks, transfers not counted; None: of free-running ranks."""
+    each = Counter((task.kind, task.stage) for tasks in schedule.ranks for task in tasks)
+    tasks_s = work_s = sum(number * costs.seconds(*which, schedule.num_chunks) for which, number in each.items())
+    capacity = prices.capacity / copies  # copies do the same at the same time
+    if rows is None:
         pipeline_s = free_running_s(schedule, costs, capacity)
     else:
-        pipeline_s = sum(
-            number
-            * together_s([sum(seconds(task) for task in cell if task is not None) + costs.hop_s for cell in row], capacity)
-            for number, row in ticks
-        )
-        work_s += costs.hop_s * sum(number for number, _ in ticks) * schedule.num_ranks
-    bubble = 1 - work_s / (pipeline_s * schedule.num_ranks)
-    return StepTime(pipeline_s, prices.once_s, work_s * rows, bubble)
+        hop_s = costs.hop_s
+        pipeline_s = sum(number * together_s([s + hop_s for s in row], capacity) for number, row in rows)
+        work_s = sum(number * (sum(row) + hop_s * len(row)) for number, row in rows)
+    width = min(schedule.num_ranks, capacity) * copies
+    return StepTime(pipeline_s, prices.once_s, work_s * copies, tasks_s * copies, width)
+
+
+def _masked_s(prices: Prices, ticks: Ticks, costs: Costs) -> Rows:
+    """Seconds of every rank in each tick where none branches round a task that it does not have.
+
+    All run an F in each tick of a segment with forwards, a B in each of one with backwards. Without a task of this kind
+    it is taken for as long as the layers of the largest stage; so is a forward that is left to its backward.
+    """
+    schedule, layer = ticks.schedule, prices.layer
+    seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)
+    weight_grad_s = max(costs.seconds("W", s, schedule.num_chunks) for s in range(schedule.num_stages))
+    layers = weight_grad_s / layer.weight_grad_s  # W is of layers alone
+    idle_f = layers * layer.forward_s + prices.task_s
+    idle_b = layers * (layer.input_grad_s + layer.weight_grad_s) + prices.task_s
+
+    def cell_s(cell: Cell, forward: bool, backward: bool) -> float:
+        f = cell.forward is not None and seconds(cell.forward)
+        b = cell.backward is not None and seconds(cell.backward)
+        return (f or idle_f) * forward + (b or idle_b) * backward
+
+    return [
+        (1, [cell_s(cell, forward, backward) for cell in ticks.cells[t]])
+        for which, forward, backward in ticks.segments(apart=True)
+        for t in which
+    ]

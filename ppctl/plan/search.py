@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -16,7 +16,7 @@ from ppctl.costs import Costs
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.partition import balanced
 from ppctl.plan.analytic import Layout, Machine, ParamBytes
-from ppctl.plan.prices import StepTime, stage_costs, step_time
+from ppctl.plan.prices import StepTime, rows_s, stage_costs, ticking_s
 from ppctl.plan.roofline import ModelWork
 from ppctl.plan.sizes import held_bytes, workspace_bytes
 from ppctl.plan.space import CHUNKED, WHOLE, Bounds, Space
@@ -25,7 +25,7 @@ from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep import Counted, Shape, counted, counted_s, pack
 from ppctl.schedule.memory import peak_activations
 from ppctl.schedule.registry import build
-from ppctl.schedule.ticks import Ticks, in_shape, shapes
+from ppctl.schedule.ticks import in_shape, shapes
 
 MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
 FEW_RANKS = 16
@@ -132,13 +132,13 @@ class Search:
         if not self._has_room(held_by_order):
             return None
         prices, keeps_input = bounds.priced(layout), microbatch.remat == "full"
-        costs = stage_costs(prices, sizes, keeps_input=keeps_input)
+        costs = stage_costs(prices, sizes, keeps_input=keeps_input, split=family not in WHOLE)
         times = []
         for key, schedule in zip(keys, schedules, strict=True):
-            rows = min((rows for _, rows in _packed(*key).values()), key=lambda rows: counted_s(rows, costs, chunks)) if is_spmd else None
-            times.append(vars(step_time(prices, schedule, rows, costs, layout.rows)))
+            shapes_s = [rows_s(rows, costs, chunks) for _, rows in _packed(*key).values()] if is_spmd else [None]
+            runs = (ticking_s(prices, schedule, rows, costs, layout.rows) for rows in shapes_s)
+            times.append(vars(min(runs, key=lambda run: run.pipeline_s)))
         found = along(numbers, times, microbatch.number)
-        found["bubble_fraction"] = 1 - found["work_s"] / (found["pipeline_s"] * pp * layout.rows)
         time = StepTime(**found)
         if time.total_s > last_s:
             return None
@@ -160,19 +160,19 @@ def _knobs(family: str, chunks: int) -> dict[str, int]:
     return {"num_chunks": chunks} if family in CHUNKED else {}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     return build(family, num_ranks, num_microbatches, **_knobs(family, chunks))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _packed(family: str, pp: int, number: int, chunks: int) -> dict[Shape, tuple[Any, Counted]]:
     schedule = _built(family, pp, number, chunks)
     packed = {shape: pack(schedule, shape) for shape in shapes(schedule)}
     return {shape: (cells, counted(cells)) for shape, cells in packed.items()}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _in_shape(family: str, pp: int, number: int, chunks: int, shape: Shape, keeps_input: bool) -> Mapping[str, int]:
     schedule, (cells, _) = _built(family, pp, number, chunks), _packed(family, pp, number, chunks)[shape]
     return in_shape(schedule, shape, cells, keep_input=keeps_input, head_in_forward=not keeps_input).num_slots
@@ -185,14 +185,14 @@ def _slots(family: str, pp: int, number: int, chunks: int, keeps_input: bool, co
     return _in_shape(family, pp, number, chunks, shape, keeps_input)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _stashes(family: str, pp: int, number: int, chunks: int) -> Mapping[str, float]:
     """What the rank with most holds at once by the order of its tasks."""
     peak = peak_activations(_built(family, pp, number, chunks))
     return {"stash": max(peak) * chunks, "value": 2}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _partition(num_layers: int, rank_of: tuple[int, ...], embed: float, head: float) -> tuple[int, ...]:
     return tuple(map(len, balanced(num_layers, rank_of, embed=embed, head=head)))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -33,15 +32,10 @@ def run_pairs(device: Device, table: jax.Array) -> Tree:
         "sums": device.zero_sums(),
     }
     names = {name: column for column, name in enumerate(device.ticks.columns)}
-    # for each tick, whether any rank runs a forward, and whether any runs a backward
-    runs = [tuple(any(line[names[kind]] for line in row) for kind in "fb") for row in device.ticks.table]
-    cuts = {0, len(runs)}
-    if not device.options.skip_idle:  # what is masked costs as much as a task: warm-up and cool-down apart
-        forwards, backwards = ([t for t, run in enumerate(runs) if run[kind]] for kind in (0, 1))
-        cuts |= {*backwards[:1], *(t + 1 for t in forwards[-1:])}
-    for low, high in pairwise(sorted(cuts)):
-        tick = partial(program.tick, *map(any, zip(*runs[low:high], strict=True)), names)
-        carry, _ = jax.lax.scan(tick, carry, table[low:high])
+    # what is masked costs as much as a task: warm-up and cool-down apart
+    for which, forward, backward in device.ticks.segments(apart=not device.options.skip_idle):
+        tick = partial(program.tick, forward, backward, names)
+        carry, _ = jax.lax.scan(tick, carry, table[which.start : which.stop])
     return carry["sums"]
 
 

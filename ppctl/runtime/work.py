@@ -56,7 +56,11 @@ def _computed(model: Model, tree: Tree) -> Tree:
 
 def _tasks(model: Model, piece: str) -> tuple[list[Op], ...]:
     """The operations of F, I and W of a piece; numbers are those of all rows."""
-    ends, x, inputs, targets = _computed(model, model.ends), model.x, *(model.microbatch[k] for k in ("inputs", "targets"))
+    ends, x, inputs, targets = (
+        _computed(model, model.ends),
+        model.x,
+        *(model.microbatch[k] for k in ("inputs", "targets")),
+    )
     stack = model.stack
     if piece == "layer":
         stage, w = _stage(model, "none"), [_computed(model, model.layer)]

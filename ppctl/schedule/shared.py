@@ -11,7 +11,7 @@ from math import inf
 from ppctl.costs import Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.simulate import duration_s, simulate
-from ppctl.schedule.walk import Rule, fault
+from ppctl.schedule.walk import Rule, walk
 
 ROUNDING = 1e-12  # relative
 
@@ -22,8 +22,10 @@ def together_s(works_s: Sequence[float], capacity: float) -> float:
     >>> together_s([1.0, 1.0, 3.0], capacity=2.0)
     3.5
     """
-    done = elapsed = 0.0
     left = len(works_s)
+    if left <= capacity:
+        return max(works_s, default=0.0)
+    done = elapsed = 0.0
     for work in sorted(works_s):
         elapsed += (work - done) * max(1.0, left / capacity)
         done, left = work, left - 1
@@ -33,12 +35,15 @@ def together_s(works_s: Sequence[float], capacity: float) -> float:
 def free_running_s(schedule: Schedule, costs: Costs, capacity: float = inf) -> float:
     """The makespan of free-running ranks that share `capacity`; with enough for all, that of `simulate`.
 
+    Transfers take no part of the capacity. ConfigError and ScheduleError as `simulate`.
+
     >>> from ppctl.schedule.one_f_one_b import one_f_one_b
     >>> free_running_s(one_f_one_b(2, 4), Costs(), capacity=1.0)
     24.0
     """
     if capacity >= schedule.num_ranks:
         return simulate(schedule, costs).makespan_s
+    costs.check(schedule.num_stages)
     ranks = _Ranks(schedule, costs)
     now = 0.0
     while True:
@@ -50,7 +55,9 @@ def free_running_s(schedule: Schedule, costs: Costs, capacity: float = inf) -> f
         until = min(until, min((at - now for at in ranks.moving.values()), default=inf))
         now += until
         ranks.advance(now, until * speed)
-    ranks.check_done()
+    if not ranks.are_done:
+        for _ in walk(schedule):  # which says what is missing
+            pass
     return now
 
 
@@ -91,7 +98,6 @@ class _Ranks:
             self.written |= dict.fromkeys((base + m for base in self.rule.writes[kind][stage]), now)
             self.at[rank] += 1
 
-    def check_done(self) -> None:
-        for rank, tasks in enumerate(self.schedule.ranks):
-            if self.at[rank] < len(tasks):
-                raise fault(self.schedule, rank, self.at[rank], "it waits for what no rank writes.")
+    @property
+    def are_done(self) -> bool:
+        return all(at == len(tasks) for at, tasks in zip(self.at, self.schedule.ranks, strict=True))

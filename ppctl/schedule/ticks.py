@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from ppctl.costs import Costs
@@ -56,6 +57,23 @@ class Ticks:
         """The rows of cells that differ in more than their microbatches, each with its number."""
         return counted(self.cells)
 
+    def segments(self, *, apart: bool) -> tuple[tuple[range, bool, bool], ...]:
+        """(ticks, whether any rank runs a forward in them, whether any a backward), of the program of pairs.
+
+        All ticks in one, or `apart`: warm-up and cool-down each in one of its own.
+        """
+        columns = [PAIR_COLUMNS.index(kind) for kind in "fb"]
+        runs = [tuple(any(line[column] for line in row) for column in columns) for row in self.table]
+        cuts = {0, len(runs)}
+        if apart:
+            forwards, backwards = ([t for t, run in enumerate(runs) if run[kind]] for kind in (0, 1))
+            cuts |= {*backwards[:1], *(t + 1 for t in forwards[-1:])}
+        found = []
+        for low, high in pairwise(sorted(cuts)):
+            forward, backward = map(any, zip(*runs[low:high], strict=True))
+            found.append((range(low, high), forward, backward))
+        return tuple(found)
+
     def makespan_s(self, costs: Costs) -> float:
         """Seconds of all ticks when each lasts as long as its slowest rank, plus one transfer a tick."""
         return counted_s(self.counted, costs, self.schedule.num_chunks)
@@ -102,8 +120,8 @@ def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_
     reason = single.why_not(schedule)
     if reason is not None:
         raise ScheduleError(reason)
-    packed = {shape: pack(schedule, shape) for shape in shapes(schedule)}
-    shape = min(packed, key=lambda name: lockstep_s(packed[name], costs, schedule.num_chunks))
+    packed: dict[Shape, tuple[tuple[Cell, ...], ...]] = {shape: pack(schedule, shape) for shape in shapes(schedule)}
+    shape: Shape = min(packed, key=lambda name: lockstep_s(packed[name], costs, schedule.num_chunks))
     return in_shape(schedule, shape, packed[shape], keep_input=keep_input, head_in_forward=head_in_forward)
 
 
