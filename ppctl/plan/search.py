@@ -168,7 +168,7 @@ def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int) -> S
 @cache
 def _packed(family: str, pp: int, number: int, chunks: int) -> dict[Shape, tuple[Any, Counted]]:
     schedule = _built(family, pp, number, chunks)
-    packed = {shape: pack(schedule, shape) for shape in shapes(schedule)}
+    packed: dict[Shape, Any] = {shape: pack(schedule, shape) for shape in shapes(schedule)}
     return {shape: (cells, counted(cells)) for shape, cells in packed.items()}
 
 
