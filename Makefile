@@ -2,10 +2,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test check lint smoke exhaustive chaos golden bench clean
+.PHONY: help setup train test check lint smoke exhaustive chaos golden bench bench-plan clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(INSTALLED) ## create .venv and install ppctl with its tests' tools into it
 
@@ -44,6 +44,9 @@ golden: $(INSTALLED) ## rewrite the golden schedules and show what changed
 
 bench: $(INSTALLED) ## CPU seconds of a pipelined step beside the un-pipelined one, compile time, memory
 	$(BIN)/ppctl bench recipes=bench
+
+bench-plan: $(INSTALLED) ## predicted beside taken steps of 25 layouts: errors, ranking, regret; about 10 minutes
+	$(BIN)/python tests/bench_plan.py
 
 clean: ## remove .venv and what runs left
 	rm -rf .venv runs

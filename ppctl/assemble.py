@@ -34,12 +34,14 @@ from ppctl.model.mlp import mlp
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
 from ppctl.partition import Partition, balanced, explicit, stage_costs, uniform
+from ppctl.plan.roofline import ModelWork
 from ppctl.request import schedule_of
 from ppctl.runtime.flops import end_costs, matmul_flops
 from ppctl.runtime.layout import Layout
 from ppctl.runtime.mpmd.tasks import Model
 from ppctl.runtime.reference import reference
 from ppctl.runtime.spmd import Options, spmd
+from ppctl.runtime.work import work_of
 from ppctl.schedule import Schedule
 from ppctl.schedule.ir import Task
 from ppctl.schedule.simulate import simulate
@@ -91,6 +93,11 @@ class Parts:
         microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), self.batch_shapes)
         ends = params["ends"]
         return Model(self.stack, ends, layer, microbatch, m, executor.remat, executor.unroll, self.dtype)
+
+    @cached_property
+    def work(self) -> ModelWork:
+        """What the pieces of the model compute and move."""
+        return work_of(self.model)
 
     @property
     def bubble_fraction(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -18,12 +19,16 @@ import jax
 from ppctl import distributed, profile, timeline
 from ppctl.assemble import Parts, model_flops
 from ppctl.checkpoint import Checkpoints
+from ppctl.engine import Footprint
 from ppctl.errors import ConfigError, NonFiniteError, SaveError
+from ppctl.foresee import Foreseen
 from ppctl.hardware import mfu_peak_flops
 from ppctl.metrics import Metrics
+from ppctl.price import unit_of_work
 from ppctl.watch import Watch
 
 Tree = Any
+MOST_TIMES = 1000  # of steps that are kept, for their median
 TIMELINE_AFTER = 2  # steps that warm up before the one that run.timeline measures
 
 
@@ -43,11 +48,13 @@ class Loop:
     """The training loop. Numbers of a step are read one step later, so that the devices never wait for the host."""
 
     parts: Parts
-    program_text: str  # of the compiled step
+    footprint: Footprint  # of the compiled step
     compile_time_s: float
     checkpoints: Checkpoints
     metrics: Metrics
     watch: Watch
+    foreseen: Foreseen
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))  # the newest
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
     _unread: tuple[int, Tree, float] | None = None  # finished steps, numbers, when dispatched
     _ready_s: float = 0.0
@@ -126,6 +133,7 @@ class Loop:
         now = next_dispatched_s if was_ready and next_dispatched_s is not None else time.perf_counter()
         step_time_s = now - max(self._ready_s, dispatched_s)
         self._ready_s = now
+        self.step_times_s.append(step_time_s)
         self.last = {"step": finished, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_time_s": step_time_s}
         self.last |= self._speeds(step_time_s)
         with writing(Path(self.parts.config.run.dir)):
@@ -157,15 +165,16 @@ class Loop:
             "mfu_fraction": None if peak is None else flops / step_time_s / peak,
             "compile_time_s": self.compile_time_s,
             "predicted_bubble_fraction": bubble,
+            "predicted_step_time_s": self.foreseen.step_time_s,
+            "predicted_memory_bytes": self.foreseen.memory_bytes,
+            "memory_bytes": max(self.footprint.total_bytes),
         }
 
     @cached_property
     def _work(self) -> tuple[str, int, int, float | None, float | None]:
         """Of one step: unit of speed, its number, FLOPs; FLOP/s of all devices; predicted bubble."""
         parts, config = self.parts, self.parts.config
-        inputs = parts.batch_shapes["inputs"].shape
-        is_text = parts.data.vocab_size is not None
-        unit, count = ("tokens_per_s", math.prod(inputs)) if is_text else ("rows_per_s", inputs[0])
+        unit, count = unit_of_work(parts)
         device = parts.mesh.devices.flat[0]
         peak = mfu_peak_flops(config.hardware, device.device_kind, str(parts.dtype))
         all_peak = None if peak is None else peak * parts.mesh.size
@@ -225,6 +234,6 @@ class Loop:
     def _show_profile(self, directory: Path) -> None:
         written = None
         if self.parts.ticks is not None:
-            written = profile.write_tasks(directory, self.program_text, self.parts.ticks, self.parts.mesh)
+            written = profile.write_tasks(directory, self.footprint.text, self.parts.ticks, self.parts.mesh)
         tasks = "" if written is None else f"; tasks by rank for Perfetto in {written}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")

@@ -48,6 +48,11 @@ def measured(parts: Parts, cache_dir: Path) -> Prices:
     return _prices(parts, times)
 
 
+def is_kept(parts: Parts, cache_dir: Path) -> bool:
+    """Whether a request was measured before, so that `measured` only reads."""
+    return all(_file(cache_dir, _key(parts, with_mesh=flag))[0].exists() for flag in (False, True))
+
+
 def _prices(parts: Parts, times: Times) -> Prices:
     """Seconds of a device working alone.
 
@@ -75,7 +80,8 @@ def _prices(parts: Parts, times: Times) -> Prices:
         Piece(0.0, price("head"), 0.0),
         task_s=times["task"].cpu_s / alone if "task" in times else 0.0,
         hop_s=price("tick") if "tick" in times else 0.0,
-        once_s=times["once"].wall_s,
+        once_s=times["once"].cpu_s / together if is_shared else times["once"].wall_s,
+        once_cpu_s=times["once"].cpu_s,
         capacity=together / alone if is_shared else float("inf"),
         cores=alone,
     )
@@ -131,8 +137,7 @@ def _steps(engine: OneProgram, parts: Parts) -> Taken:
 
 def _kept(cache_dir: Path, key: dict[str, Any], measure: Callable[[], Times]) -> Times:
     """What was measured for `key`, now or before."""
-    text = json.dumps(key, sort_keys=True, indent=1)
-    file = cache_dir / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    file, _ = _file(cache_dir, key)
     try:
         found = json.loads(file.read_text())
         return {name: Taken(*seconds) for name, seconds in found["times"].items()}
@@ -143,6 +148,12 @@ def _kept(cache_dir: Path, key: dict[str, Any], measure: Callable[[], Times]) ->
     beside.write_text(json.dumps({"key": key, "times": times}, indent=1))
     beside.replace(file)
     return times
+
+
+def _file(cache_dir: Path, key: dict[str, Any]) -> tuple[Path, str]:
+    """Where what was measured for `key` is kept, and the key as text."""
+    text = json.dumps(key, sort_keys=True, indent=1)
+    return cache_dir / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json", text
 
 
 def _key(parts: Parts, *, with_mesh: bool) -> dict[str, Any]:

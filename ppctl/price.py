@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.assemble import Parts
-from ppctl.config import AutoHardware, Config, Hardware, Measure
+from ppctl.config import Analytic, AutoHardware, Config, Hardware, Measure
 from ppctl.errors import ConfigError
 from ppctl.hardware import NOMINAL, links_of, peak_flops, resolved
 from ppctl.measure import measured
@@ -19,53 +19,59 @@ from ppctl.plan.analytic import Layout, Machine, ParamBytes, priced
 from ppctl.plan.prices import Prices, StepTime, stage_costs, step_time
 from ppctl.plan.roofline import Link, Speed
 from ppctl.runtime.memory import tree_bytes
-from ppctl.runtime.work import work_of
 from ppctl.schedule.registry import build
 
 Tree = Any
 GIB = 2**30
 
 
-def predicted_time(parts: Parts) -> StepTime:
-    """Seconds of a train step. ConfigError where nothing is known of the devices."""
+def predicted_time(parts: Parts, costs: Analytic | None = None) -> StepTime:
+    """Seconds of a train step, by `costs` (None: as the config asks). ConfigError where the devices are unknown."""
     config, sizes = parts.config, [len(layers) for layers in parts.states.layout.partition]
-    prices, remat = prices_of(parts), config.executor.remat
+    prices, remat = prices_of(parts, costs or config.costs), config.executor.remat
     if config.executor.name == "reference":
         alone = build("gpipe", 1, config.schedule.num_microbatches)
         return step_time(prices, alone, None, stage_costs(prices, [sum(sizes)], keeps_input=False), copies=1)
     is_split = any(task.kind == "I" for tasks in parts.schedule.ranks for task in tasks)
-    costs = stage_costs(prices, sizes, keeps_input=remat == "full", split=is_split)
+    seconds = stage_costs(prices, sizes, keeps_input=remat == "full", split=is_split)
     masked = parts.ticks is not None and config.executor.idle == "compute"
-    return step_time(prices, parts.schedule, parts.ticks, costs, config.mesh.dp * config.mesh.fsdp, masked=masked)
+    return step_time(prices, parts.schedule, parts.ticks, seconds, config.mesh.dp * config.mesh.fsdp, masked=masked)
 
 
-def prices_of(parts: Parts) -> Prices:
-    """The prices that config.costs asks for."""
+def prices_of(parts: Parts, asked: Analytic) -> Prices:
+    """The prices that these costs are."""
     config = parts.config
-    if isinstance(config.costs, Measure):
+    if isinstance(asked, Measure):
+        if config.run.distributed != "off":
+            raise ConfigError(
+                f"costs=measure times the devices of one process, but run.distributed={config.run.distributed}. "
+                "Use costs=analytic."
+            )
         if config.plan.topology is not None:
             raise ConfigError(
                 f"costs=measure times devices that are here, but plan.topology={config.plan.topology} describes "
                 "others. Use costs=analytic."
             )
-        return measured(parts, cache_dir(config.costs))
+        return measured(parts, cache_dir(asked))
     machine = machine_of(config, parts.mesh.devices.flat[0].device_kind, str(parts.dtype))
-    sizes, rank_of = [len(layers) for layers in parts.states.layout.partition], parts.schedule.rank_of
-    held = [sum(n for n, r in zip(sizes, rank_of, strict=True) if r == rank) for rank in set(rank_of)]
-    is_padded, chunks = config.executor.name == "spmd", parts.schedule.num_chunks
-    mesh = config.mesh
-    layout = Layout(
-        mesh.dp, mesh.pp, mesh.fsdp, max(sizes) * chunks if is_padded else max(held), chunk_layers=max(sizes)
-    )
     return priced(
-        work_of(parts.model),
+        parts.work,
         param_bytes(parts.states.natural, parts.dtype),
         machine,
-        layout,
-        microbatch_rows=config.data.batch_size // (mesh.dp * mesh.fsdp * config.schedule.num_microbatches),
+        layout_of(parts),
+        microbatch_rows=parts.model.microbatch["inputs"].shape[0],
         remat=config.executor.remat,
-        gathers_each_tick=is_padded and config.executor.gather == "tick",
+        gathers_each_tick=config.executor.name == "spmd" and config.executor.gather == "tick",
     )
+
+
+def layout_of(parts: Parts) -> Layout:
+    """How the model lies on the mesh."""
+    sizes, rank_of = [len(layers) for layers in parts.states.layout.partition], parts.schedule.rank_of
+    held = [sum(n for n, r in zip(sizes, rank_of, strict=True) if r == rank) for rank in set(rank_of)]
+    is_padded, mesh = parts.config.executor.name == "spmd", parts.config.mesh
+    largest = max(sizes) * parts.schedule.num_chunks if is_padded else max(held)
+    return Layout(mesh.dp, mesh.pp, mesh.fsdp, largest, chunk_layers=max(sizes))
 
 
 def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:

@@ -25,7 +25,9 @@ from ppctl import distributed
 from ppctl.assemble import DEFAULT_DTYPE, Parts, assemble, partition_text, start_jax, task_costs
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
+from ppctl.engine import Footprint
 from ppctl.errors import CheckpointError, DamagedError
+from ppctl.foresee import foresee
 from ppctl.loop import Loop, writing
 from ppctl.members import compare, membership
 from ppctl.metrics import Metrics, NoMetrics
@@ -64,22 +66,25 @@ def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
             if as_json and is_lead:
                 print(json.dumps({"status": "finished", "run_dir": config.run.dir, "step": start}))
             return 0
-        for line in describe(parts, start):
+        foreseen = foresee(parts)
+        for line in (*describe(parts, start), foreseen.line()):
             say(line)
         if is_lead:
             with writing(run_dir):
                 (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-        program_text, compile_time_s = compile_steps(parts, console)
+        footprint, compile_time_s = compile_steps(parts, console)
         say(f"compiled in {compile_time_s:.1f} s")
         watch.note("start", start)
         compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
         state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
         del restored
         with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
-            loop = Loop(parts, program_text, compile_time_s, checkpoints, metrics, watch)
+            loop = Loop(parts, footprint, compile_time_s, checkpoints, metrics, watch, foreseen)
             with _stop_requests(console) as asked_to_leave:
                 exit_code = loop.run(state, start, asked_to_leave)
     summary = loop.summary(exit_code)
+    if loop.step_times_s:
+        say(foreseen.compared(loop.step_times_s, max(footprint.total_bytes)))
     say(f"{summary['status']} at step {summary['step']}; checkpoints, metrics and logs are in {run_dir}")
     if as_json and is_lead:
         print(json.dumps(summary))
@@ -192,12 +197,12 @@ def describe(parts: Parts, start: int) -> Iterator[str]:
     yield f"run       {config.run.dir}, " + (f"resuming after step {start}" if start else "from the start")
 
 
-def compile_steps(parts: Parts, console: Console) -> tuple[str, float]:
-    """(text of the compiled step, "" if it is many programs; seconds of compiling), with a sign of life meanwhile."""
+def compile_steps(parts: Parts, console: Console) -> tuple[Footprint, float]:
+    """(what the compiled step takes, seconds of compiling), with a sign of life meanwhile."""
     began = time.perf_counter()
     with _alive(console, "compiling"):
         footprint = parts.engine.compile(evaluate=parts.config.run.eval_every is not None)
-    return footprint.text, time.perf_counter() - began
+    return footprint, time.perf_counter() - began
 
 
 @contextmanager

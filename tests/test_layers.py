@@ -23,6 +23,7 @@ LEVELS = {
         "bench",
         "doctor",
         "planner",
+        "foresee",
         "recipe",
         "tune_report",
         "tune",

@@ -49,6 +49,7 @@ class Prices:
     once_s: float  # once a step: gathering parameters, reducing gradients, the optimizer
     capacity: float = inf  # how many devices can work at full speed at the same time; simulated ones share cores
     cores: float = 1.0  # that a device working alone keeps busy
+    once_cpu_s: float = 0.0  # CPU seconds of what runs once, where it was measured
 
 
 @dataclass(frozen=True)
