@@ -81,23 +81,25 @@ def priced(
         head=seconds(work.head, redo=False),
         task_s=machine.task_s + (gather_s if gathers_each_tick else 0.0),
         hop_s=hop_s,
-        once_s=once_s(params, machine, layout, gathers=not gathers_each_tick),
+        once_s=once_s(params, machine, layout, gathers_layers=not gathers_each_tick),
         capacity=inf if machine.cores is None else float(machine.cores),
     )
 
 
-def once_s(params: ParamBytes, machine: Machine, layout: Layout, *, gathers: bool = True) -> float:
+def once_s(params: ParamBytes, machine: Machine, layout: Layout, *, gathers_layers: bool = True) -> float:
     """What runs once a step: parameters gathered, gradients summed over rows, the optimizer.
 
     The ends are divided over pp and fsdp, a rank's layers over fsdp; sums over dp are of what each device keeps.
+    Collectives of single arrays count as one, as compilers combine them.
     """
     layers, ends = layout.rank_layers * params.layer, params.ends
     over_fsdp = machine.link_of(1, layout.fsdp)
     over_both = machine.link_of(1, layout.pp * layout.fsdp)
     over_dp = machine.link_of(layout.pp * layout.fsdp, layout.dp)
     held = layers / layout.fsdp + ends / (layout.pp * layout.fsdp)
-    scatter_s = over_fsdp.gather_s(layers, layout.fsdp) + over_both.gather_s(ends, layout.pp * layout.fsdp)
+    layers_s = over_fsdp.gather_s(layers, layout.fsdp)  # gathered, or summed and scattered
+    ends_s = over_both.gather_s(ends, layout.pp * layout.fsdp)
     sum_s = over_dp.sum_s(held, layout.dp)
     cast = (layers + ends) * (1 + params.compute_ratio)
     update = held * (2 * (1 + params.moments) + 2)  # all read and written; gradients read twice, once for their norm
-    return scatter_s * (1 + gathers) + sum_s + (cast + update) / machine.speed.bytes_per_s
+    return layers_s * (1 + gathers_layers) + ends_s * 2 + sum_s + (cast + update) / machine.speed.bytes_per_s
