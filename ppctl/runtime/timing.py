@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.model.stack import Stack
 from ppctl.mesh import AXES, DATA_AXES
+from ppctl.model.stack import Stack
 from ppctl.runtime.device import add, arrive, read, write
 from ppctl.runtime.layout import Layout, gather, scatter
 from ppctl.runtime.mpmd.tasks import Model
@@ -44,15 +44,13 @@ def random_like(tree: Tree) -> Tree:
 
 
 class Taken(NamedTuple):
-    """What one turn takes: seconds on the clock, and of all cores together (of this process, so not of accelerators)."""
+    """What one turn takes: seconds on the clock, and of all cores together (of this process, not of accelerators)."""
 
     wall_s: float
     cpu_s: float
 
 
-def turn(
-    body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapping[str, Any] | None = None
-) -> Taken:
+def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapping[str, Any] | None = None) -> Taken:
     """What one turn of `body` takes when all devices of `mesh` run it at the same time; medians.
 
     compiler_options: of XLA, as jax.jit takes them.
@@ -173,9 +171,10 @@ def dispatched(model: Model, here: Mesh, there: Mesh) -> Taken:
     w, acc, x = jax.device_put((little, little, jnp.zeros(shape)), own)
     number = jax.device_put(jnp.int32(0), NamedSharding(here, P()))
     run = jax.jit(whole, donate_argnums=(0, 2)).lower(number, w, acc, x).compile()
+    moved = x
 
     def times(count: int) -> Taken:
-        nonlocal number, acc
+        nonlocal number, acc, moved
         cpu, wall = time.process_time(), time.perf_counter()
         for _ in range(count):
             number, acc, y = run(number, w, acc, x)
@@ -218,6 +217,8 @@ def without_tasks(layout: Layout, dtype: Any) -> Callable[[Tree, Tree], tuple[ja
             }
             return loss, grads
 
-        return jax.shard_map(local, mesh=layout.mesh, in_specs=(specs,), out_specs=(P(), specs), check_vma=False)(params)
+        return jax.shard_map(local, mesh=layout.mesh, in_specs=(specs,), out_specs=(P(), specs), check_vma=False)(
+            params
+        )
 
     return loss_and_grads
