@@ -24,8 +24,18 @@ from jax.sharding import Mesh
 from ppctl.assemble import Parts
 from ppctl.engine.one_program import OneProgram
 from ppctl.plan.prices import Piece, Prices
-from ppctl.runtime.mpmd.machine import cpu_options
-from ppctl.runtime.timing import LAYERS, RUNS, Taken, dispatched, end_bodies, layer_bodies, tick_body, turn, without_tasks
+from ppctl.runtime.effort import cpu_options
+from ppctl.runtime.timing import (
+    LAYERS,
+    RUNS,
+    Taken,
+    dispatched,
+    end_bodies,
+    layer_bodies,
+    tick_body,
+    turn,
+    without_tasks,
+)
 
 Times = dict[str, Taken]
 SOURCES = ("runtime", "model")  # whose programs are timed

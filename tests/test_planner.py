@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -92,8 +93,8 @@ def test_each_rank_of_mpmd_holds_its_own(remat):
     state = parts.engine.new_state()
     for r, of_rank in enumerate(found.memory_bytes):
         assert of_rank["parameters"] == tree_bytes(state[r]["params"])
-        assert "temporaries" not in of_rank
-    assert found.is_complete is False
+        assert of_rank["temporaries"] > 0
+    assert (found.is_complete, found.is_compiled) == (True, False)
     if remat == "none":  # 1F1B: rank r keeps 4-r, and its compiled program no more
         stash = tree_bytes(parts.model.stage.residuals.shapes)
         kept = [of_rank["activations"] for of_rank in found.memory_bytes]
@@ -118,6 +119,55 @@ def test_the_reference_has_no_stages(capsys):
     assert "executor=reference has no pipeline; 8 microbatches" in capsys.readouterr().out
 
 
+# --- without plan.compile ---------------------------------------------------------------------------------------------
+
+
+def uneven(*sizes: int) -> dict[str, Any]:
+    return {"partition": config.Explicit(layers=list(sizes)), "model": replace(TINY.model, num_layers=sum(sizes))}
+
+
+SMALL = config.Mesh(1, 2, 1)
+ESTIMATED = {
+    "spmd none": request(remat="none"),
+    "spmd full fsdp": request(remat="full", mesh=config.Mesh(2, 2, 2)),
+    "spmd gpipe bfloat16": request("gpipe", mesh=SMALL, run=config.Run(dtype="bfloat16")),
+    "spmd zb_h1 d=256": request("zb_h1", 4, remat="full", mesh=SMALL, model=replace(TINY.model, d_model=256)),
+    "spmd interleaved": replace(request(mesh=SMALL), schedule=config.Interleaved(num_microbatches=8)),
+    "spmd uneven": request("1f1b", 4, remat="none", mesh=SMALL, **uneven(5, 2)),
+    "spmd scanned": replace(request(mesh=SMALL), executor=config.Spmd(remat="layer", unroll=0)),
+    "mlp": replace(request(mesh=SMALL), model=config.MLP(num_layers=4), data=config.Regression(batch_size=16)),
+    "reference": replace(request(mesh=config.Mesh()), executor=config.Reference(remat="layer")),
+    "mpmd layer fsdp": request(executor="mpmd", mesh=config.Mesh(2, 2, 2)),
+    "mpmd full uneven": request("zb_h1", executor="mpmd", remat="full", mesh=SMALL, **uneven(4, 1)),
+    "mpmd post-validation": replace(request(mesh=SMALL), executor=config.Mpmd(remat="none", post_validation=True)),
+}
+
+
+QUICK_TO_COMPILE = ("spmd none", "mlp", "reference", "mpmd layer fsdp")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(asked, id=name, marks=() if name in QUICK_TO_COMPILE else pytest.mark.slow)
+        for name, asked in ESTIMATED.items()
+    ],
+)
+def test_an_estimate_is_what_the_compiler_plans(asked):
+    found = planner.predict(replace(asked, plan=COMPILE))
+    assert found.estimated_bytes is not None
+    for estimated, total in zip(found.estimated_bytes, found.total_bytes, strict=True):
+        assert estimated == pytest.approx(total, rel=0.01)
+
+
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+def test_without_plan_compile_the_estimate_is_the_total(executor):
+    found = planner.predict(request(executor=executor))
+    assert found.total_bytes == found.estimated_bytes
+    assert [sum(of_rank.values()) for of_rank in found.memory_bytes] == list(found.total_bytes)
+    assert (found.is_complete, found.is_compiled, found.compile_s) == (True, False, None)
+
+
 # --- does it fit -----------------------------------------------------------------------------------------------------
 
 
@@ -126,20 +176,43 @@ def plan_json(capsys, asked):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_limit_below_what_is_known_does_not_fit_and_one_above_may(capsys):
+def said_of(asked, capsys):
+    """(prediction, what is printed of it)."""
+    found = planner.predict(asked)
+    planner.show(found, asked)
+    return found, capsys.readouterr().out
+
+
+def test_a_limit_below_what_is_estimated_does_not_fit_and_one_above_does(capsys):
     need = max(planner.predict(request()).total_bytes)
-    below = request(plan=config.Plan(memory_gib=(need - 1) / 2**30))
-    code, found = plan_json(capsys, below)
+    code, found = plan_json(capsys, request(plan=config.Plan(memory_gib=(need - 1) / 2**30)))
     assert (code, found["fits"], found["limit_bytes"]) == (1, False, need - 1)
-    assert planner.plan(below, as_json=False) == 1
-    assert "too much on rank 0. Most are" in capsys.readouterr().out
-    code, found = plan_json(capsys, request(plan=config.Plan(memory_gib=(need + 1) / 2**30)))
-    assert (code, found["fits"], found["is_complete"]) == (0, None, False)  # temporaries are not counted
-    compiled = request(plan=config.Plan(compile=True, memory_gib=1.0))
-    code, found = plan_json(capsys, compiled)
-    assert (code, found["fits"], found["is_complete"]) == (0, True, True)
-    assert planner.plan(compiled, as_json=False) == 0
-    assert "fits: " in capsys.readouterr().out
+    below, said = said_of(request(plan=config.Plan(memory_gib=(need - 1) / 2**30)), capsys)
+    assert below.fits is False
+    assert "total, estimated" in said
+    assert "does not fit, as estimated for 4 x cpu: " in said
+    assert "too much on rank 0. Most are" in said
+    above, said = said_of(request(plan=config.Plan(memory_gib=(need + 1) / 2**30)), capsys)
+    assert (above.fits, above.is_complete, above.is_compiled) == (True, True, False)
+    assert "fits, as estimated for 4 x cpu: " in said
+
+
+def test_what_is_compiled_is_shown_beside_the_estimate(capsys):
+    found, said = said_of(request(plan=config.Plan(compile=True, memory_gib=1.0)), capsys)
+    assert (found.fits, found.is_complete, found.is_compiled) == (True, True, True)
+    assert "fits: " in said
+    assert "estimated, without plan.compile" in said
+
+
+def test_without_an_estimate_what_is_known_may_fit(monkeypatch, capsys):
+    monkeypatch.setattr(planner, "_weighed", lambda parts: ((), None))  # as for devices other than CPUs
+    found, said = said_of(request(plan=config.Plan(memory_gib=1.0)), capsys)
+    assert (found.fits, found.is_complete, found.estimated_bytes) == (None, False, None)
+    assert "temporaries" not in found.memory_bytes[0]
+    assert "at least" in said
+    assert "without temporaries; plan.compile=true counts these." in said
+    tight = request(plan=config.Plan(memory_gib=(max(found.total_bytes) - 1) / 2**30))
+    assert planner.predict(tight).fits is False
 
 
 def test_json_holds_the_stages_and_the_bubble(capsys):

@@ -23,10 +23,11 @@ from ppctl.engine.rows import put_rows, rows_of
 from ppctl.engine.states import States
 from ppctl.mesh import DATA_AXES
 from ppctl.optim import sum_of_squares
+from ppctl.runtime.effort import Effort
 from ppctl.runtime.memory import shard_bytes
 from ppctl.runtime.mpmd.division import Division
 from ppctl.runtime.mpmd.machine import Machine, Walk
-from ppctl.runtime.mpmd.plan import Effort, Key, Op, Program, move, roles, task_ops
+from ppctl.runtime.mpmd.plan import Key, Op, Program, move, roles, task_ops
 from ppctl.runtime.mpmd.rank import Library, rank_op, rank_ops, rank_roles, with_tied
 from ppctl.runtime.mpmd.tasks import Model
 from ppctl.schedule.ir import Schedule, Task
@@ -117,14 +118,18 @@ class Mpmd:
         total = [(a + b) * mine for a, b, mine in zip(total, step.peak_bytes, self.machine.is_mine, strict=True)]
         return Footprint(max(step.peak_bytes), tuple(total), "")
 
-    def held(self, what: str = "step") -> tuple[dict[str, int], ...]:
+    def held(self, temps: Sequence[int] | None = None, *, what: str = "step") -> tuple[dict[str, int], ...]:
         """For each rank, bytes of one device by the names of values at the peak of a plan, what is given included.
 
-        Before `compile` the programs' temporaries are not among them.
+        temps: what `weigh` found; None: those of compiled programs, so before `compile` there are none.
         """
         ops, kept = self.plan(what)
-        held = self.machine.held(ops, self.given_shapes(), kept)
+        held = self.machine.held(ops, self.given_shapes(), kept, temps)
         return tuple(given | of_rank for given, of_rank in zip(self.given_bytes, held, strict=True))
+
+    def weigh(self, what: str = "step") -> list[int]:
+        """The temporaries of each of a plan's ops on CPU, without the programs being made that `compile` makes."""
+        return self.machine.weigh(self.plan(what)[0], self.given_shapes())
 
     @property
     def given_bytes(self) -> list[dict[str, int]]:

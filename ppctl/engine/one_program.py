@@ -16,6 +16,7 @@ from ppctl.engine import Footprint
 from ppctl.engine.rows import put_rows, rows_of
 from ppctl.engine.states import States, shardings_of
 from ppctl.mesh import DATA_AXES
+from ppctl.runtime.effort import cpu_options, temp_bytes, total_bytes
 from ppctl.train import train_step
 
 Tree = Any
@@ -82,12 +83,12 @@ class OneProgram:
         if evaluate:
             loss = jax.jit(lambda params, batch: self.loss_of(params, batch)[0])
             self.compiled["loss"] = loss.lower(self.states.staged["params"], self.placed_batch).compile()
-        memory = step.memory_analysis()
-        assert memory is not None, "every backend of ours reports memory"
-        given, made = memory.argument_size_in_bytes, memory.output_size_in_bytes + memory.temp_size_in_bytes
-        total = given + made - memory.alias_size_in_bytes
         ranks = self.states.layout.mesh.shape["pp"]
-        return Footprint(memory.temp_size_in_bytes, (total,) * ranks, step.as_text() or "")
+        return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
+
+    def weigh(self) -> int:
+        """Bytes of one device of a train step on CPU, without the program being made that `compile` makes."""
+        return total_bytes(self.lower_train_step().compile(cpu_options("once")))
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         return self.compiled["step"](state, batch)

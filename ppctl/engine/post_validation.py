@@ -67,9 +67,13 @@ class PostValidated:
             self.engine.walk("loss")
         return self.engine.footprint(step)
 
-    def held(self) -> tuple[dict[str, int], ...]:
+    def held(self, temps: Sequence[int] | None = None) -> tuple[dict[str, int], ...]:
         """For each rank, bytes of one device by the names of values at the peak of a step that is tried."""
-        return self.engine.held("try")
+        return self.engine.held(temps, what="try")
+
+    def weigh(self) -> list[int]:
+        """The temporaries of each op of such a step on CPU, without the programs being made that `compile` makes."""
+        return self.engine.weigh("try")
 
     def step(self, state: Attempt, batch: Tree) -> tuple[Attempt, dict[str, jax.Array]]:
         begun_from = state.state

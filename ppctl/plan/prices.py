@@ -5,6 +5,7 @@ Pieces are priced elsewhere, by counting (`plan.roofline`) or by timing (`runtim
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +13,12 @@ from math import inf
 
 from ppctl.costs import Costs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.lockstep import Cell
+from ppctl.schedule.lockstep import Cell, Counted
 from ppctl.schedule.shared import free_running_s, together_s
 from ppctl.schedule.simulate import duration_s
 from ppctl.schedule.ticks import Ticks
+
+Rows = list[tuple[int, list[float]]]  # how often, and the seconds of each rank
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,17 @@ class StepTime:
     pipeline_s: float
     once_s: float
     work_s: float  # of all devices, in seconds of one that works alone; with what is masked, and transfers of ticks
-    bubble_fraction: float  # of what the ranks could do together while tasks run, the share that no task uses, 0..1
+    tasks_s: float  # of the tasks alone
+    width: float  # how many devices can work at full speed at the same time
 
     @property
     def total_s(self) -> float:
         return self.pipeline_s + self.once_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Of what the devices could do together while tasks run, the share that no task uses, 0..1."""
+        return max(0.0, 1 - self.tasks_s / (self.pipeline_s * self.width))
 
 
 def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool, split: bool = False) -> Costs:
@@ -92,9 +101,9 @@ def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool, spli
 
 
 def step_time(
-    prices: Prices, schedule: Schedule, ticks: Ticks | None, costs: Costs, rows: int, *, masked: bool = False
+    prices: Prices, schedule: Schedule, ticks: Ticks | None, costs: Costs, copies: int, *, masked: bool = False
 ) -> StepTime:
-    """What a step takes. `rows`: how many copies of the pipeline run at the same time (dp*fsdp).
+    """What a step takes. `copies`: how many pipelines run at the same time (dp*fsdp).
 
     Free-running ranks where there are no ticks. Otherwise each tick lasts as long as its slowest rank, plus a hop.
     masked (executor.idle=compute): ranks without a task compute too, in ticks of pairs; see `_masked_s`.
@@ -102,22 +111,45 @@ def step_time(
     for all it is the idle share of the ranks.
     """
     assert not masked or (ticks is not None and ticks.program == "pair"), "spmd refuses others"
-    seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)
-    tasks_s = work_s = sum(seconds(task) for tasks in schedule.ranks for task in tasks)
-    capacity = prices.capacity / rows  # copies do the same at the same time
     if ticks is None:
+        return ticking_s(prices, schedule, None, costs, copies)
+    rows = _masked_s(prices, ticks, costs) if masked else rows_s(ticks.counted, costs, schedule.num_chunks)
+    return ticking_s(prices, schedule, rows, costs, copies)
+
+
+def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
+    """How often, and the seconds of each rank, of rows of cells."""
+    seconds = {}
+    for _, row in rows:
+        for cell in row:
+            for task in cell:
+                if task is not None and task[:2] not in seconds:
+                    seconds[task[:2]] = duration_s(task, costs, num_chunks)
+    return [
+        (
+            number,
+            [(seconds[f[:2]] if f is not None else 0.0) + (seconds[b[:2]] if b is not None else 0.0) for f, b in row],
+        )
+        for number, row in rows
+    ]
+
+
+def ticking_s(prices: Prices, schedule: Schedule, rows: Rows | None, costs: Costs, copies: int) -> StepTime:
+    """`step_time` of rows of ticks, transfers not counted; None: of free-running ranks."""
+    each = Counter((task.kind, task.stage) for tasks in schedule.ranks for task in tasks)
+    tasks_s = work_s = sum(number * costs.seconds(*which, schedule.num_chunks) for which, number in each.items())
+    capacity = prices.capacity / copies  # copies do the same at the same time
+    if rows is None:
         pipeline_s = free_running_s(schedule, costs, capacity)
     else:
-        cells_s = [[sum(seconds(task) for task in cell if task is not None) for cell in row] for row in ticks.cells]
-        cells_s = _masked_s(prices, ticks, costs) if masked else cells_s
-        ticks_s = [[cell_s + costs.hop_s for cell_s in row] for row in cells_s]
-        pipeline_s = sum(together_s(row, capacity) for row in ticks_s)
-        work_s = sum(map(sum, ticks_s))
-    bubble = 1 - tasks_s / (pipeline_s * min(schedule.num_ranks, capacity))
-    return StepTime(pipeline_s, prices.once_s, work_s * rows, max(0.0, bubble))
+        hop_s = costs.hop_s
+        pipeline_s = sum(number * together_s([s + hop_s for s in row], capacity) for number, row in rows)
+        work_s = sum(number * (sum(row) + hop_s * len(row)) for number, row in rows)
+    width = min(schedule.num_ranks, capacity) * copies
+    return StepTime(pipeline_s, prices.once_s, work_s * copies, tasks_s * copies, width)
 
 
-def _masked_s(prices: Prices, ticks: Ticks, costs: Costs) -> list[list[float]]:
+def _masked_s(prices: Prices, ticks: Ticks, costs: Costs) -> Rows:
     """Seconds of every rank in each tick where none branches round a task that it does not have.
 
     All run an F in each tick of a segment with forwards, a B in each of one with backwards. Without a task of this kind
@@ -136,7 +168,7 @@ def _masked_s(prices: Prices, ticks: Ticks, costs: Costs) -> list[list[float]]:
         return (f or idle_f) * forward + (b or idle_b) * backward
 
     return [
-        [cell_s(cell, forward, backward) for cell in ticks.cells[t]]
+        (1, [cell_s(cell, forward, backward) for cell in ticks.cells[t]])
         for which, forward, backward in ticks.segments(apart=True)
         for t in which
     ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of a task. Numbers are of one row of a microbatch; `fixed_bytes`, of weights, do not grow with it."""
+    """One operation of a task on one row of a microbatch. `fixed_bytes`, of weights, do not grow with the rows."""
 
     flops: float
     bytes: float

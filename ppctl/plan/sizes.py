@@ -21,10 +21,13 @@ class Microbatch:
     remat: str
 
 
-def spmd_bytes(
-    work: ModelWork, params: ParamBytes, layout: Layout, microbatch: Microbatch, slots: Mapping[str, int]
+def held_bytes(
+    work: ModelWork, params: ParamBytes, layout: Layout, microbatch: Microbatch, slots: Mapping[str, float]
 ) -> dict[str, int]:
-    """Bytes by part on one device of executor=spmd, where all ranks are padded to the largest; without temporaries."""
+    """Bytes by part on one device, without temporaries; `slots` as `schedule.ticks` counts them.
+
+    With executor=spmd all ranks are padded to the largest.
+    """
     layers, rows, remat = layout.rank_layers * params.layer, microbatch.rows, microbatch.remat
     state = layers / layout.fsdp + params.ends / (layout.fsdp * layout.pp)
     stash = 0 if remat == "full" else slots.get("stash", 0) * work.stash_bytes[remat] * layout.chunk_layers
@@ -34,8 +37,8 @@ def spmd_bytes(
         "optimizer": round(state * params.moments),
         "weights": round((layers + params.ends) * params.compute_ratio),
         "gradients": layers + params.ends,
-        "activations": rows * (stash + pending),
-        "transfers": rows * work.x_bytes * sum(slots.get(name, 0) for name in SLOTS_OF_X),
+        "activations": round(rows * (stash + pending)),
+        "transfers": round(rows * work.x_bytes * sum(slots.get(name, 0) for name in SLOTS_OF_X)),
         "batch": microbatch.row_bytes * rows * microbatch.number,
     }
 

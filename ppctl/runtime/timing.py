@@ -44,7 +44,7 @@ def random_like(tree: Tree) -> Tree:
 
 
 class Taken(NamedTuple):
-    """What one turn takes: seconds on the clock, and of all cores together (of this process, not of accelerators)."""
+    """What one turn takes: seconds on the clock, and of all cores together (not of accelerators)."""
 
     wall_s: float
     cpu_s: float
@@ -171,11 +171,10 @@ def dispatched(model: Model, here: Mesh, there: Mesh) -> Taken:
     w, acc, x = jax.device_put((little, little, jnp.zeros(shape)), own)
     number = jax.device_put(jnp.int32(0), NamedSharding(here, P()))
     run = jax.jit(whole, donate_argnums=(0, 2)).lower(number, w, acc, x).compile()
-    moved = x
 
     def times(count: int) -> Taken:
-        nonlocal number, acc, moved
-        cpu, wall = time.process_time(), time.perf_counter()
+        nonlocal number, acc
+        moved, cpu, wall = x, time.process_time(), time.perf_counter()
         for _ in range(count):
             number, acc, y = run(number, w, acc, x)
             moved = jax.device_put(y, other)

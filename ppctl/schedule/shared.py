@@ -22,8 +22,10 @@ def together_s(works_s: Sequence[float], capacity: float) -> float:
     >>> together_s([1.0, 1.0, 3.0], capacity=2.0)
     3.5
     """
-    done = elapsed = 0.0
     left = len(works_s)
+    if left <= capacity:
+        return max(works_s, default=0.0)
+    done = elapsed = 0.0
     for work in sorted(works_s):
         elapsed += (work - done) * max(1.0, left / capacity)
         done, left = work, left - 1

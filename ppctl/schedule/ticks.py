@@ -8,6 +8,7 @@ task of any kind a tick (`schedule.single`). A value that crosses ranks in tick 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -15,7 +16,7 @@ from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
 from ppctl.schedule import single
 from ppctl.schedule.ir import Schedule, Value
-from ppctl.schedule.lockstep import Cell, Shape, Slots, lockstep_s, pack
+from ppctl.schedule.lockstep import Cell, Counted, Shape, Slots, counted, counted_s, lockstep_s, pack
 from ppctl.schedule.simulate import duration_s
 
 PAIR_COLUMNS = (
@@ -51,6 +52,11 @@ class Ticks:
     def num_ticks(self) -> int:
         return len(self.cells)
 
+    @cached_property
+    def counted(self) -> Counted:
+        """The rows of cells that differ in more than their microbatches, each with its number."""
+        return counted(self.cells)
+
     def segments(self, *, apart: bool) -> tuple[tuple[range, bool, bool], ...]:
         """(ticks, whether any rank runs a forward in them, whether any a backward), of the program of pairs.
 
@@ -70,7 +76,7 @@ class Ticks:
 
     def makespan_s(self, costs: Costs) -> float:
         """Seconds of all ticks when each lasts as long as its slowest rank, plus one transfer a tick."""
-        return lockstep_s(self.cells, costs, self.schedule.num_chunks)
+        return counted_s(self.counted, costs, self.schedule.num_chunks)
 
     def bubble_fraction(self, costs: Costs) -> float:
         """Idle share of all ranks in lockstep, 0..1."""
@@ -114,14 +120,24 @@ def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_
     reason = single.why_not(schedule)
     if reason is not None:
         raise ScheduleError(reason)
-    if not runs_in_pairs(schedule):
-        cells = pack(schedule, "one")
-        lowered = single.assign_slots(schedule, cells, keep_input=keep_input, head_in_forward=head_in_forward)
-        return Ticks(schedule, "single", "one", cells, *lowered)
-    shapes: tuple[Shape, ...] = ("pair", "one")
-    packed = {shape: pack(schedule, shape) for shape in shapes}
-    shape = min(shapes, key=lambda name: lockstep_s(packed[name], costs, schedule.num_chunks))
-    return _assign_slots(schedule, shape, packed[shape], keep_input, head_in_forward)
+    packed: dict[Shape, tuple[tuple[Cell, ...], ...]] = {shape: pack(schedule, shape) for shape in shapes(schedule)}
+    shape: Shape = min(packed, key=lambda name: lockstep_s(packed[name], costs, schedule.num_chunks))
+    return in_shape(schedule, shape, packed[shape], keep_input=keep_input, head_in_forward=head_in_forward)
+
+
+def shapes(schedule: Schedule) -> tuple[Shape, ...]:
+    """The tick shapes that the program of `schedule` has."""
+    return ("pair", "one") if runs_in_pairs(schedule) else ("one",)
+
+
+def in_shape(
+    schedule: Schedule, shape: Shape, cells: tuple[tuple[Cell, ...], ...], *, keep_input: bool, head_in_forward: bool
+) -> Ticks:
+    """`schedule` as it was packed, with slots for every value."""
+    if runs_in_pairs(schedule):
+        return _assign_slots(schedule, shape, cells, keep_input, head_in_forward)
+    lowered = single.assign_slots(schedule, cells, keep_input=keep_input, head_in_forward=head_in_forward)
+    return Ticks(schedule, "single", shape, cells, *lowered)
 
 
 def _assign_slots(

@@ -12,7 +12,7 @@ import pytest
 from mpmd_cases import MpmdCase, make_engine
 
 from ppctl.assemble import task_costs
-from ppctl.runtime.mpmd import machine
+from ppctl.runtime import effort
 from ppctl.runtime.mpmd.plan import last_uses
 from ppctl.schedule import FAMILIES
 from ppctl.schedule.simulate import peak_activations, simulate
@@ -155,11 +155,11 @@ def test_parameters_and_optimizer_state_live_on_their_rank_only():
 
 
 def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):
-    assert not machine._is_known("xla_cpu_no_such_option")
-    assert machine._is_known("xla_llvm_disable_expensive_passes")
+    assert not effort._is_known("xla_cpu_no_such_option")
+    assert effort._is_known("xla_llvm_disable_expensive_passes")
     engine, _ = make_engine(case_of("1f1b", mesh=(1, 2, 1), num_layers=2))
     once = {"xla_cpu_no_such_option": False, "xla_backend_optimization_level": 0}
-    monkeypatch.setitem(machine.CPU_OPTIONS, "once", once)
-    monkeypatch.setattr(machine, "NOT_EVERYWHERE", "xla_cpu_no_such_option")
+    monkeypatch.setitem(effort.CPU_OPTIONS, "once", once)
+    monkeypatch.setattr(effort, "NOT_EVERYWHERE", "xla_cpu_no_such_option")
     engine.machine.options = {}
     assert engine.machine._options(None) == {"xla_backend_optimization_level": 0}

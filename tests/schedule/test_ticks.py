@@ -64,7 +64,7 @@ def test_the_cheaper_shape_is_taken(sizes):
         for costs in (COSTS, FORWARD_BACKWARD, Costs(1, 1, 1, 5)):
             cheapest = min(lockstep_s(pack(schedule, shape), costs, schedule.num_chunks) for shape in ("one", "pair"))
             lowered = ticks(schedule, costs)
-            assert lowered.makespan_s(costs) == cheapest
+            assert lowered.makespan_s(costs) == pytest.approx(cheapest, rel=1e-12)  # summed in another order
             assert lowered.cells == pack(schedule, lowered.shape)
             assert lowered.num_ticks == len(lowered.cells) == len(lowered.table)
 

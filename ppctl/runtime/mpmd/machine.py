@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -33,6 +33,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.runtime.effort import Effort, cpu_options, temp_bytes
 from ppctl.runtime.memory import shard_bytes
 from ppctl.runtime.mpmd.across import (
     TURN,
@@ -47,31 +48,10 @@ from ppctl.runtime.mpmd.across import (
     processes,
     zeros,
 )
-from ppctl.runtime.mpmd.plan import Effort, Key, Op, Program, last_uses
+from ppctl.runtime.mpmd.plan import Key, Op, Program, last_uses
 from ppctl.schedule.ir import Task
 
 Tree = Any
-
-
-# How a program is compiled on CPU, where most of a compile is a fixed price for each fused kernel (MLIR contexts,
-# LLVM's passes) that every rank pays. Bench model, jax 0.10.2, step over the reference's, compile over spmd's, CPU s:
-#   all at XLA's own options            step 0.97, compile 2.10
-#   once: what runs once a step         step 1.03, compile 1.85
-#   and quick: tasks                    step 1.03 to 1.11, compile 1.26 to 1.54, median 1.4
-#   and quick: tasks that recompute     step 1.24 (1.14 before) with remat=full, 1.30 (1.18) with layer: not done
-# Rejected: finish as `once` (copies all gradients in 10 ms, not 5); level 0 for tasks (F takes 55 ms, not 34); level 1
-# or 2 for them (no gain), xla_cpu_opt_preset, xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (none),
-# xla_disable_hlo_passes=fusion (2.4 times as long).
-CPU_OPTIONS: dict[Effort, dict[str, Any]] = {
-    "full": {},
-    "quick": {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1},  # one LLVM module
-    "once": {
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_parallel_codegen_split_count": 1,
-        "xla_backend_optimization_level": 0,
-    },
-}
-NOT_EVERYWHERE = "xla_cpu_use_fusion_emitters"  # newer compilers (jaxlib 0.12) have MLIR's emitters alone
 
 
 class Programs(Protocol):
@@ -203,16 +183,48 @@ class Machine:
         for op, drop in here:
             places = (tuple(slots[key] for key in keys) for keys in (op.reads, op.writes, drop))
             steps.append((self._call(op, shapes), *places))
-        held = self._held(mine, [drop for _, drop in here], shapes, given)
+        held = self._held(mine, [drop for _, drop in here], shapes, given, self._temps(mine))
         kept_shapes = {key: shapes[key] for key in kept}
         return Walk(mine, tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, held)
 
-    def held(self, ops: Sequence[Op], given: Mapping[Key, Tree], kept: Collection[Key]) -> tuple[dict[str, int], ...]:
+    def held(
+        self,
+        ops: Sequence[Op],
+        given: Mapping[Key, Tree],
+        kept: Collection[Key],
+        temps: Sequence[int] | None = None,
+    ) -> tuple[dict[str, int], ...]:
         """For each rank, bytes of values by name at its peak, on one device, without what is given.
 
-        With the "temporaries" of programs as far as they are compiled; otherwise `ops` are traced only.
+        temps: the "temporaries" of each op; None: those of programs that are compiled. `ops` are traced only.
         """
-        return self._held(ops, last_uses(ops, {*kept, *given}), self._shapes(ops, given), given)
+        temps = self._temps(ops) if temps is None else temps
+        return self._held(ops, last_uses(ops, {*kept, *given}), self._shapes(ops, given), given, temps)
+
+    def weigh(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> list[int]:
+        """The temporaries of each op on CPU, from its program compiled once for all ranks to be weighed alone."""
+        self._shapes(ops, given)
+        rank_of = {op.program: op.rank for op in ops if op.program is not None}
+
+        def weighed(lowered: jax.stages.Lowered, rank: int) -> int:
+            devices = tuple(self.submeshes[rank].devices.flat)
+            return temp_bytes(lowered.compile(cpu_options("once"), device_assignment=devices))
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            weights = threads.map(weighed, map(self._lower, rank_of), rank_of.values())
+            found = dict(zip(rank_of, weights, strict=True))
+        return [0 if op.program is None else found[op.program] for op in ops]
+
+    def _temps(self, ops: Sequence[Op]) -> list[int]:
+        """The temporaries of each op whose program is compiled."""
+        compiled = (None if op.program is None else self.compiled.get((op.program, op.rank)) for op in ops)
+        return [0 if each is None else temp_bytes(each) for each in compiled]
+
+    def _lower(self, program: Program) -> jax.stages.Lowered:
+        if program not in self.lowered:
+            traced, _ = self.traced[program]
+            self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
+        return self.lowered[program]
 
     def _shapes(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
         """The shapes of all values of a plan."""
@@ -267,10 +279,7 @@ class Machine:
         missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, Program | None]] = {}
         for op in ops:
             if op.program is not None and (op.program, op.rank) not in self.compiled:
-                if op.program not in self.lowered:
-                    traced, _ = self.traced[op.program]
-                    self.lowered[op.program] = traced.lower(lowering_platforms=(self._platform,))
-                lowered, devices = self.lowered[op.program], self.submeshes[op.rank]
+                lowered, devices = self._lower(op.program), self.submeshes[op.rank]
                 missing[op.program, op.rank] = self.compiled, lowered, devices, op.program
             elif op.sender is not None and self._crosses(op):
                 parts = parts_of(shapes[op.reads[0]])
@@ -316,46 +325,28 @@ class Machine:
         return in_both_turns
 
     def _held(
-        self, ops: Sequence[Op], freed: Sequence[tuple[Key, ...]], shapes: Mapping[Key, Tree], given: Collection[Key]
+        self,
+        ops: Sequence[Op],
+        freed: Sequence[tuple[Key, ...]],
+        shapes: Mapping[Key, Tree],
+        given: Collection[Key],
+        temps: Sequence[int],
     ) -> tuple[dict[str, int], ...]:
         live = [Counter[str]() for _ in self.submeshes]
         peak = [Counter[str]() for _ in self.submeshes]
         where: dict[Key, int] = {}
         size = {key: shard_bytes(tree) for key, tree in shapes.items()}
-        for op, drop in zip(ops, freed, strict=True):
+        for op, drop, temp in zip(ops, freed, temps, strict=True):
             for key in op.writes:
                 if key not in where and key not in given:
                     where[key] = op.rank
                     live[op.rank][key[0]] += size[key]
-            temp = 0
-            if op.program is not None and (op.program, op.rank) in self.compiled:
-                memory = self.compiled[op.program, op.rank].memory_analysis()
-                assert memory is not None, "every backend of ours reports memory"
-                temp = memory.temp_size_in_bytes
             if live[op.rank].total() + temp > peak[op.rank].total():
                 peak[op.rank] = live[op.rank] + Counter(temporaries=temp)
             for key in drop:
                 if key in where:
                     live[where.pop(key)][key[0]] -= size[key]
         return tuple(dict(held) if mine else {} for held, mine in zip(peak, self.is_mine, strict=True))
-
-
-def cpu_options(effort: Effort) -> dict[str, Any]:
-    """The compiler's options on CPU, as far as it has them."""
-    ours = CPU_OPTIONS[effort]
-    return {name: ours[name] for name in ours if name != NOT_EVERYWHERE or _is_known(name)}
-
-
-@cache
-def _is_known(option: str) -> bool:
-    """Whether the compiler of this jaxlib has an option that is true or false."""
-    try:
-        jax.jit(lambda: 0).lower().compile({option: False})
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        return False
-    return True
 
 
 def _move(there: Tree, value: Tree) -> tuple[Tree]:

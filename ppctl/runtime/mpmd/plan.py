@@ -13,12 +13,11 @@ losses                      sums of the losses and of their number
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ppctl.schedule.ir import Schedule, Task
 
 TASKS = ("E", "F", "B", "I", "W")  # the programs of tasks; others run once a step
-Effort = Literal["full", "quick", "once"]  # of the compiler, on CPU; once: for what runs once a step
 Key = tuple  # (name, numbers that tell values of this name apart)
 
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ppctl.mesh import DATA_AXES
+from ppctl.runtime.effort import Effort
 from ppctl.runtime.layout import Layout, gather, scatter
-from ppctl.runtime.mpmd.plan import TASKS, Effort, Key, Op, Program, Role, move
+from ppctl.runtime.mpmd.plan import TASKS, Key, Op, Program, Role, move
 from ppctl.runtime.mpmd.tasks import Model, is_none, run_task, unlead
 
 Tree = Any

@@ -1,0 +1,127 @@
+"""What `ppctl tune` may choose from, and what each choice takes at least. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from ppctl.plan.analytic import Layout, Machine, ParamBytes, priced
+from ppctl.plan.prices import Prices
+from ppctl.plan.roofline import ModelWork
+from ppctl.plan.sizes import Microbatch, held_bytes
+from ppctl.schedule.registry import FAMILIES, ON_RING
+
+CHUNKED = ("interleaved", "looped_bfs", "interleaved_zb", "gis")  # families that take a number of chunks
+V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v", "hanayo")  # these have two
+WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs", "gis", "hanayo")  # of whole backwards
+MOST_WAVES = 16  # microbatches, over pp, above which no bubble is worth more of them
+
+
+@dataclass(frozen=True)
+class Space:
+    """A model on so many devices, and what may be chosen."""
+
+    num_devices: int
+    num_layers: int
+    batch_size: int
+    row_bytes: int  # of the data: inputs and targets
+    executor: str = "spmd"
+    families: tuple[str, ...] = tuple(FAMILIES)
+    remats: tuple[str, ...] = ("none", "layer", "full")
+    max_chunks: int = 4
+
+    @property
+    def meshes(self) -> Sequence[tuple[int, int, int]]:
+        """(dp, pp, fsdp), a layer for each rank at least.
+
+        >>> Space(4, 2, 8, 1).meshes
+        [(1, 1, 4), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
+        """
+        n = self.num_devices
+        return [(dp, pp, n // (dp * pp)) for pp in divisors(n) if pp <= self.num_layers for dp in divisors(n // pp)]
+
+    @property
+    def microbatches(self) -> Iterator[tuple[tuple[int, int, int], Microbatch]]:
+        """Every mesh with every number of microbatches and every remat."""
+        for (dp, pp, fsdp), remat in product(self.meshes, self.remats):
+            rows, left = divmod(self.batch_size, dp * fsdp)
+            for number in () if left else divisors(rows):
+                if number <= MOST_WAVES * pp:
+                    yield (dp, pp, fsdp), Microbatch(rows // number, number, self.row_bytes, remat)
+
+    def kinds(self, pp: int) -> Iterator[tuple[str, int]]:
+        """(family, stages a rank) of the schedules for pp ranks."""
+        for family in self.families:
+            if self.executor == "spmd" and family not in ON_RING:
+                continue
+            several = [v for v in (2, 4, 8) if v <= self.max_chunks]
+            chunks = several if family in CHUNKED else [2] if family in V_SHAPED else [1]
+            if pp == 1 and family != "1f1b":
+                continue
+            yield from ((family, v) for v in chunks if v * pp <= self.num_layers and v <= max(1, self.max_chunks))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a mesh with microbatches takes at least, whatever its schedule and partition."""
+
+    space: Space
+    work: ModelWork
+    params: ParamBytes
+    machine: Machine
+    mesh: tuple[int, int, int]
+    microbatch: Microbatch
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Of ranks with equal shares."""
+        layers = -(-self.space.num_layers // self.mesh[1])
+        return self.priced(Layout(*self.mesh, layers, layers))
+
+    def priced(self, layout: Layout) -> Prices:
+        rows, remat = self.microbatch.rows, self.microbatch.remat
+        return priced(self.work, self.params, self.machine, layout, microbatch_rows=rows, remat=remat)
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by part of a rank with its share of the model, and one microbatch."""
+        return self.with_stashes(1.0)
+
+    def with_stashes(self, number: float) -> Mapping[str, int]:
+        """The same with so many microbatches, through all of the rank's layers."""
+        dp, pp, fsdp = self.mesh
+        layers = self.space.num_layers // pp
+        least = Layout(dp, pp, fsdp, layers, layers)
+        return held_bytes(self.work, self.params, least, self.microbatch, {"stash": number})
+
+    @cached_property
+    def work_s(self) -> float:
+        """Seconds of all microbatches on each rank, shared out evenly."""
+        prices, devices = self.prices, self.space.num_devices
+        one = self.space.num_layers * prices.layer.all_s + prices.embed.all_s + prices.head.all_s
+        return self.microbatch.number * one / self.mesh[1] / min(1.0, prices.capacity / devices)
+
+    def step_s(self, chunks: int = 1 << 30, *, is_whole: bool = False) -> float:
+        """Seconds of a step: until a forward is at the last rank, its work, and with whole backwards the way back.
+
+        For stages of equal cost; where they differ, the one that is first reached last may start a little earlier.
+        """
+        prices, pp = self.prices, self.mesh[1]
+        layers = self.space.num_layers / (pp * chunks)
+        way = layers * prices.layer.forward_s + prices.hop_s
+        if is_whole:
+            way += layers * (prices.layer.input_grad_s + prices.layer.weight_grad_s) + prices.hop_s
+        is_free = prices.capacity >= self.space.num_devices
+        return self.work_s + ((pp - 1) * way if is_free else 0.0) + prices.once_s
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

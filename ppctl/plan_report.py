@@ -1,0 +1,143 @@
+"""What `ppctl plan` prints: a prediction for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from ppctl.config import Config
+from ppctl.prediction import Prediction
+from ppctl.report import show_table
+from ppctl.weigh import PARTS
+
+ABOUT = {
+    "parameters": "as the optimizer keeps them, sharded",
+    "optimizer": "its moments, sharded likewise",
+    "weights": "copies that tasks read: whole layers, in the dtype of compute",
+    "gradients": "sums over microbatches, whole",
+    "activations": "what forwards keep for backwards, and I for W",
+    "transfers": "values between stages",
+    "batch": "rows of the global batch",
+    "temporaries": "all else that the compiler plans",
+}
+REMEDIES = {
+    "parameters": "shard them with mesh.fsdp, or use more ranks (mesh.pp).",
+    "optimizer": "shard it with mesh.fsdp, or use more ranks (mesh.pp).",
+    "weights": "use more ranks (mesh.pp), or executor.gather=tick with executor=spmd.",
+    "gradients": "use more ranks (mesh.pp).",
+    "activations": "use executor.remat=layer or full, more and smaller microbatches, or another schedule.",
+    "transfers": "use more and smaller microbatches (schedule.num_microbatches).",
+    "batch": "use a smaller data.batch_size, or more rows (mesh.dp).",
+    "temporaries": "use more and smaller microbatches (schedule.num_microbatches), or more rows (mesh.dp).",
+}
+MOST_COLUMNS = 8
+
+
+def show(found: Prediction, config: Config) -> None:
+    """Nothing; prints a prediction for people."""
+    console = Console()
+    bubble = "" if found.bubble_fraction is None else f", bubble {found.bubble_fraction:.1%}"
+    lines = [
+        f"model     {config.model.name}, {config.model.num_layers} layers, {found.num_parameters:,} parameters, "
+        f"{found.step_flops / 1e12:,.3g} TFLOP a step",
+        f"mesh      dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp} on {found.devices}",
+    ]
+    microbatches = f"{config.schedule.num_microbatches} microbatches"
+    if config.executor.name == "reference":
+        lines.append(f"schedule  none: executor=reference has no pipeline; {microbatches}")
+    else:
+        stages = f"{' '.join(map(str, found.partition))} layers on ranks {' '.join(map(str, found.rank_of))}"
+        lines += [
+            f"schedule  {found.schedule}, {microbatches}{bubble}, executor={config.executor.name}",
+            f"stages    {stages}",
+        ]
+    lines.append(f"step      {_time_text(found)}")
+    if found.proposal is not None:
+        layers = ",".join(map(str, found.proposal.partition))
+        lines.append(
+            f"better    partition=explicit partition.layers=[{layers}] takes {found.proposal.time_ratio:.2f} times as "
+            "long a step, by simulation with costs from FLOPs"
+            + ("" if found.limit_bytes is None or config.executor.name != "mpmd" else ", and fits without temporaries")
+        )
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    ranks = _shown_ranks(found)
+    columns = [f"rank {r}" for r in ranks] if len(set(map(str, found.memory_bytes))) > 1 else ["every rank"]
+    rows = [
+        (f"{part}: {ABOUT[part]}", *(_size(found.memory_bytes[r].get(part, 0)) for r in ranks))
+        for part in PARTS
+        if any(found.memory_bytes[r].get(part) for r in ranks)
+    ]
+    total = "total" if found.is_compiled else "total, estimated" if found.is_complete else "at least"
+    rows.append((total, *(_size(found.total_bytes[r]) for r in ranks)))
+    if found.is_compiled and found.estimated_bytes is not None:
+        rows.append(("estimated, without plan.compile", *(_size(found.estimated_bytes[r]) for r in ranks)))
+    show_table(console, "memory of one device", ("", *columns), rows)
+    console.print(verdict(found), markup=False, highlight=False, soft_wrap=True)
+
+
+def _time_text(found: Prediction) -> str:
+    """Seconds, speed and MFU of a step, and where they come from."""
+    if found.step_time_s is None or found.tokens_per_s is None or found.once_s is None:
+        return f"not known: {found.unknown}"
+    unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
+    mfu = "" if found.mfu_fraction is None else f", MFU {found.mfu_fraction:.1%}"
+    once = f"of which {found.once_s / found.step_time_s:.1%} for parameters, gradients and optimizer"
+    source = f"costs={found.costs}, hardware={found.hardware}"
+    return f"{found.step_time_s:.4g} s, {found.tokens_per_s:,.0f} {unit}{mfu}; {once} ({source})"
+
+
+def verdict(found: Prediction) -> str:
+    """Whether the request fits, by how much, and what to do where it does not, in a line."""
+    worst = max(range(len(found.total_bytes)), key=lambda r: found.total_bytes[r])
+    need = found.total_bytes[worst]
+    took = "" if found.compile_s is None else f" (compiled in {found.compile_s:.1f} s)"
+    if found.refusal is not None:
+        return f"does not fit{took}: {found.refusal.rstrip('.')}. {_remedy(found.memory_bytes[worst])}"
+    if found.fits and found.limit_bytes is None:
+        return f"fits: {_size(need)} a device, which the compiler for {found.devices} accepts{took}."
+    estimated = "" if found.is_compiled or not found.is_complete else f", as estimated for {found.devices}"
+    if found.limit_bytes is None:
+        unknown = "the memory of a device is not known: say plan.memory_gib=N."
+        return f"needs {'' if found.is_complete else 'at least '}{_size(need)} a device{estimated}{took}; {unknown}"
+    share = f"{_size(need)} of {_size(found.limit_bytes)}"
+    if found.fits is None and found.is_complete:
+        widened = f"as estimated for {found.devices}, which widen bfloat16"
+        return f"may fit: {share}, {widened}; plan.topology asks the compiler for TPUs."
+    if found.fits is None:
+        return f"may fit: {share} ({need / found.limit_bytes:.0%}) without temporaries; plan.compile=true counts these."
+    if found.fits:
+        return f"fits{estimated}: {share} ({need / found.limit_bytes:.0%}){took}."
+    over = f"{_size(need - found.limit_bytes)} too much on rank {worst}"
+    return f"does not fit{estimated}{took}: {share}, {over}. {_remedy(found.memory_bytes[worst])}"
+
+
+def _remedy(held: Mapping[str, int]) -> str:
+    """What makes the largest part smaller."""
+    largest = max(held, key=lambda part: held[part])
+    return f"Most are {largest}: {REMEDIES[largest]}"
+
+
+def _shown_ranks(found: Prediction) -> list[int]:
+    """All ranks where they differ and are few; of many, the first, the largest and the last."""
+    num_ranks, total = len(found.memory_bytes), found.total_bytes
+    if len(set(map(str, found.memory_bytes))) == 1:
+        return [0]
+    if num_ranks <= MOST_COLUMNS:
+        return [*range(num_ranks)]
+    return sorted({0, max(range(num_ranks), key=total.__getitem__), num_ranks - 1})
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes as people read them, in units of 1024.
+
+    >>> _size(1536), _size(15_750_000_000)
+    ('1.5 KiB', '14.7 GiB')
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

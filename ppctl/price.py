@@ -1,0 +1,146 @@
+"""What a step of a request takes: prices from the hardware's description or from measurements, then simulation."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.assemble import Parts
+from ppctl.config import AutoHardware, Config, Hardware, Measure
+from ppctl.errors import ConfigError
+from ppctl.hardware import NOMINAL, links_of, peak_flops, resolved
+from ppctl.measure import measured
+from ppctl.plan.analytic import Layout, Machine, ParamBytes, priced
+from ppctl.plan.prices import Prices, StepTime, stage_costs, step_time
+from ppctl.plan.roofline import Link, Speed
+from ppctl.runtime.memory import tree_bytes
+from ppctl.runtime.work import work_of
+from ppctl.schedule.registry import build
+
+Tree = Any
+GIB = 2**30
+
+
+def predicted_time(parts: Parts) -> StepTime:
+    """Seconds of a train step. ConfigError where nothing is known of the devices."""
+    config, sizes = parts.config, [len(layers) for layers in parts.states.layout.partition]
+    prices, remat = prices_of(parts), config.executor.remat
+    if config.executor.name == "reference":
+        alone = build("gpipe", 1, config.schedule.num_microbatches)
+        return step_time(prices, alone, None, stage_costs(prices, [sum(sizes)], keeps_input=False), copies=1)
+    is_split = any(task.kind == "I" for tasks in parts.schedule.ranks for task in tasks)
+    costs = stage_costs(prices, sizes, keeps_input=remat == "full", split=is_split)
+    masked = parts.ticks is not None and config.executor.idle == "compute"
+    return step_time(prices, parts.schedule, parts.ticks, costs, config.mesh.dp * config.mesh.fsdp, masked=masked)
+
+
+def prices_of(parts: Parts) -> Prices:
+    """The prices that config.costs asks for."""
+    config = parts.config
+    if isinstance(config.costs, Measure):
+        if config.plan.topology is not None:
+            raise ConfigError(
+                f"costs=measure times devices that are here, but plan.topology={config.plan.topology} describes "
+                "others. Use costs=analytic."
+            )
+        return measured(parts, cache_dir(config.costs))
+    machine = machine_of(config, parts.mesh.devices.flat[0].device_kind, str(parts.dtype))
+    sizes, rank_of = [len(layers) for layers in parts.states.layout.partition], parts.schedule.rank_of
+    held = [sum(n for n, r in zip(sizes, rank_of, strict=True) if r == rank) for rank in set(rank_of)]
+    is_padded, chunks = config.executor.name == "spmd", parts.schedule.num_chunks
+    mesh = config.mesh
+    layout = Layout(
+        mesh.dp, mesh.pp, mesh.fsdp, max(sizes) * chunks if is_padded else max(held), chunk_layers=max(sizes)
+    )
+    return priced(
+        work_of(parts.model),
+        param_bytes(parts.states.natural, parts.dtype),
+        machine,
+        layout,
+        microbatch_rows=config.data.batch_size // (mesh.dp * mesh.fsdp * config.schedule.num_microbatches),
+        remat=config.executor.remat,
+        gathers_each_tick=is_padded and config.executor.gather == "tick",
+    )
+
+
+def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
+    """The devices as a plan sees them. ConfigError where nothing is known of them."""
+    hardware = resolved(config.hardware, device_kind, config.plan.topology)
+    peak = peak_flops(hardware, dtype)
+    if peak is None:
+        raise ConfigError(
+            f"hardware={hardware.name} states no peak for {dtype}. Say it: hardware={hardware.name} "
+            f"+hardware.peak_flops.{dtype}=FLOP/S, or use run.dtype={'|'.join(hardware.peak_flops)}."
+        )
+    link = Link(hardware.link_latency_s, hardware.link_bytes_per_s)
+    if config.costs.doctor is not None:
+        link = Link(*links_of(config.costs.doctor))
+    network = None
+    if hardware.network_bytes_per_s is not None and hardware.network_latency_s is not None:
+        network = Link(hardware.network_latency_s, hardware.network_bytes_per_s)
+    return Machine(
+        Speed(peak * hardware.flops_fraction, hardware.memory_bytes_per_s),
+        link,
+        network,
+        hardware.host_devices,
+        hardware.task_s,
+        cores=os.cpu_count() if hardware.name == NOMINAL else None,
+    )
+
+
+def hardware_of(parts: Parts) -> Hardware | None:
+    """The description of the devices that the request is for, or None."""
+    try:
+        return resolved(parts.config.hardware, parts.mesh.devices.flat[0].device_kind, parts.config.plan.topology)
+    except ConfigError:
+        return None
+
+
+def unit_of_work(parts: Parts) -> tuple[str, int]:
+    """What a speed counts, and how many of these a step has: tokens of text, rows of all else."""
+    inputs = parts.batch_shapes["inputs"].shape
+    is_text = parts.data.vocab_size is not None
+    return ("tokens_per_s", math.prod(inputs)) if is_text else ("rows_per_s", inputs[0])
+
+
+def device_bytes(config: Config, device: Any) -> int | None:
+    """Memory of a device: as asked, as the chosen hardware has, as the device states; None where it is not known.
+
+    Simulated devices share the machine's evenly.
+    """
+    if config.plan.memory_gib is not None:
+        return round(config.plan.memory_gib * GIB)
+    chosen = None if isinstance(config.hardware, AutoHardware) else config.hardware
+    if isinstance(chosen, Hardware) and chosen.memory_gib is not None:
+        return round(chosen.memory_gib * GIB)
+    if config.plan.topology is not None:
+        return None
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // config.mesh.num_devices
+    stats = device.memory_stats()
+    return None if stats is None else stats.get("bytes_limit")
+
+
+def param_bytes(state: Tree, dtype: Any) -> ParamBytes:
+    """Sizes of the parameters of a state in natural order; `dtype` is that of compute."""
+    params = state["params"]
+    layers = jax.tree.leaves(params["layers"])
+    whole = tree_bytes(params)
+    return ParamBytes(
+        layer=tree_bytes(params["layers"]) // layers[0].shape[0],
+        ends=tree_bytes(params["ends"]),
+        moments=tree_bytes(state["optimizer"]) / whole,
+        compute_ratio=sum(math.prod(a.shape) for a in jax.tree.leaves(params)) * jnp.dtype(dtype).itemsize / whole,
+    )
+
+
+def cache_dir(costs: Measure) -> Path:
+    """Where measurements are kept."""
+    if costs.cache_dir is not None:
+        return Path(costs.cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ppctl"
