@@ -1,5 +1,6 @@
 """Work counted in the jaxprs of single tasks, against the whole model's, against other sizes, and by hand."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -183,15 +184,10 @@ def test_masked_ticks_have_the_flops_of_the_program(family, remat):
     prices = Prices(Piece(0, 0, 0), layer, Piece(0, of(work.head.input_grad), 0), 0.0, 0.0, 0.0)
     costs = stage_costs(prices, (2,) * 4, keeps_input=keeps)
     table = ticks(case.program(), Costs(), **case.options.lowering)
-    time = step_time(prices, case.program(), table, costs, rows=1, masked=True)
+    time = step_time(prices, case.program(), table, costs, copies=1, masked=True)
     # the head stands in a branch of every tick that has its kind, and is counted there
     number = sum(len(which) for which, *has in table.segments(apart=True) if has[keeps])
-    headless = step_time(
-        prices, case.program(), table, stage_costs(without_head(prices), (2,) * 4, keeps_input=keeps), 1, masked=True
-    )
+    plain = stage_costs(replace(prices, head=Piece(0, 0, 0)), (2,) * 4, keeps_input=keeps)
+    headless = step_time(prices, case.program(), table, plain, copies=1, masked=True)
     assert headless.pipeline_s + number * prices.head.all_s == program
     assert headless.pipeline_s < time.pipeline_s <= program
-
-
-def without_head(prices):
-    return Prices(prices.embed, prices.layer, Piece(0, 0, 0), 0.0, 0.0, 0.0)
