@@ -92,6 +92,12 @@ def test_what_runs_once_by_hand():
     assert each_tick.task_s == pytest.approx(0.25 + layers)
 
 
+def test_ends_leave_the_host_where_layers_do_not():
+    layout = Layout(dp=1, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
+    spread = once_s(PARAMS, replace(MACHINE, host_devices=4), layout) - once_s(PARAMS, MACHINE, layout)
+    assert spread == pytest.approx(2 * (FAR.gather_s(480, 8) - NEAR.gather_s(480, 8)))
+
+
 def test_one_device_sends_nothing():
     layout = Layout(1, 1, 1, 3, 3)
     held = 360 + 480
