@@ -216,13 +216,18 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     if config.partition.name == "balanced":
         partition = divide(config, schedule, **worth_of_ends(config, stack, data))
     layout = Layout(mesh, partition, schedule.rank_of)
+    optimizer, lr_schedule = make_optimizer(config)
+    states = States(layout, lambda: init_state(init(stack, config.run.seed), optimizer))
+    return Parts(config, dtype, data, stack, mesh, schedule, lowered, states, optimizer, lr_schedule)
+
+
+def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The optimizer that the config asks for, and its learning rates."""
     settings = asdict(config.optim)
     schedule_settings = {key: settings.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
     lr_schedule = optim.lr_schedule(**schedule_settings, num_steps=config.run.num_steps)
     del settings["name"]
-    optimizer = optim.adamw(lr_schedule, **settings)
-    states = States(layout, lambda: init_state(init(stack, config.run.seed), optimizer))
-    return Parts(config, dtype, data, stack, mesh, schedule, lowered, states, optimizer, lr_schedule)
+    return optim.adamw(lr_schedule, **settings), lr_schedule
 
 
 def open_data(config: Config) -> DataSet:

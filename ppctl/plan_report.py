@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ppctl.config import Config
 from ppctl.prediction import Prediction
-from ppctl.report import show_table
+from ppctl.report import show_table, size_text
 from ppctl.weigh import PARTS
 
 ABOUT = {
@@ -65,14 +65,14 @@ def show(found: Prediction, config: Config) -> None:
     ranks = _shown_ranks(found)
     columns = [f"rank {r}" for r in ranks] if len(set(map(str, found.memory_bytes))) > 1 else ["every rank"]
     rows = [
-        (f"{part}: {ABOUT[part]}", *(_size(found.memory_bytes[r].get(part, 0)) for r in ranks))
+        (f"{part}: {ABOUT[part]}", *(size_text(found.memory_bytes[r].get(part, 0)) for r in ranks))
         for part in PARTS
         if any(found.memory_bytes[r].get(part) for r in ranks)
     ]
     total = "total" if found.is_compiled else "total, estimated" if found.is_complete else "at least"
-    rows.append((total, *(_size(found.total_bytes[r]) for r in ranks)))
+    rows.append((total, *(size_text(found.total_bytes[r]) for r in ranks)))
     if found.is_compiled and found.estimated_bytes is not None:
-        rows.append(("estimated, without plan.compile", *(_size(found.estimated_bytes[r]) for r in ranks)))
+        rows.append(("estimated, without plan.compile", *(size_text(found.estimated_bytes[r]) for r in ranks)))
     show_table(console, "memory of one device", ("", *columns), rows)
     console.print(verdict(found), markup=False, highlight=False, soft_wrap=True)
 
@@ -96,12 +96,12 @@ def verdict(found: Prediction) -> str:
     if found.refusal is not None:
         return f"does not fit{took}: {found.refusal.rstrip('.')}. {_remedy(found.memory_bytes[worst])}"
     if found.fits and found.limit_bytes is None:
-        return f"fits: {_size(need)} a device, which the compiler for {found.devices} accepts{took}."
+        return f"fits: {size_text(need)} a device, which the compiler for {found.devices} accepts{took}."
     estimated = "" if found.is_compiled or not found.is_complete else f", as estimated for {found.devices}"
     if found.limit_bytes is None:
         unknown = "the memory of a device is not known: say plan.memory_gib=N."
-        return f"needs {'' if found.is_complete else 'at least '}{_size(need)} a device{estimated}{took}; {unknown}"
-    share = f"{_size(need)} of {_size(found.limit_bytes)}"
+        return f"needs {'' if found.is_complete else 'at least '}{size_text(need)} a device{estimated}{took}; {unknown}"
+    share = f"{size_text(need)} of {size_text(found.limit_bytes)}"
     if found.fits is None and found.is_complete:
         widened = f"as estimated for {found.devices}, which widen bfloat16"
         return f"may fit: {share}, {widened}; plan.topology asks the compiler for TPUs."
@@ -109,7 +109,7 @@ def verdict(found: Prediction) -> str:
         return f"may fit: {share} ({need / found.limit_bytes:.0%}) without temporaries; plan.compile=true counts these."
     if found.fits:
         return f"fits{estimated}: {share} ({need / found.limit_bytes:.0%}){took}."
-    over = f"{_size(need - found.limit_bytes)} too much on rank {worst}"
+    over = f"{size_text(need - found.limit_bytes)} too much on rank {worst}"
     return f"does not fit{estimated}{took}: {share}, {over}. {_remedy(found.memory_bytes[worst])}"
 
 
@@ -127,17 +127,3 @@ def _shown_ranks(found: Prediction) -> list[int]:
     if num_ranks <= MOST_COLUMNS:
         return [*range(num_ranks)]
     return sorted({0, max(range(num_ranks), key=total.__getitem__), num_ranks - 1})
-
-
-def _size(num_bytes: int) -> str:
-    """Bytes as people read them, in units of 1024.
-
-    >>> _size(1536), _size(15_750_000_000)
-    ('1.5 KiB', '14.7 GiB')
-    """
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

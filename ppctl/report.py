@@ -30,6 +30,20 @@ def show_json(document: Any) -> None:
     print(json.dumps(_json_safe(document), allow_nan=False))
 
 
+def size_text(num_bytes: int) -> str:
+    """Bytes as people read them, in units of 1024.
+
+    >>> size_text(1536), size_text(15_750_000_000)
+    ('1.5 KiB', '14.7 GiB')
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
 def _json_safe(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _json_safe(item) for key, item in value.items()}

@@ -14,6 +14,15 @@ from ppctl.schedule.ir import Schedule
 from ppctl.schedule.registry import build
 from ppctl.schedule.text import from_csv
 
+KINDS: dict[str, type[settings.Schedule]] = {  # of the families with knobs of their own
+    "eager_1f1b": settings.Eager1F1B,
+    "interleaved": settings.Interleaved,
+    "looped_bfs": settings.Chunked,
+    "interleaved_zb": settings.Chunked,
+    "gis": settings.Gis,
+    "hanayo": settings.Hanayo,
+}
+
 
 @dataclass(frozen=True)
 class Requested:
@@ -54,6 +63,17 @@ def schedule_of(
         return Requested(choice.best.schedule, f"auto: {choice.best.label}", choice)
     schedule = build(asked.name, num_ranks, asked.num_microbatches, **asked.knobs())
     return Requested(schedule, label(asked))
+
+
+def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:
+    """The request for a family with its usual knobs; num_chunks counts where the family has that knob.
+
+    >>> named("interleaved", 8, 4)
+    Interleaved(name='interleaved', num_microbatches=8, num_chunks=4, warmup_hops=2.0, group_size=None)
+    """
+    kind = KINDS.get(family, settings.Schedule)
+    knobs = {"num_chunks": num_chunks} if issubclass(kind, settings.Chunked) else {}
+    return kind(name=family, num_microbatches=num_microbatches, **knobs)
 
 
 def settled(asked: settings.Schedule) -> settings.Schedule:

@@ -27,6 +27,7 @@ COMMANDS = {  # command: module that serves it, one line
     "verify": ("ppctl.verify", "show that the pipelined gradients equal those of the un-pipelined model"),
     "doctor": ("ppctl.doctor", "check that a request would train here, and measure the links between devices"),
     "plan": ("ppctl.planner", "say what a request takes before it trains: stages, bubble and memory of each rank"),
+    "tune": ("ppctl.tune", "find the fastest mesh, schedule, partition, microbatches and remat for so many devices"),
     "bench": ("ppctl.bench", "time the training step beside its prediction and the un-pipelined model"),
 }
 EXAMPLES = {
@@ -52,16 +53,22 @@ EXAMPLES = {
         "ppctl plan recipes=tiny plan.compile=true --json",
         "ppctl plan mesh=4x4 data.batch_size=64 plan.compile=true plan.topology=v5e:4x4",
     ),
+    "tune": (
+        "ppctl tune mesh=2x4 data.batch_size=64 tune.measure=3",
+        "ppctl tune hardware=h100 tune.devices=64 model.num_layers=64 model.d_model=8192 data.batch_size=512",
+        "ppctl tune executor=mpmd tune.schedules=[1f1b,zb_h1] tune.remat=[none]",
+    ),
     "bench": (
         "ppctl bench mesh=1x4 schedule=gpipe",
         "ppctl bench --multirun schedule=gpipe,interleaved --json",
     ),
 }
 HEEDED_BY = {  # the commands that heed a part; any other part is heeded by all of them
-    "hardware": ("train", "plan"),
-    "costs": ("train", "plan"),
+    "hardware": ("train", "plan", "tune"),
+    "costs": ("train", "plan", "tune"),
     "launch": ("train", "doctor"),
     "plan": ("plan",),
+    "tune": ("tune",),
 }
 MOST_USED = (
     "model.num_layers",
@@ -88,6 +95,9 @@ MOST_USED = (
     "plan.compile",  # plan: of `ppctl plan`
     "plan.topology",
     "plan.memory_gib",
+    "tune.devices",  # tune: of `ppctl tune`
+    "tune.measure",
+    "tune.recipe",
 )
 FLAGS = """\
   --json            print the result as JSON on stdout

@@ -45,6 +45,7 @@ from ppctl.config.schedule import (
     Schedule,
     Uniform,
 )
+from ppctl.config.tune import Tune
 from ppctl.errors import ConfigError
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "Text",
     "Tokens",
     "Transformer",
+    "Tune",
     "Uniform",
     "check",
 ]
@@ -105,6 +107,7 @@ class Config:
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     plan: Plan = field(default_factory=Plan)
+    tune: Tune = field(default_factory=Tune)
 
 
 @dataclass

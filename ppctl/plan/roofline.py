@@ -84,3 +84,8 @@ class ModelWork:
     x_bytes: int  # of what passes between layers, a row
     stash_bytes: dict[str, int]  # what a forward keeps of a layer, a row, by remat; full: of a stage
     pending_bytes: dict[str, int]  # what I hands to W of a layer, a row, by remat
+
+    def flops(self, num_layers: int) -> float:
+        """Of a row through the model and back, nothing recomputed."""
+        pieces = ((self.embed, 1), (self.layer, num_layers), (self.head, 1))
+        return sum(number * op.flops for piece, number in pieces for ops in vars(piece).values() for op in ops)

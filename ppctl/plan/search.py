@@ -28,8 +28,8 @@ from ppctl.schedule.registry import build
 from ppctl.schedule.ticks import in_shape, shapes
 
 MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
-FEW_RANKS = 16
-NEVER_WORTH_IT = 1.0  # of the last of the best: what takes longer at least is not priced
+FEW_RANKS = 16  # up to here the warm-up is left out of what is extrapolated with care
+SAME = 1e-9  # relative
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,18 @@ class Candidate:
     remat: str
     partition: tuple[int, ...]  # layers of each stage
     time: StepTime
+    redone_fraction: float  # of the tasks' work: what backwards recompute
     memory: Mapping[str, int] = field(compare=False)  # bytes by part, of the device that holds most
 
     @property
     def total_bytes(self) -> int:
         return sum(self.memory.values())
+
+    def is_like(self, other: Candidate) -> bool:
+        """Whether another family of schedules is as good, and has been found before."""
+        are_equal = (self.mesh, self.num_microbatches, self.remat) == (other.mesh, other.num_microbatches, other.remat)
+        is_no_faster = self.time.total_s >= other.time.total_s * (1 - SAME)
+        return are_equal and is_no_faster and self.total_bytes >= other.total_bytes
 
 
 @dataclass(frozen=True)
@@ -82,17 +89,19 @@ class Search:
                 too_large += len(kinds)
                 continue
             for family, chunks in kinds:
-                opened.append((bounds.step_s(chunks, is_whole=family in WHOLE), number, family, chunks, bounds))
+                order = self.space.families.index(family)
+                opened.append((bounds.step_s(chunks, is_whole=family in WHOLE), number, order, chunks, bounds))
         best: list[Candidate] = []
         alone: Candidate | None = None
-        for bound_s, _, family, chunks, bounds in sorted(opened, key=lambda each: each[:4]):
+        for bound_s, _, order, chunks, bounds in sorted(opened, key=lambda each: each[:4]):
+            family = self.space.families[order]
             last_s = best[-1].time.total_s if len(best) == keep else inf
             is_alone = bounds.mesh[1] == 1 and (alone is None or bound_s < alone.time.total_s)
-            if bound_s > last_s * NEVER_WORTH_IT and not is_alone:
+            if bound_s > last_s and not is_alone:
                 continue
             candidate = self._candidate(bounds, family, chunks, inf if is_alone else last_s)
             priced += 1
-            if candidate is None:
+            if candidate is None or any(candidate.is_like(other) for other in best):
                 continue
             best = sorted([*best, candidate], key=lambda c: (c.time.total_s, c.total_bytes))[:keep]
             if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
@@ -140,12 +149,16 @@ class Search:
             times.append(vars(min(runs, key=lambda run: run.pipeline_s)))
         found = along(numbers, times, microbatch.number)
         time = StepTime(**found)
+        again = 0.0 if microbatch.remat == "none" else self.space.num_layers * prices.layer.forward_s
+        redone = again * microbatch.number * layout.rows / time.tasks_s
         if time.total_s > last_s:
             return None
         held_in_slots = memory([_slots(*key, keeps_input, costs) for key in keys]) if is_spmd else held_by_order
         if not self._has_room(held_in_slots):
             return None
-        return Candidate(bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes, time, held_in_slots)
+        return Candidate(
+            bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes, time, redone, held_in_slots
+        )
 
     def _balanced(self, bounds: Bounds, rank_of: Sequence[int]) -> tuple[int, ...]:
         """The layers of each stage, with embedding and head counted in layers."""

@@ -16,7 +16,8 @@ from ppctl.schedule.registry import FAMILIES, ON_RING
 CHUNKED = ("interleaved", "looped_bfs", "interleaved_zb", "gis")  # families that take a number of chunks
 V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v", "hanayo")  # these have two
 WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs", "gis", "hanayo")  # of whole backwards
-MOST_WAVES = 16  # microbatches, over pp, above which no bubble is worth more of them
+PREFERRED = ("1f1b", *(name for name in FAMILIES if name != "1f1b"))  # where several do the same
+MOST_WAVES = 8  # microbatches, over pp, above which no bubble is worth more of them
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Space:
     batch_size: int
     row_bytes: int  # of the data: inputs and targets
     executor: str = "spmd"
-    families: tuple[str, ...] = tuple(FAMILIES)
+    families: tuple[str, ...] = PREFERRED
     remats: tuple[str, ...] = ("none", "layer", "full")
     max_chunks: int = 4
 

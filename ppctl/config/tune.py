@@ -1,0 +1,39 @@
+"""What `ppctl tune` is asked for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ppctl.config.checks import above_zero, at_least
+from ppctl.errors import ConfigError
+
+
+@dataclass
+class Tune:
+    """The devices that a layout is looked for, what it may be made of, and what comes of it."""
+
+    devices: int | None = None  # how many; None: those of the mesh
+    memory_gib: float | None = None  # of a device; None: what the hardware has
+    schedules: list[str] | None = None  # families to choose from; None: all that the executor runs
+    remat: list[str] | None = None  # settings of executor.remat to choose from; None: all
+    max_chunks: int = 4  # stages a rank, at most
+    measure: int = 0  # how many of the best are run here for a few steps, and ranked by what that took
+    recipe: str | None = "tuned"  # the best one is written to ./recipes/NAME.yaml; None: to no file
+
+    REMAT: ClassVar[tuple[str, ...]] = ("none", "layer", "full")
+
+    def check(self) -> None:
+        at_least("tune.devices", self.devices, 1)
+        above_zero("tune.memory_gib", self.memory_gib)
+        at_least("tune.max_chunks", self.max_chunks, 1)
+        at_least("tune.measure", self.measure, 0)
+        for name in self.remat or ():
+            if name not in self.REMAT:
+                raise ConfigError(f"tune.remat: {name} is not one of {', '.join(self.REMAT)}.")
+        if self.recipe is not None and re.fullmatch(r"[\w-]+", self.recipe) is None:
+            raise ConfigError(
+                f"tune.recipe={self.recipe} is not a name. Use letters, digits, _ and -; the file is "
+                "./recipes/NAME.yaml."
+            )
