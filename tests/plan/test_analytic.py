@@ -26,25 +26,23 @@ def counted(layout, machine=MACHINE, rows=2, remat="none", **options):
 # --- links -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("host_devices", [1, 2, 4, 6, 8])
 def test_an_axis_has_the_slow_link_where_any_of_its_rings_leaves_a_host(host_devices):
     machine = replace(MACHINE, host_devices=host_devices)
-    for dp, pp, fsdp in itertools.product((1, 2, 4), repeat=3):
-        for stride, size in ((1, fsdp), (fsdp, pp), (1, fsdp * pp), (fsdp * pp, dp)):
-            if size == 1:
-                continue
-            rings = [
-                [start + stride * k for k in range(size)]
-                for start in range(dp * pp * fsdp)
-                if start // stride % size == 0
-            ]
+    for dp, pp, fsdp in itertools.product((1, 2, 3, 4), repeat=3):
+        number = dp * pp * fsdp
+        axes = {"fsdp": (1, fsdp), "pp": (fsdp, pp), "both": (1, fsdp * pp), "dp": (fsdp * pp, dp)}
+        for name, (stride, size) in axes.items():
+            starts = [device for device in range(number) if device // stride % size == 0]
+            rings = [[start + stride * k for k in range(size)] for start in starts]
+            assert sorted(itertools.chain(*rings)) == list(range(number))
             leaves = any(len({device // host_devices for device in ring}) > 1 for ring in rings)
-            assert machine.link_of(stride, size) == (FAR if leaves else NEAR)
+            assert Layout(dp, pp, fsdp, 1, 1).links(machine)[name] == (FAR if leaves else NEAR)
 
 
 def test_without_hosts_or_without_a_network_there_is_one_link():
-    assert replace(MACHINE, host_devices=None).link_of(64, 64) == NEAR
-    assert replace(MACHINE, network=None).link_of(64, 64) == NEAR
+    assert replace(MACHINE, host_devices=None).link_of(64, 64, 4096) == NEAR
+    assert replace(MACHINE, network=None).link_of(64, 64, 4096) == NEAR
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
