@@ -61,7 +61,7 @@ class Device:
         self.params, self.specs, self.microbatches, self.counts = params, specs, microbatches, counts
         self.num_ranks, self.num_chunks = ticks.schedule.num_ranks, ticks.schedule.num_chunks
         self.ends = self._compute(gather(params["ends"], specs["ends"]))
-        self.chunks = self._gather_chunks()
+        self.chunks = self._gathered(params["layers"])
         self.x = jax.eval_shape(stack.embed, self.ends, self.microbatch("inputs", 0))
         w = self.chunks[0]
         w0 = w[0] if isinstance(w, list) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w)
@@ -72,19 +72,22 @@ class Device:
     def _compute(self, tree: Tree) -> Tree:
         return jax.tree.map(lambda a: a.astype(self.options.dtype), tree)
 
-    def _gather_chunks(self) -> list[Any]:
+    def _gathered(self, layers: Tree) -> list[Any]:
         """The layers of each chunk, whole and in the compute dtype: a list of layers, or stacked for a scan."""
-        whole = self._compute(gather(self.params["layers"], self.specs["layers"]))  # [V, 1, K, ...]
+        whole = self._compute(gather(layers, self.specs["layers"]))  # [V, 1, K, ...]
         num_chunks, _, num_layers = jax.tree.leaves(whole)[0].shape[:3]
         take = lambda *index: jax.tree.map(lambda a: a[index], whole)  # noqa: E731
-        if num_chunks * num_layers > self.options.unroll:
+        if self.num_chunks * num_layers > self.options.unroll:
             return [take(v, 0) for v in range(num_chunks)]
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
 
     def chunk(self, v: int) -> tuple[Any, Any]:
         """(layers, their number where there is padding) of chunk v: the first arguments of every task of a stage."""
-        chunks = self._gather_chunks() if self.options.gather_each_tick else self.chunks
-        return chunks[v], None if self.counts is None else self.counts[v]
+        if self.options.gather_each_tick:
+            (layers,) = self._gathered(jax.tree.map(lambda a: a[v : v + 1], self.params["layers"]))
+        else:
+            layers = self.chunks[v]
+        return layers, None if self.counts is None else self.counts[v]
 
     def on_chunk(self, chunk: jax.Array, run: Callable[[int], Any]) -> Any:
         """run(v) for the chunk that a tick names."""

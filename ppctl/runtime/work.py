@@ -2,7 +2,7 @@
 
 Matrix products count their arithmetic, and their operands and results as memory traffic. Compilers fuse what is
 element by element into its readers, so of all else only what is written to memory counts: results that a matrix product
-reads, or the task keeps; once written, once read.
+reads, or the task keeps. Such a result counts twice: it is written, and something of its size was read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ppctl.plan.roofline import ModelWork, Op, PieceWork
+from ppctl.runtime.device import add
 from ppctl.runtime.jaxprs import flatten
 from ppctl.runtime.memory import tree_bytes
 from ppctl.runtime.mpmd.tasks import Model
@@ -35,10 +36,15 @@ def work_of(model: Model) -> ModelWork:
         pieces[name] = PieceWork(*(_affine(a, b) for a, b in zip(*tasks, strict=True)))
     stash, pending = {}, {}
     for remat in ("none", "layer", "full"):
-        stage, w = _stage(few, remat), [_computed(few, few.layer)]
-        stash[remat] = tree_bytes(stage.stash_shapes(w)) // ROWS[0]
-        pending[remat] = tree_bytes(stage.pending_shapes(w)) // ROWS[0]
+        kept = [_kept_bytes(each, remat) for each in (few, many)]
+        stash[remat], pending[remat] = ((high - low) // (ROWS[1] - ROWS[0]) for low, high in zip(*kept, strict=True))
     return ModelWork(**pieces, x_bytes=tree_bytes(few.x) // ROWS[0], stash_bytes=stash, pending_bytes=pending)
+
+
+def _kept_bytes(model: Model, remat: str) -> tuple[int, int]:
+    """(what a forward keeps of a layer, what I hands to W). Gradients of norms, that I may hand on, do not grow."""
+    stage, w = _stage(model, remat), [_computed(model, model.layer)]
+    return tree_bytes(stage.stash_shapes(w)), tree_bytes(stage.pending_shapes(w))
 
 
 def _with_rows(model: Model, rows: int) -> Model:
@@ -55,30 +61,38 @@ def _computed(model: Model, tree: Tree) -> Tree:
 
 
 def _tasks(model: Model, piece: str) -> tuple[list[Op], ...]:
-    """The operations of F, I and W of a piece; numbers are those of all rows."""
-    ends, x, inputs, targets = (
-        _computed(model, model.ends),
-        model.x,
-        *(model.microbatch[k] for k in ("inputs", "targets")),
-    )
-    stack = model.stack
+    """The operations of F, I and W of a piece; numbers are those of all rows.
+
+    As the executors run them: gradients are added to sums, and the backward of the embedding runs it again.
+    """
+    stack, x, microbatch = model.stack, model.x, model.microbatch
+    inputs, targets = microbatch["inputs"], microbatch["targets"]
     if piece == "layer":
         stage, w = _stage(model, "none"), [_computed(model, model.layer)]
         stash = stage.stash_shapes(w)
         return (
             _ops(lambda w, x: stage.forward(w, None, x), w, x),
             _ops(lambda w, s, gy: stage.input_grad(w, None, s, lambda _: (gy, None))[:2], w, stash, x),
-            _ops(lambda w, p: stage.weight_grad(w, None, p), w, stage.pending_shapes(w)),
+            _ops(lambda w, p, acc: add(acc, stage.weight_grad(w, None, p)), w, stage.pending_shapes(w), [model.layer]),
         )
+    used = model.uses[0] if piece == "embed" else model.uses[1]
+    acc = model.keep(model.ends, used)
+    ends = _computed(model, acc)
+
+    def embed(ends: Tree, inputs: Any) -> jax.Array:
+        return stack.embed(model.fill(ends), inputs)
+
+    def embed_grad(ends: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
+        return add(acc, jax.vjp(lambda ends: embed(ends, inputs), ends)[1](gx)[0])
+
+    def head(ends: Tree, y: jax.Array, targets: Any, acc: Tree) -> Tree:
+        loss, pull, _ = jax.vjp(lambda e, y: stack.head(model.fill(e), y, targets), ends, y, has_aux=True)
+        grads, gy = pull(jnp.ones_like(loss))
+        return gy, add(acc, grads)
+
     if piece == "embed":
-        pull = lambda ends, inputs, gx: jax.vjp(lambda ends: stack.embed(ends, inputs), ends)[1](gx)  # noqa: E731
-        return _ops(stack.embed, ends, inputs), [], _ops(pull, ends, inputs, x)
-
-    def head(ends: Tree, y: jax.Array, targets: Any) -> Tree:
-        loss, pull, _ = jax.vjp(lambda e, y: stack.head(e, y, targets), ends, y, has_aux=True)
-        return pull(jnp.ones_like(loss))
-
-    return [], _ops(head, ends, x, targets), []
+        return _ops(embed, ends, inputs), [], _ops(embed_grad, ends, inputs, x, acc)
+    return [], _ops(head, ends, x, targets, acc), []
 
 
 def _affine(few: list[Op], many: list[Op]) -> tuple[Op, ...]:
