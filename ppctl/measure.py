@@ -9,8 +9,6 @@ import hashlib
 import json
 import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
@@ -22,12 +20,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ppctl.assemble import Parts
+from ppctl.calibrate import corrected, small_request, small_step
 from ppctl.engine.one_program import OneProgram
 from ppctl.plan.prices import Piece, Prices
 from ppctl.runtime.effort import cpu_options
 from ppctl.runtime.timing import (
     LAYERS,
-    RUNS,
     Taken,
     dispatched,
     end_bodies,
@@ -36,21 +34,25 @@ from ppctl.runtime.timing import (
     turn,
     without_tasks,
 )
+from ppctl.step import is_split, run_steps
 
 Times = dict[str, Taken]
 SOURCES = ("runtime", "model")  # whose programs are timed
+SMALL_PARTS = ("mesh", "schedule", "executor", "model", "data")  # of the request of a small step
 
 
 def measured(parts: Parts, cache_dir: Path) -> Prices:
     """The prices of a request, on the devices of its mesh."""
     times = _kept(cache_dir, _key(parts, with_mesh=False), lambda: _pieces(parts))
     times |= _kept(cache_dir, _key(parts, with_mesh=True), lambda: _of_mesh(parts))
-    return _prices(parts, times)
+    prices, small = _prices(parts, times), _kept(cache_dir, _small_key(parts), lambda: small_step(parts))
+    return corrected(parts, prices, small["small"]) if small else prices
 
 
 def is_kept(parts: Parts, cache_dir: Path) -> bool:
     """Whether a request was measured before, so that `measured` only reads."""
-    return all(_file(cache_dir, _key(parts, with_mesh=flag))[0].exists() for flag in (False, True))
+    keys = (_key(parts, with_mesh=False), _key(parts, with_mesh=True), _small_key(parts))
+    return all(_file(cache_dir, key)[0].exists() for key in keys)
 
 
 def _prices(parts: Parts, times: Times) -> Prices:
@@ -94,8 +96,7 @@ def _is_shared(parts: Parts) -> bool:
 def _pieces(parts: Parts) -> Times:
     """The tasks of a layer and of both ends, on all devices at the same time; "alone": F on one device."""
     model, mesh = parts.model, parts.mesh
-    is_split = any(task.kind == "I" for tasks in parts.schedule.ranks for task in tasks)
-    bodies = layer_bodies(model, split=is_split) | end_bodies(model)
+    bodies = layer_bodies(model, split=is_split(parts)) | end_bodies(model)
     is_quick = parts.config.executor.name == "mpmd" and model.remat == "none" and _is_shared(parts)
     options = cpu_options("quick") if is_quick else None
     times = {name: turn(*body, mesh, options) for name, body in bodies.items()}
@@ -109,8 +110,7 @@ def _of_mesh(parts: Parts) -> Times:
     layout, pp = parts.states.layout, parts.mesh.shape["pp"]
     step = without_tasks(layout, parts.dtype)
     engine = OneProgram(parts.states, parts.batch_shapes, step, step, parts.optimizer, parts.lr_schedule)
-    engine.compile(evaluate=False)
-    times = {"once": _steps(engine, parts)}
+    times = {"once": run_steps(engine, parts)}
     if parts.ticks is not None and pp > 1:
         times["tick"] = turn(*tick_body(parts.model.x, pp), parts.mesh)
     if parts.config.executor.name == "mpmd" and pp > 1:
@@ -118,18 +118,6 @@ def _of_mesh(parts: Parts) -> Times:
         here, there = (Mesh(devices[:, r, :], axes, axis_types=kinds) for r in (0, 1))
         times["task"] = dispatched(parts.model, here, there)
     return times
-
-
-def _steps(engine: OneProgram, parts: Parts) -> Taken:
-    """Medians of steps, after one that warms up."""
-    state, batch = engine.new_state(), engine.put(next(parts.data.batches()))
-    taken = []
-    for _ in range(RUNS + 1):
-        cpu, wall = time.process_time(), time.perf_counter()
-        state, _ = running = engine.step(state, batch)
-        jax.block_until_ready(running)
-        taken.append(Taken(time.perf_counter() - wall, time.process_time() - cpu))
-    return Taken(*map(statistics.median, zip(*taken[1:], strict=True)))
 
 
 # what was measured before
@@ -172,8 +160,14 @@ def _key(parts: Parts, *, with_mesh: bool) -> dict[str, Any]:
     if with_mesh:
         partition = [len(layers) for layers in parts.states.layout.partition]
         return key | {"mesh": parts.config.mesh.text, "partition": partition, "ranks": parts.schedule.rank_of}
-    is_split = any(task.kind == "I" for tasks in parts.schedule.ranks for task in tasks)
-    return key | {"devices": parts.mesh.size, "split": is_split}
+    return key | {"devices": parts.mesh.size, "split": is_split(parts)}
+
+
+def _small_key(parts: Parts) -> dict[str, Any]:
+    """All that the small step depends on."""
+    small = small_request(parts)
+    request = None if small is None else {name: asdict(getattr(small, name)) for name in SMALL_PARTS}
+    return _key(parts, with_mesh=False) | {"small": request}
 
 
 def _code() -> str:

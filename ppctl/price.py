@@ -16,10 +16,10 @@ from ppctl.errors import ConfigError
 from ppctl.hardware import NOMINAL, links_of, peak_flops, resolved
 from ppctl.measure import measured
 from ppctl.plan.analytic import Layout, Machine, ParamBytes, priced
-from ppctl.plan.prices import Prices, StepTime, stage_costs, step_time
+from ppctl.plan.prices import Prices, StepTime
 from ppctl.plan.roofline import Link, Speed
 from ppctl.runtime.memory import tree_bytes
-from ppctl.schedule.registry import build
+from ppctl.step import time_of
 
 Tree = Any
 GIB = 2**30
@@ -27,15 +27,7 @@ GIB = 2**30
 
 def predicted_time(parts: Parts, costs: Analytic | None = None) -> StepTime:
     """Seconds of a train step, by `costs` (None: as the config asks). ConfigError where the devices are unknown."""
-    config, sizes = parts.config, [len(layers) for layers in parts.states.layout.partition]
-    prices, remat = prices_of(parts, costs or config.costs), config.executor.remat
-    if config.executor.name == "reference":
-        alone = build("gpipe", 1, config.schedule.num_microbatches)
-        return step_time(prices, alone, None, stage_costs(prices, [sum(sizes)], keeps_input=False), copies=1)
-    is_split = any(task.kind == "I" for tasks in parts.schedule.ranks for task in tasks)
-    seconds = stage_costs(prices, sizes, keeps_input=remat == "full", split=is_split)
-    masked = parts.ticks is not None and config.executor.idle == "compute"
-    return step_time(prices, parts.schedule, parts.ticks, seconds, config.mesh.dp * config.mesh.fsdp, masked=masked)
+    return time_of(parts, prices_of(parts, costs or parts.config.costs))
 
 
 def prices_of(parts: Parts, asked: Analytic) -> Prices:

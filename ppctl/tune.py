@@ -7,7 +7,6 @@ batch, the executor, the optimizer. What it answers replaces mesh, schedule, par
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import replace
 from typing import Any
@@ -31,10 +30,9 @@ from ppctl.runtime.memory import tree_bytes
 from ppctl.runtime.mpmd.tasks import Model
 from ppctl.runtime.work import work_of
 from ppctl.schedule.registry import FAMILIES, ON_RING
+from ppctl.step import run_steps
 from ppctl.train import init_state
 from ppctl.tune_report import Tuned, show
-
-STEPS = 5  # that are timed, after one that warms up
 
 
 def tune(config: Config, *, as_json: bool) -> int:
@@ -139,22 +137,12 @@ def request_of(config: Config, candidate: Candidate) -> Config:
 
 def _measured(found: Found, configs: list[Config], count: int) -> tuple[Found, list[Config], tuple[float, ...]]:
     """The same with the first `count` in the order of what their steps took here, and these seconds."""
-    taken = [(step_s(config), i) for i, config in enumerate(configs[:count])]
+    taken = [(_step_s(config), i) for i, config in enumerate(configs[:count])]
     order = [i for _, i in sorted(taken)] + list(range(len(taken), len(configs)))
     best = tuple(found.best[i] for i in order)
     return replace(found, best=best), [configs[i] for i in order], tuple(s for s, _ in sorted(taken))
 
 
-def step_s(config: Config) -> float:
-    """Median seconds of a few train steps of a request."""
+def _step_s(config: Config) -> float:
     parts = assemble(config)
-    engine = parts.engine
-    engine.compile(evaluate=False)
-    state, batch = engine.new_state(), engine.put(next(parts.data.batches()))
-    taken = []
-    for _ in range(STEPS + 1):
-        began = time.perf_counter()
-        state, _ = running = engine.step(state, batch)
-        jax.block_until_ready(running)
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])
+    return run_steps(parts.engine, parts).wall_s

@@ -26,9 +26,9 @@ from ppctl.price import predicted_time
 
 MODEL = (
     "recipes=bench",
-    "model.num_layers=8",
-    "model.d_model=192",
-    "model.num_heads=6",
+    "model.num_layers=16",
+    "model.d_model=128",
+    "model.num_heads=4",
     "model.seq_len=128",
     "data.batch_size=32",
     "data.vocab_size=256",
@@ -105,7 +105,7 @@ def compared(layout: str, cache_dir: Path) -> dict:
     }
     print(
         f"{layout:92} CPU s {row['taken_cpu_s']:.3f} predicted {row['predicted_cpu_s']:.3f} "
-        f"{row['predicted_cpu_s'] / row['taken_cpu_s'] - 1:+.1%} (noise {row['cpu_noise']:.1%})   s {row['taken_s']:.3f} "
+        f"{row['predicted_cpu_s'] / row['taken_cpu_s'] - 1:+.1%} (noise {row['cpu_noise']:.1%}) s {row['taken_s']:.3f} "
         f"predicted {row['predicted_s']:.3f} {row['predicted_s'] / row['taken_s'] - 1:+.1%} (noise {row['noise']:.1%})",
         file=sys.stderr,
         flush=True,

@@ -23,6 +23,8 @@ LEVELS = {
         "bench",
         "doctor",
         "planner",
+        "calibrate",
+        "step",
         "foresee",
         "recipe",
         "tune_report",
