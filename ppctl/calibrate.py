@@ -50,8 +50,8 @@ def small_step(parts: Parts) -> dict[str, Taken]:
 def corrected(parts: Parts, prices: Prices, taken: Taken) -> Prices:
     """Prices by which the small step takes what it took.
 
-    `prices` are those of the small step but for once_s and once_cpu_s, which are this request's. Simulated devices share
-    cores: there CPU seconds are compared, else seconds.
+    `prices` are those of the small step but for once_s and once_cpu_s, which are this request's. Simulated devices
+    share cores: there CPU seconds are compared, else seconds.
     """
     request = small_request(parts)
     assert request is not None, "it was run"

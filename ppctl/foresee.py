@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from ppctl.assemble import Parts
 from ppctl.config import Measure
-from ppctl.errors import ConfigError
 from ppctl.measure import is_kept
 from ppctl.plan.sizes import Microbatch, workspace_bytes
-from ppctl.price import cache_dir, hardware_of, layout_of, param_bytes, predicted_time
+from ppctl.price import cache_dir, hardware_of, layout_of, param_bytes, priced
 from ppctl.report import size_text
 from ppctl.weigh import by_part
 
@@ -48,15 +47,10 @@ def foresee(parts: Parts) -> Foreseen:
     kept, costs = Measure(doctor=config.costs.doctor), config.costs
     if costs.name != "measure" and config.hardware.name == "auto" and is_kept(parts, cache_dir(kept)):
         costs = kept
-    try:
-        step_time_s = predicted_time(parts, costs).total_s
-    except ConfigError:
-        if config.hardware.name != "auto":
-            raise
-        step_time_s = None
+    time, _ = priced(parts, costs)
     known = max(sum(of_rank.values()) for of_rank in by_part(parts, None))
     rows, params = parts.model.microbatch["inputs"].shape[0], param_bytes(parts.states.natural, parts.dtype)
     microbatch = Microbatch(rows, config.schedule.num_microbatches, 0, config.executor.remat)
     beside = workspace_bytes(parts.work, params, layout_of(parts), microbatch)
     name = "unknown hardware" if hardware is None else f"hardware={hardware.name}"
-    return Foreseen(step_time_s, known + beside, f"costs={costs.name}, {name}")
+    return Foreseen(None if time is None else time.total_s, known + beside, f"costs={costs.name}, {name}")

@@ -17,12 +17,10 @@ import jax
 from ppctl.advise import propose
 from ppctl.assemble import Parts, assemble, model_flops
 from ppctl.config import Config
-from ppctl.errors import ConfigError
 from ppctl.hardware import NOMINAL, mfu_peak_flops
-from ppctl.plan.prices import StepTime
 from ppctl.plan_report import show
 from ppctl.prediction import Prediction
-from ppctl.price import device_bytes, hardware_of, predicted_time, unit_of_work
+from ppctl.price import device_bytes, hardware_of, priced, unit_of_work
 from ppctl.report import show_json
 from ppctl.request import label
 from ppctl.weigh import by_part, weighed
@@ -44,7 +42,7 @@ def plan(config: Config, *, as_json: bool) -> int:
 def predict(config: Config) -> Prediction:
     """The prediction for a request. ConfigError or ScheduleError for what cannot be."""
     parts = assemble(config)
-    time_, unknown = _priced(parts)
+    time_, unknown = priced(parts)
     total, compile_s, refusal = _compile(parts) if config.plan.compile else (None, None, None)
     memory, estimated = weighed(parts)
     if total is not None or estimated is None:
@@ -93,16 +91,6 @@ def predict(config: Config) -> Prediction:
         refusal=refusal,
         proposal=propose(parts, limit),
     )
-
-
-def _priced(parts: Parts) -> tuple[StepTime | None, str | None]:
-    """(what a step takes, None), or (None, why it is not known)."""
-    try:
-        return predicted_time(parts), None
-    except ConfigError as error:
-        if parts.config.hardware.name != "auto":
-            raise  # what was asked for is wrong
-        return None, str(error)
 
 
 def _compile(parts: Parts) -> tuple[tuple[int, ...] | None, float, str | None]:

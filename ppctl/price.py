@@ -15,7 +15,8 @@ from ppctl.config import Analytic, AutoHardware, Config, Hardware, Measure
 from ppctl.errors import ConfigError
 from ppctl.hardware import NOMINAL, links_of, peak_flops, resolved
 from ppctl.measure import measured
-from ppctl.plan.analytic import Layout, Machine, ParamBytes, priced
+from ppctl.plan import analytic
+from ppctl.plan.analytic import Layout, Machine, ParamBytes
 from ppctl.plan.prices import Prices, StepTime
 from ppctl.plan.roofline import Link, Speed
 from ppctl.runtime.memory import tree_bytes
@@ -25,9 +26,20 @@ Tree = Any
 GIB = 2**30
 
 
-def predicted_time(parts: Parts, costs: Analytic | None = None) -> StepTime:
-    """Seconds of a train step, by `costs` (None: as the config asks). ConfigError where the devices are unknown."""
-    return time_of(parts, prices_of(parts, costs or parts.config.costs))
+def priced(parts: Parts, costs: Analytic | None = None) -> tuple[StepTime | None, str | None]:
+    """(what a train step takes by `costs` (None: as the config asks), None), or (None, why nothing is known of it).
+
+    ConfigError where what is asked for is wrong.
+    """
+    costs = costs or parts.config.costs
+    if not isinstance(costs, Measure):
+        try:
+            resolved(parts.config.hardware, parts.mesh.devices.flat[0].device_kind, parts.config.plan.topology)
+        except ConfigError as error:
+            if parts.config.hardware.name == "auto":
+                return None, str(error)
+            raise
+    return time_of(parts, prices_of(parts, costs)), None
 
 
 def prices_of(parts: Parts, asked: Analytic) -> Prices:
@@ -46,7 +58,7 @@ def prices_of(parts: Parts, asked: Analytic) -> Prices:
             )
         return measured(parts, cache_dir(asked))
     machine = machine_of(config, parts.mesh.devices.flat[0].device_kind, str(parts.dtype))
-    return priced(
+    return analytic.priced(
         parts.work,
         param_bytes(parts.states.natural, parts.dtype),
         machine,

@@ -20,9 +20,8 @@ import jax
 
 from ppctl.assemble import assemble
 from ppctl.cli.compose import compose
-from ppctl.config import Measure
 from ppctl.measure import measured
-from ppctl.price import predicted_time
+from ppctl.step import time_of
 
 MODEL = (
     "recipes=bench",
@@ -90,8 +89,8 @@ def compared(layout: str, cache_dir: Path) -> dict:
     """One layout, predicted and taken."""
     config = compose([*MODEL, "partition=uniform", *layout.split()], [], [])
     parts = assemble(config)
-    costs = Measure(cache_dir=str(cache_dir))
-    time_, prices = predicted_time(parts, costs), measured(parts, cache_dir)
+    prices = measured(parts, cache_dir)
+    time_ = time_of(parts, prices)
     wall, cpu = steps(parts)
     half = len(wall) // 2
     row = {
