@@ -12,14 +12,17 @@ import jax.numpy as jnp
 
 from ppctl.assemble import Parts
 from ppctl.config import Analytic, AutoHardware, Config, Hardware, Measure
+from ppctl.costs import Costs
 from ppctl.errors import ConfigError
 from ppctl.hardware import NOMINAL, links_of, peak_flops, resolved
 from ppctl.measure import measured
 from ppctl.plan.analytic import Layout, Machine, ParamBytes, priced
 from ppctl.plan.prices import Prices, StepTime, stage_costs, step_time
 from ppctl.plan.roofline import Link, Speed
+from ppctl.plan.step_timeline import step_timeline
 from ppctl.runtime.memory import tree_bytes
 from ppctl.schedule.registry import build
+from ppctl.schedule.simulate import Timeline
 
 Tree = Any
 GIB = 2**30
@@ -27,15 +30,29 @@ GIB = 2**30
 
 def predicted_time(parts: Parts, costs: Analytic | None = None) -> StepTime:
     """Seconds of a train step, by `costs` (None: as the config asks). ConfigError where the devices are unknown."""
-    config, sizes = parts.config, [len(layers) for layers in parts.states.layout.partition]
-    prices, remat = prices_of(parts, costs or config.costs), config.executor.remat
+    config, prices = parts.config, prices_of(parts, costs or parts.config.costs)
     if config.executor.name == "reference":
         alone = build("gpipe", 1, config.schedule.num_microbatches)
-        return step_time(prices, alone, None, stage_costs(prices, [sum(sizes)], keeps_input=False), copies=1)
+        return step_time(prices, alone, None, stage_costs(prices, [parts.stack.num_layers], keeps_input=False), 1)
+    return step_time(prices, parts.schedule, parts.ticks, *_as_run(parts, prices), masked=_is_masked(parts))
+
+
+def predicted_timeline(parts: Parts) -> Timeline:
+    """When each task of a step runs, as `predicted_time` prices it; what runs once stands outside. Not of reference."""
+    prices = prices_of(parts, parts.config.costs)
+    return step_timeline(prices, parts.schedule, parts.ticks, *_as_run(parts, prices), masked=_is_masked(parts))
+
+
+def _as_run(parts: Parts, prices: Prices) -> tuple[Costs, int]:
+    """The costs of each stage's tasks, and how many pipelines run at the same time."""
+    sizes, mesh = [len(layers) for layers in parts.states.layout.partition], parts.config.mesh
     is_split = any(task.kind == "I" for tasks in parts.schedule.ranks for task in tasks)
-    seconds = stage_costs(prices, sizes, keeps_input=remat == "full", split=is_split)
-    masked = parts.ticks is not None and config.executor.idle == "compute"
-    return step_time(prices, parts.schedule, parts.ticks, seconds, config.mesh.dp * config.mesh.fsdp, masked=masked)
+    keeps_input = parts.config.executor.remat == "full"
+    return stage_costs(prices, sizes, keeps_input=keeps_input, split=is_split), mesh.dp * mesh.fsdp
+
+
+def _is_masked(parts: Parts) -> bool:
+    return parts.ticks is not None and parts.config.executor.idle == "compute"
 
 
 def prices_of(parts: Parts, asked: Analytic) -> Prices:

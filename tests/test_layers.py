@@ -32,6 +32,7 @@ LEVELS = {
         "weigh",
         "price",
         "measure",
+        "plan_page",
         "advise",
         "look",
         "launch",
