@@ -22,7 +22,8 @@ from ppctl.draw.html import page
 from ppctl.draw.image import image
 from ppctl.draw.perfetto import trace
 from ppctl.draw.terminal import show_gantt, show_summary
-from ppctl.errors import ConfigError, ScheduleError
+from ppctl.errors import ScheduleError
+from ppctl.report import write_file
 from ppctl.request import label, read, schedule_of
 from ppctl.schedule.auto import Choice
 from ppctl.schedule.bounds import (
@@ -273,12 +274,5 @@ def _deliver(content: str | bytes, out: Path | None) -> int:
         else:
             print(content, end="")
         return 0
-    try:
-        if isinstance(content, bytes):
-            out.write_bytes(content)
-        else:
-            out.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written: {error.strerror}.") from None
-    print(f"ppctl: wrote {out} ({out.stat().st_size:,} bytes)", file=sys.stderr)
+    write_file(f"--out {out}", out, content)
     return 0

@@ -53,28 +53,40 @@ def show(found: Prediction, config: Config) -> None:
             f"stages    {stages}",
         ]
     lines.append(f"step      {_time_text(found)}")
-    if found.proposal is not None:
-        layers = ",".join(map(str, found.proposal.partition))
-        lines.append(
-            f"better    partition=explicit partition.layers=[{layers}] takes {found.proposal.time_ratio:.2f} times as "
-            "long a step, by simulation with costs from FLOPs"
-            + ("" if found.limit_bytes is None or config.executor.name != "mpmd" else ", and fits without temporaries")
-        )
+    proposal = better(found, config)
+    if proposal is not None:
+        lines.append(f"better    {proposal}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    ranks = _shown_ranks(found)
+    ranks = shown_ranks(found, MOST_COLUMNS)
     columns = [f"rank {r}" for r in ranks] if len(set(map(str, found.memory_bytes))) > 1 else ["every rank"]
     rows = [
         (f"{part}: {ABOUT[part]}", *(size_text(found.memory_bytes[r].get(part, 0)) for r in ranks))
         for part in PARTS
         if any(found.memory_bytes[r].get(part) for r in ranks)
     ]
-    total = "total" if found.is_compiled else "total, estimated" if found.is_complete else "at least"
-    rows.append((total, *(size_text(found.total_bytes[r]) for r in ranks)))
+    rows.append((total_name(found), *(size_text(found.total_bytes[r]) for r in ranks)))
     if found.is_compiled and found.estimated_bytes is not None:
         rows.append(("estimated, without plan.compile", *(size_text(found.estimated_bytes[r]) for r in ranks)))
     show_table(console, "memory of one device", ("", *columns), rows)
     console.print(verdict(found), markup=False, highlight=False, soft_wrap=True)
+
+
+def better(found: Prediction, config: Config) -> str | None:
+    """The proposed partition and what it gains, in a line."""
+    if found.proposal is None:
+        return None
+    layers = ",".join(map(str, found.proposal.partition))
+    fits = "" if found.limit_bytes is None or config.executor.name != "mpmd" else ", and fits without temporaries"
+    return (
+        f"partition=explicit partition.layers=[{layers}] takes {found.proposal.time_ratio:.2f} times as long a step, "
+        f"by simulation with costs from FLOPs{fits}"
+    )
+
+
+def total_name(found: Prediction) -> str:
+    """What the sums of parts are."""
+    return "total" if found.is_compiled else "total, estimated" if found.is_complete else "at least"
 
 
 def _time_text(found: Prediction) -> str:
@@ -119,11 +131,11 @@ def _remedy(held: Mapping[str, int]) -> str:
     return f"Most are {largest}: {REMEDIES[largest]}"
 
 
-def _shown_ranks(found: Prediction) -> list[int]:
-    """All ranks where they differ and are few; of many, the first, the largest and the last."""
+def shown_ranks(found: Prediction, most: int) -> list[int]:
+    """All ranks, up to `most`, where they differ; of more, the first, the largest and the last."""
     num_ranks, total = len(found.memory_bytes), found.total_bytes
     if len(set(map(str, found.memory_bytes))) == 1:
         return [0]
-    if num_ranks <= MOST_COLUMNS:
+    if num_ranks <= most:
         return [*range(num_ranks)]
     return sorted({0, max(range(num_ranks), key=total.__getitem__), num_ranks - 1})

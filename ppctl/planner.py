@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import jax
 
@@ -18,10 +19,11 @@ from ppctl.advise import propose
 from ppctl.assemble import Parts, assemble, model_flops
 from ppctl.config import Config
 from ppctl.hardware import NOMINAL, mfu_peak_flops
+from ppctl.plan_page import page, picture_of
 from ppctl.plan_report import show
 from ppctl.prediction import Prediction
 from ppctl.price import device_bytes, hardware_of, priced, unit_of_work
-from ppctl.report import show_json
+from ppctl.report import check_file, show_json, write_file
 from ppctl.request import label
 from ppctl.weigh import by_part, weighed
 
@@ -30,18 +32,29 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def plan(config: Config, *, as_json: bool) -> int:
-    """0 where the request fits, or may for all that is known, else 1; prints what it takes."""
-    found = predict(config)
+    """0 where the request fits, or may for all that is known, else 1; prints what it takes, and writes plan.html."""
+    file = config.plan.html
+    if file is not None:
+        check_file(f"plan.html={file}", Path(file))
+    parts = assemble(config)
+    found = predicted(parts)
     if as_json:
         show_json(asdict(found))
     else:
         show(found, config)
+    if file is not None:
+        write_file(f"plan.html={file}", Path(file), page(found, config, picture_of(parts, found.unknown)))
     return int(found.fits is False)
 
 
 def predict(config: Config) -> Prediction:
     """The prediction for a request. ConfigError or ScheduleError for what cannot be."""
-    parts = assemble(config)
+    return predicted(assemble(config))
+
+
+def predicted(parts: Parts) -> Prediction:
+    """The same of the parts of a request."""
+    config = parts.config
     time_, unknown = priced(parts)
     total, compile_s, refusal = _compile(parts) if config.plan.compile else (None, None, None)
     memory, estimated = weighed(parts)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.segment import Segments
 from rich.table import Table
+
+from ppctl.errors import ConfigError
 
 
 def show_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -42,6 +47,28 @@ def size_text(num_bytes: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def check_file(option: str, path: Path) -> None:
+    """Nothing, or ConfigError where a file that `option` names could not be written; before the work for it begins."""
+    folder, reason = path.parent, None
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not folder.is_dir():
+        reason = f"there is no directory {folder}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        reason = "permission denied"
+    if reason is not None:
+        raise ConfigError(f"{option} cannot be written: {reason}. Name a file in a directory that is there and yours.")
+
+
+def write_file(option: str, path: Path, content: str | bytes) -> None:
+    """Nothing; writes a file that `option` names, and says so on stderr. ConfigError where that fails."""
+    try:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise ConfigError(f"{option} cannot be written: {error.strerror}.") from None
+    print(f"ppctl: wrote {path} ({path.stat().st_size:,} bytes)", file=sys.stderr)
 
 
 def _json_safe(value: Any) -> Any:

@@ -8,23 +8,39 @@ import time
 import jax
 
 from ppctl.assemble import Parts
+from ppctl.costs import Costs
 from ppctl.engine import Engine
 from ppctl.plan.prices import Prices, StepTime, stage_costs, step_time
+from ppctl.plan.step_timeline import step_timeline
 from ppctl.runtime.timing import Taken
 from ppctl.schedule.registry import build
+from ppctl.schedule.simulate import Timeline
 
 STEPS = 5  # that are timed, after one that warms up
 
 
 def time_of(parts: Parts, prices: Prices) -> StepTime:
     """Seconds of a train step by these prices."""
-    config, sizes = parts.config, [len(layers) for layers in parts.states.layout.partition]
-    if config.executor.name == "reference":
-        alone = build("gpipe", 1, config.schedule.num_microbatches)
-        return step_time(prices, alone, None, stage_costs(prices, [sum(sizes)], keeps_input=False), copies=1)
-    costs = stage_costs(prices, sizes, keeps_input=config.executor.remat == "full", split=is_split(parts))
-    masked = parts.ticks is not None and config.executor.idle == "compute"
-    return step_time(prices, parts.schedule, parts.ticks, costs, config.mesh.dp * config.mesh.fsdp, masked=masked)
+    if parts.config.executor.name == "reference":
+        alone = build("gpipe", 1, parts.config.schedule.num_microbatches)
+        return step_time(prices, alone, None, stage_costs(prices, [parts.stack.num_layers], keeps_input=False), 1)
+    return step_time(prices, parts.schedule, parts.ticks, *_as_run(parts, prices), masked=_is_masked(parts))
+
+
+def timeline_of(parts: Parts, prices: Prices) -> Timeline:
+    """When each task of a step runs, as `time_of` prices it; what runs once stands outside. Not of the reference."""
+    return step_timeline(prices, parts.schedule, parts.ticks, *_as_run(parts, prices), masked=_is_masked(parts))
+
+
+def _as_run(parts: Parts, prices: Prices) -> tuple[Costs, int]:
+    """The costs of each stage's tasks, and how many pipelines run at the same time."""
+    sizes, mesh = [len(layers) for layers in parts.states.layout.partition], parts.config.mesh
+    keeps_input = parts.config.executor.remat == "full"
+    return stage_costs(prices, sizes, keeps_input=keeps_input, split=is_split(parts)), mesh.dp * mesh.fsdp
+
+
+def _is_masked(parts: Parts) -> bool:
+    return parts.ticks is not None and parts.config.executor.idle == "compute"
 
 
 def is_split(parts: Parts) -> bool:

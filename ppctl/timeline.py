@@ -86,7 +86,7 @@ def measured(schedule: Schedule, spans: Mapping[Task, Span]) -> Timeline:
             start_s[task], end_s[task] = start - origin, end - origin
             free_s = end - origin
     seconds = {task: end_s[task] - start_s[task] for task in start_s}
-    return Timeline(schedule, mean_costs(schedule, seconds), start_s, end_s, is_measured=True)
+    return Timeline(schedule, mean_costs(schedule, seconds), start_s, end_s, is_uneven=True)
 
 
 def mean_costs(schedule: Schedule, seconds: Mapping[Task, float]) -> Costs:

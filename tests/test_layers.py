@@ -34,6 +34,7 @@ LEVELS = {
         "weigh",
         "price",
         "measure",
+        "plan_page",
         "advise",
         "look",
         "launch",

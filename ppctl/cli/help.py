@@ -50,7 +50,7 @@ EXAMPLES = {
     ),
     "plan": (
         "ppctl plan mesh=2x4 schedule=1f1b executor.remat=layer",
-        "ppctl plan recipes=tiny plan.compile=true --json",
+        "ppctl plan recipes=tiny plan.compile=true plan.html=plan.html --json",
         "ppctl plan mesh=4x4 data.batch_size=64 plan.compile=true plan.topology=v5e:4x4",
     ),
     "tune": (
@@ -95,6 +95,7 @@ MOST_USED = (
     "plan.compile",  # plan: of `ppctl plan`
     "plan.topology",
     "plan.memory_gib",
+    "plan.html",
     "tune.devices",  # tune: of `ppctl tune`
     "tune.measure",
     "tune.recipe",

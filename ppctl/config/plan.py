@@ -13,11 +13,12 @@ TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
 
 @dataclass
 class Plan:
-    """What `ppctl plan` compiles, and the memory that a device has."""
+    """What `ppctl plan` compiles, the memory that a device has, and a page to write."""
 
     compile: bool = False  # compile the train step too, for the memory that the compiler plans
     topology: str | None = None  # compile for TPUs that are not here: v5e:16x16, v6e:4x4, v5p:2x2x2 (ppctl[tpu])
     memory_gib: float | None = None  # memory of a device; None: what the device itself states
+    html: str | None = None  # write the plan to this file too, as a page for browsers that loads nothing
 
     def check(self) -> None:
         if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:  # written so that NaN fails

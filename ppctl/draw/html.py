@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 import sys
 import zlib
 from array import array
@@ -19,15 +20,31 @@ from ppctl.schedule.ir import KINDS
 
 def page(drawings: Sequence[Drawing]) -> str:
     """The text of the page: a summary of all drawings, then the charts below each other on one time axis."""
-    folder = files("ppctl.draw")
-    read = lambda name: (folder / name).read_text(encoding="utf-8")  # noqa: E731
-    script = "".join(map(read, ("page.js", "page_input.js", "page_start.js")))
-    data = json.dumps([chart(drawing) for drawing in drawings]).replace("<", "\\u003c")
     title = drawings[0].title if len(drawings) == 1 else "Schedules: " + ", ".join(d.label for d in drawings)
-    filled = read("page.html")
-    for name, text in (("TITLE", html.escape(title)), ("CSS", read("page.css")), ("JS", script), ("DATA", data)):
-        filled = filled.replace(f"@@{name}@@", text)
-    return filled
+    return whole(title, f"<main>\n{charts(drawings)}</main>\n")
+
+
+def whole(title: str, content: str, *styles: str) -> str:
+    """A page of some html below its title; `styles` are further files of this folder."""
+    return _filled(
+        "page.html", TITLE=html.escape(title), CSS="".join(map(_read, ("page.css", *styles))), CONTENT=content
+    )
+
+
+def charts(drawings: Sequence[Drawing]) -> str:
+    """The html of charts with their buttons, once in a page."""
+    data = json.dumps([chart(drawing) for drawing in drawings]).replace("<", "\\u003c")
+    script = "".join(map(_read, ("page.js", "page_input.js", "page_start.js")))
+    return _filled("charts.html", JS=script, DATA=data)
+
+
+def _filled(name: str, **texts: str) -> str:
+    """A file of this folder with `texts` in the place of @@their names@@."""
+    return re.sub(r"@@(\w+)@@", lambda found: texts[found[1]], _read(name))
+
+
+def _read(name: str) -> str:
+    return (files("ppctl.draw") / name).read_text(encoding="utf-8")
 
 
 def chart(drawing: Drawing) -> dict[str, Any]:
@@ -37,7 +54,7 @@ def chart(drawing: Drawing) -> dict[str, Any]:
     order: start (float64), waits_for (int32: distance to the number of that task, 0 for none), stage (uint32),
     microbatch (uint32), kind (uint8: index in `kinds`). `memory` is the same of time (float32) and of activations
     (float32), over the points of every rank's curve. A task of kind k and stage s lasts `seconds[k][s]`, unless the
-    timeline was measured: then `lasts` is the same of each task's seconds (float64), otherwise of nothing.
+    timeline is uneven: then `lasts` is the same of each task's seconds (float64), otherwise of nothing.
     """
     timeline, schedule = drawing.timeline, drawing.schedule
     tasks = [task for tasks in schedule.ranks for task in tasks]
@@ -78,7 +95,7 @@ def chart(drawing: Drawing) -> dict[str, Any]:
             array("B", (KINDS.index(task.kind) for task in tasks)),
         ),
         "lasts": _packed(
-            array("d", (timeline.end_s[t] - timeline.start_s[t] for t in tasks) if timeline.is_measured else ())
+            array("d", (timeline.end_s[t] - timeline.start_s[t] for t in tasks) if timeline.is_uneven else ())
         ),
         "memory": _packed(
             array("f", (at_s for curve in curves for at_s, _ in curve)),

@@ -54,7 +54,8 @@ function size(canvas, w, h) {
   canvas.style.height = h + "px";
   const pen = canvas.getContext("2d");
   pen.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-  pen.clearRect(0, 0, w, h);
+  pen.fillStyle = ink.paper; // a page in dark colours is printed on white
+  pen.fillRect(0, 0, w, h);
   return pen;
 }
 

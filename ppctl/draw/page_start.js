@@ -49,7 +49,7 @@ function legend() {
 
 function readInk() {
   const style = getComputedStyle(document.documentElement);
-  for (const key of ["ink", "soft", "line", "idle", "curve", "fill"]) ink[key] = style.getPropertyValue("--" + key).trim();
+  for (const key of ["paper", "ink", "soft", "line", "idle", "curve", "fill"]) ink[key] = style.getPropertyValue("--" + key).trim();
   ink.idlePacked = packed(ink.idle);
 }
 

@@ -7,6 +7,8 @@ from ppctl.schedule.ir import Kind
 # Four hues that people with any kind of colour blindness tell apart: Okabe and Ito, Color Universal Design, 2008.
 # All of them carry dark letters, so that kinds differ by letter too.
 COLOURS: dict[Kind, str] = {"F": "#56b4e9", "B": "#e69f00", "I": "#22a884", "W": "#cc79a7"}
+# Hues for parts of a whole that carry dark letters too: Tol, Colour Schemes (`light`), SRON/EPS/TN/09-002, 2021.
+PARTS = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#ee8866", "#eedd88", "#ffaabb", "#dddddd")
 INK = "#10151c"  # letters in cells
 LIGHTEST = 0.55  # share of white in the last chunk
 

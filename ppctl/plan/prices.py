@@ -151,7 +151,12 @@ def ticking_s(prices: Prices, schedule: Schedule, rows: Rows | None, costs: Cost
 
 
 def _masked_s(prices: Prices, ticks: Ticks, costs: Costs) -> Rows:
-    """Seconds of every rank in each tick where none branches round a task that it does not have.
+    """Seconds of every rank in each tick where none branches round a task that it does not have; see `masked_cells`."""
+    return [(1, [f + b for f, b in row]) for row in masked_cells(prices, ticks, costs)]
+
+
+def masked_cells(prices: Prices, ticks: Ticks, costs: Costs) -> list[list[tuple[float, float]]]:
+    """Seconds of a forward, then of a backward, of every rank in each tick; [tick][rank].
 
     All run an F in each tick of a segment with forwards, a B in each of one with backwards. Without a task of this kind
     it is taken for as long as the layers of the largest stage; so is a forward that is left to its backward.
@@ -163,13 +168,13 @@ def _masked_s(prices: Prices, ticks: Ticks, costs: Costs) -> Rows:
     idle_f = layers * layer.forward_s + prices.task_s
     idle_b = layers * (layer.input_grad_s + layer.weight_grad_s) + prices.task_s
 
-    def cell_s(cell: Cell, forward: bool, backward: bool) -> float:
+    def cell_s(cell: Cell, forward: bool, backward: bool) -> tuple[float, float]:
         f = cell.forward is not None and seconds(cell.forward)
         b = cell.backward is not None and seconds(cell.backward)
-        return (f or idle_f) * forward + (b or idle_b) * backward
+        return (f or idle_f) * forward, (b or idle_b) * backward
 
     return [
-        (1, [cell_s(cell, forward, backward) for cell in ticks.cells[t]])
+        [cell_s(cell, forward, backward) for cell in ticks.cells[t]]
         for which, forward, backward in ticks.segments(apart=True)
         for t in which
     ]

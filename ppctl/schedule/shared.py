@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from math import inf
 
 from ppctl.costs import Costs
-from ppctl.schedule.ir import Schedule
-from ppctl.schedule.simulate import duration_s, simulate
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.simulate import Timeline, duration_s, simulate
 from ppctl.schedule.walk import Rule, walk
 
 ROUNDING = 1e-12  # relative
@@ -41,8 +41,13 @@ def free_running_s(schedule: Schedule, costs: Costs, capacity: float = inf) -> f
     >>> free_running_s(one_f_one_b(2, 4), Costs(), capacity=1.0)
     24.0
     """
+    return free_running(schedule, costs, capacity).makespan_s
+
+
+def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Timeline:
+    """The timeline of the same."""
     if capacity >= schedule.num_ranks:
-        return simulate(schedule, costs).makespan_s
+        return simulate(schedule, costs)
     costs.check(schedule.num_stages)
     ranks = _Ranks(schedule, costs)
     now = 0.0
@@ -58,7 +63,7 @@ def free_running_s(schedule: Schedule, costs: Costs, capacity: float = inf) -> f
     if not ranks.are_done:
         for _ in walk(schedule):  # which says what is missing
             pass
-    return now
+    return Timeline(schedule, costs, ranks.start_s, ranks.end_s, is_uneven=True)
 
 
 class _Ranks:
@@ -70,6 +75,8 @@ class _Ranks:
         self.left: dict[int, float] = {}
         self.written: dict[int, float] = {}  # value -> when it was written
         self.moving: dict[int, float] = {}  # rank -> when what it waits for arrives
+        self.start_s: dict[Task, float] = {}
+        self.end_s: dict[Task, float] = {}
 
     def start(self, now: float) -> None:
         """Every idle rank begins its next task, if all that it reads is there."""
@@ -77,13 +84,14 @@ class _Ranks:
         for rank, tasks in enumerate(self.schedule.ranks):
             if rank in self.left or self.at[rank] == len(tasks):
                 continue
-            stage, kind, m = tasks[self.at[rank]]
+            stage, kind, m = task = tasks[self.at[rank]]
             ready = 0.0
             for base, source in self.rule.reads[kind][stage]:
                 hop = 0.0 if source == rank else self.costs.hop_s
                 ready = max(ready, self.written.get(base + m, inf) + hop)
             if ready <= now * (1 + ROUNDING):
-                self.left[rank] = duration_s(tasks[self.at[rank]], self.costs, self.schedule.num_chunks)
+                self.left[rank] = duration_s(task, self.costs, self.schedule.num_chunks)
+                self.start_s[task] = now
             elif ready < inf:
                 self.moving[rank] = ready
 
@@ -94,7 +102,8 @@ class _Ranks:
             if self.left[rank] > ROUNDING * now:
                 continue
             del self.left[rank]
-            stage, kind, m = self.schedule.ranks[rank][self.at[rank]]
+            stage, kind, m = task = self.schedule.ranks[rank][self.at[rank]]
+            self.end_s[task] = now
             self.written |= dict.fromkeys((base + m for base in self.rule.writes[kind][stage]), now)
             self.at[rank] += 1
 

@@ -22,7 +22,7 @@ class Timeline:
     costs: Costs
     start_s: dict[Task, float]
     end_s: dict[Task, float]
-    is_measured: bool = False  # on devices; `costs` are then means
+    is_uneven: bool = False  # measured, on shared cores or in lockstep: tasks that cost the same take not the same time
 
     @cached_property
     def makespan_s(self) -> float:
@@ -81,7 +81,7 @@ class Timeline:
             hop_s = 0.0 if rank_of[writer.stage] == rank_of[task.stage] else self.costs.hop_s
             ready_s.setdefault(writer, self.end_s[writer] + hop_s)
         found = max(ready_s, key=ready_s.__getitem__, default=None)
-        assert self.is_measured or (found and ready_s[found] == self.start_s[task]), f"{task} starts for no reason"
+        assert self.is_uneven or (found and ready_s[found] == self.start_s[task]), f"{task} starts for no reason"
         return found
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The html page in a real browser without a window: it draws, answers keys, and asks the network for nothing."""
+"""The html pages in a real browser without a window: they draw, answer keys, and ask the network for nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import subprocess
 
 import pytest
 
-from ppctl.config import Costs, Mesh, ScheduleConfig
+from ppctl import plan_page
+from ppctl.assemble import assemble
+from ppctl.config import Config, Costs, Mesh, Mpmd, ScheduleConfig, Synthetic, Transformer
 from ppctl.config import Schedule as Plain
 from ppctl.draw.html import page
 from ppctl.look import draw
+from ppctl.planner import predicted
+from ppctl.weigh import PARTS
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -37,18 +41,25 @@ setTimeout(() => {
   for (let i = 0; i < pixels.length; i += 4) colours.add(pixels.slice(i, i + 3).join(","));
   const loads = performance.getEntriesByType("resource").length;
   const said = { tip: $("tip").innerText, view, loads, colours: [...colours] };
+  said.boxes = [...document.querySelectorAll(".bars svg svg rect")].map((box) => box.getBoundingClientRect().width);
+  said.hidden = document.documentElement.scrollWidth - innerWidth;
   document.body.append(element("pre", { id: "said" }, JSON.stringify(said)));
 }, 1000);
 </script></body>"""
 
 
 def browse(tmp_path, family, keys, p=4, m=8, **costs):
-    """(what the page says after these keys, the page's DOM)."""
+    """(what the page of a schedule says after these keys, the page's DOM)."""
     drawing = draw(ScheduleConfig(mesh=Mesh(1, p), schedule=Plain(family, m), costs=Costs(**costs)))
+    return browse_page(tmp_path, page([drawing]), keys)
+
+
+def browse_page(tmp_path, text, keys, width=1200):
+    """The same of any page, in a window so wide."""
     file = tmp_path / "page.html"
-    file.write_text(page([drawing]).replace("</body>", SCRIPT.replace("KEYS", json.dumps(keys))), encoding="utf-8")
+    file.write_text(text.replace("</body>", SCRIPT.replace("KEYS", json.dumps(keys))), encoding="utf-8")
     assert BROWSER is not None
-    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,800", "--dump-dom"]
+    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},800", "--dump-dom"]
     done = subprocess.run([*command, f"file://{file}"], capture_output=True, text=True, timeout=60, check=True)
     said = re.search(r'<pre id="said">(.*?)</pre>', done.stdout)
     assert said is not None, done.stdout[-2000:]
@@ -82,3 +93,27 @@ def test_zooming_halves_the_view_and_zero_shows_all(tmp_path):
 def test_more_tasks_than_pixels_keep_the_colours_of_their_kinds(tmp_path):
     said, _ = browse(tmp_path, "1f1b", [], p=16, m=1024)
     assert {"86,180,233", "230,159,0"} <= set(said["colours"])
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
+    asked = Config(
+        model=Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),
+        mesh=Mesh(1, 4),
+        schedule=Plain("zb_h1", 8),
+        executor=Mpmd(),
+        data=Synthetic(batch_size=16, vocab_size=64),
+    )
+    parts = assemble(asked)
+    found = predicted(parts)
+    text = plan_page.page(found, asked, plan_page.picture_of(parts, found.unknown))
+    said, _ = browse_page(tmp_path, text, ["ArrowRight"], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0  # nothing stands to the right of the window
+    assert {"86,180,233", "34,168,132", "204,121,167"} <= set(said["colours"])
+    assert said["tip"].splitlines()[0] == "0F0"
+    sizes = [held[part] for held in found.memory_bytes for part in PARTS if held.get(part)]
+    assert len(said["boxes"]) == len(sizes)
+    scale = sum(said["boxes"]) / sum(sizes)
+    for wide, size in zip(said["boxes"], sizes, strict=True):
+        assert wide == pytest.approx(size * scale, abs=0.1)
