@@ -31,15 +31,15 @@ def priced(parts: Parts, costs: Analytic | None = None) -> tuple[StepTime | None
 
     ConfigError where what is asked for is wrong.
     """
-    costs = costs or parts.config.costs
-    if not isinstance(costs, Measure):
+    asked: Analytic = parts.config.costs if costs is None else costs
+    if not isinstance(asked, Measure):
         try:
             resolved(parts.config.hardware, parts.mesh.devices.flat[0].device_kind, parts.config.plan.topology)
         except ConfigError as error:
             if parts.config.hardware.name == "auto":
                 return None, str(error)
             raise
-    return time_of(parts, prices_of(parts, costs)), None
+    return time_of(parts, prices_of(parts, asked)), None
 
 
 def prices_of(parts: Parts, asked: Analytic) -> Prices:
