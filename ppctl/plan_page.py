@@ -158,6 +158,8 @@ def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
         if config.executor.name == "spmd"
         else "Ranks run freely: a task starts when its rank is free and its values have arrived."
     ]
+    if config.executor.name == "spmd" and config.executor.idle == "compute":
+        told.append("Where a rank has no task it computes all the same (executor.idle=compute), which is not drawn.")
     if _is_shared(picture.timeline):
         told.append("The simulated devices share this machine's cores, so that tasks take longer while others run.")
     if found.once_s is not None:
