@@ -112,10 +112,40 @@ def test_where_nothing_fits_the_smallest_is_named(seed):
 @seeds
 def test_bounds_are_not_above_what_they_bound(seed):
     for candidate, bounds in all_of(seed):
-        bound_s = bounds.step_s(candidate.num_chunks, is_whole=candidate.family in WHOLE)
+        bound_s = bounds.step_s(is_whole=candidate.family in WHOLE)
         assert bound_s <= candidate.time.total_s * EPSILON, candidate
         assert sum(bounds.memory.values()) <= candidate.total_bytes, candidate
         knobs = search._knobs(candidate.family, candidate.num_chunks)
         peak = peak_formula(candidate.family, candidate.mesh[1], candidate.num_microbatches, **knobs)
         if peak is not None:
-            assert sum(bounds.with_stashes(peak).values()) <= candidate.total_bytes, candidate
+            share = Search(*some(seed))._least_share(candidate.family, candidate.remat)
+            assert sum(bounds.with_stashes(share * peak).values()) <= candidate.total_bytes, candidate
+
+
+# --- long schedules --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "looped_bfs", "interleaved", "zb_h2", "zb_v", "dualpipe_v"])
+def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, monkeypatch):
+    space, work, params, machine = some({"spmd": 0, "mpmd": 1}[executor])
+    space = replace(space, num_devices=4, num_layers=9, batch_size=256, executor=executor, families=(family,))
+    layouts = [(mesh, m) for mesh, m in space.microbatches if mesh[1] > 1 and m.number > 6 * mesh[1]]
+    assert {m.remat for _, m in layouts} == set(space.remats)
+    for mesh, microbatch in layouts:
+        bounds = Bounds(space, work, params, machine, mesh, microbatch)
+        for _, chunks in space.kinds(mesh[1]):
+            monkeypatch.setattr(search, "MOST_TASKS", inf)
+            whole = Search(space, work, params, machine)._candidate(bounds, family, chunks, inf)
+            monkeypatch.setattr(search, "MOST_TASKS", 0)
+            assert len(search.shorter(mesh[1], microbatch.number, chunks)) == 2
+            short = Search(space, work, params, machine)._candidate(bounds, family, chunks, inf)
+            assert (short is None) == (whole is None)
+            if whole is not None:
+                assert short.time.total_s == pytest.approx(whole.time.total_s, rel=0.01)
+                assert short.total_bytes == pytest.approx(whole.total_bytes, rel=0.01)
+
+
+def test_what_grows_by_equal_steps_is_continued():
+    assert along([3], [{"a": 5.0}], 9) == {"a": 5.0}
+    assert along([3, 5], [{"a": 5.0, "b": 1}, {"a": 9.0, "b": 1}], 9) == {"a": 17.0, "b": 1}
