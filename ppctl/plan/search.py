@@ -83,12 +83,15 @@ class Search:
         opened, too_large, priced = [], 0, 0
         for number, (bounds, family, chunks) in enumerate(self._layouts()):
             if self._has_room(bounds.memory):
-                opened.append((bounds.step_s(is_whole=family in WHOLE), number, bounds, family, chunks))
+                bound_s = bounds.step_s(is_whole=family in WHOLE)
+                opened.append(
+                    (bound_s, -chunks, number, bounds, family, chunks)
+                )  # of many chunks are faster, as a rule
             else:
                 too_large += 1
         best: list[Candidate] = []
         alone: Candidate | None = None
-        for bound_s, _, bounds, family, chunks in sorted(opened, key=lambda each: each[:2]):
+        for bound_s, *_, bounds, family, chunks in sorted(opened, key=lambda each: each[:3]):
             last_s = best[-1].time.total_s if len(best) == keep else inf
             is_alone = bounds.mesh[1] == 1 and (alone is None or bound_s < alone.time.total_s)
             if bound_s > last_s and not is_alone:

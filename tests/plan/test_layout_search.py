@@ -46,7 +46,8 @@ def some(seed):
     )
     size = choose.choice([4, 8])
     executor = choose.choice(["spmd", "mpmd"])
-    return Space(size, choose.randint(6, 9), 2 * size, row_bytes=8, executor=executor), work, params, machine
+    space = Space(size, choose.randint(6, 9), 2 * size, row_bytes=8, executor=executor)
+    return replace(space, gathers_each_tick=executor == "spmd" and seed % 4 == 0), work, params, machine
 
 
 @cache
