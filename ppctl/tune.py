@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ppctl import config as settings
 from ppctl.assemble import DEFAULT_DTYPE, assemble, make_optimizer, make_stack, open_data, start_jax
-from ppctl.config import Config, Explicit, Uniform
+from ppctl.config import Config, Explicit, Spmd, Uniform
 from ppctl.errors import ConfigError
 from ppctl.hardware import mfu_peak_flops, resolved
 from ppctl.mesh import all_devices
@@ -73,6 +73,7 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
         data.batch_size,
         row_bytes=tree_bytes(row),
         executor=config.executor.name,
+        gathers_each_tick=isinstance(config.executor, Spmd) and config.executor.gather == "tick",
         families=tuple(config.tune.schedules or PREFERRED),
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
@@ -99,6 +100,11 @@ def _check(config: Config) -> None:
     name = config.executor.name
     if name == "reference":
         raise ConfigError("executor=reference has one layout, on one device. Use executor=spmd or executor=mpmd.")
+    if isinstance(config.executor, Spmd) and config.executor.idle != "skip":
+        raise ConfigError(
+            f"executor.idle={config.executor.idle} computes in idle ticks too, which `ppctl tune` does not price. Leave "
+            "it out; `ppctl plan executor.idle=compute` prices one layout."
+        )
     if config.costs.name != "analytic":
         raise ConfigError(
             f"costs={config.costs.name} times the pieces of one layout, and `ppctl tune` looks at thousands. Use "

@@ -97,8 +97,8 @@ def test_every_command_is_served_and_leaves_no_files(command, served, empty_dire
 
 FAULTS = [
     # the command line itself
-    ("trian", r"trian is not a command. Did you mean train\? \(train, verify, doctor, plan, bench, schedule\)"),
-    ("tune", "tune is not a command. .*train, verify, doctor, plan, bench"),
+    ("trian", r"trian is not a command. Did you mean train\? \(train, verify, doctor, plan, tune, bench, schedule\)"),
+    ("tone", "tone is not a command. .*train, verify, doctor, plan, tune, bench"),
     ("model=mlp", "model=mlp: a command comes first, for example ppctl train model=mlp"),
     ("train --jsn", "--jsn is not an option. Did you mean --json"),
     ("train --json=1", "argument --json: ignored explicit argument '1'"),
@@ -199,10 +199,13 @@ FAULTS = [
     ("plan plan.memory_gib=0", "plan.memory_gib=0.0 is not a size. Use a number above 0"),
     ("plan launch.processes=2", "launch.processes=2: only `ppctl train` and `ppctl doctor` heed this"),
     ("doctor launch.processes=2 launch.max_restarts=1", "launch.max_restarts=1: only `ppctl train` is started again"),
-    ("verify hardware=h100", "ppctl: hardware=h100: only `ppctl train` and `ppctl plan` heed this. Leave it out"),
-    ("bench costs.doctor=x", "ppctl: costs.doctor=x: only `ppctl train` and `ppctl plan` heed this"),
-    ("doctor costs=measure", "ppctl: costs=measure: only `ppctl train` and `ppctl plan` heed this"),
-    ("doctor hardware=host", "hardware=host: only `ppctl train` and `ppctl plan` heed this"),
+    (
+        "verify hardware=h100",
+        "ppctl: hardware=h100: only `ppctl train`, `ppctl plan` and `ppctl tune` heed this. Leave it out",
+    ),
+    ("bench costs.doctor=x", "ppctl: costs.doctor=x: only `ppctl train`, `ppctl plan` and `ppctl tune` heed this"),
+    ("doctor costs=measure", "ppctl: costs=measure: only `ppctl train`, `ppctl plan` and `ppctl tune` heed this"),
+    ("doctor hardware=host", "hardware=host: only `ppctl train`, `ppctl plan` and `ppctl tune` heed this"),
     ("bench plan.memory_gib=3", "plan.memory_gib=3.0: only `ppctl plan` heeds this. Leave it out"),
     (
         "plan hardware.peak_flops.bfloat16=1e12",
@@ -395,7 +398,7 @@ def test_a_command_shows_the_groups_that_it_heeds(capsys):
         assert cli.main([command, "--help"]) == 0
         out = capsys.readouterr().out
         for line in ("  hardware  auto |", "  costs     analytic | measure\n"):
-            assert (line in out) == (command in ("train", "plan")), (command, line)
+            assert (line in out) == (command in ("train", "plan", "tune")), (command, line)
 
 
 def test_hardware_of_a_users_own_is_a_choice(capsys, served, empty_directory):

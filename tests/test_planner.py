@@ -1,6 +1,7 @@
 """`ppctl plan`: what it says of memory is what arrays and compilers say, and what does not fit is refused."""
 
 import json
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -9,8 +10,9 @@ from typing import Any
 import jax
 import pytest
 
-from ppctl import cli, config, mesh, planner
+from ppctl import cli, config, mesh, planner, weigh
 from ppctl.assemble import assemble
+from ppctl.engine.one_program import OneProgram
 from ppctl.errors import ConfigError
 from ppctl.runtime.memory import shard_bytes, tree_bytes
 
@@ -23,6 +25,7 @@ TINY = config.Config(
     run=config.Run(dtype="float32"),
 )
 COMPILE = config.Plan(compile=True)
+MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def request(schedule="1f1b", num_microbatches=8, *, executor="spmd", remat="layer", **changes):
@@ -54,7 +57,7 @@ def test_the_parts_of_a_compiled_program_add_up_to_what_its_compiler_plans(sched
     sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert found.total_bytes == (sizes - memory.alias_size_in_bytes,) * 4
     for of_rank in found.memory_bytes:
-        assert list(of_rank) == [part for part in planner.PARTS if part in of_rank]
+        assert list(of_rank) == [part for part in weigh.PARTS if part in of_rank]
         assert sum(of_rank.values()) == found.total_bytes[0]
         assert of_rank["temporaries"] > 0
 
@@ -205,7 +208,7 @@ def test_what_is_compiled_is_shown_beside_the_estimate(capsys):
 
 
 def test_without_an_estimate_what_is_known_may_fit(monkeypatch, capsys):
-    monkeypatch.setattr(planner, "_weighed", lambda parts: ((), None))  # as for devices other than CPUs
+    monkeypatch.setattr(planner, "weighed", lambda parts: ((), None))  # as for devices other than CPUs
     found, said = said_of(request(plan=config.Plan(memory_gib=1.0)), capsys)
     assert (found.fits, found.is_complete, found.estimated_bytes) == (None, False, None)
     assert "temporaries" not in found.memory_bytes[0]
@@ -221,7 +224,8 @@ def test_json_holds_the_stages_and_the_bubble(capsys):
     assert found["partition"] == [2, 1, 1, 1, 1, 1, 1, 1]
     assert found["rank_of"] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert 0 < found["bubble_fraction"] < 0.5
-    assert found["fits"] is None  # nobody has said how much memory there is
+    assert found["fits"] is True
+    assert found["limit_bytes"] == MACHINE_BYTES // 4  # simulated devices share the machine's memory
     assert len(found["memory_bytes"]) == len(found["total_bytes"]) == 4
 
 
@@ -258,7 +262,7 @@ def test_what_a_compiler_refuses_does_not_fit(monkeypatch, capsys):
     def refuse(self, *, evaluate):
         raise jax.errors.JaxRuntimeError(REFUSED)
 
-    monkeypatch.setattr(planner.OneProgram, "compile", refuse)
+    monkeypatch.setattr(OneProgram, "compile", refuse)
     code, found = plan_json(capsys, request(plan=TOPOLOGY))
     assert (code, found["fits"], found["is_complete"]) == (1, False, False)
     assert found["limit_bytes"] == round(15.75 * 2**30)

@@ -136,7 +136,8 @@ def refuse_unheeded(command: str, config: Config) -> None:
     for part, commands in HEEDED_BY.items():
         said = _difference(part, getattr(config, part), getattr(default, part))
         if said and command not in commands:
-            only = " and ".join(f"`ppctl {name}`" for name in commands)
+            *others, last = (f"`ppctl {name}`" for name in commands)
+            only = f"{', '.join(others)} and {last}" if others else last
             raise ConfigError(f"{said}: only {only} heed{'s' * (len(commands) == 1)} this. Leave it out.")
 
 

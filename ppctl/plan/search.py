@@ -6,7 +6,7 @@ simulation, until no bound is below the last of the best. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -28,7 +28,7 @@ from ppctl.schedule.registry import build
 from ppctl.schedule.ticks import in_shape, shapes
 
 MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
-FEW_RANKS = 16  # up to here the warm-up is left out of what is extrapolated with care
+FEW_RANKS = 16  # up to here two rounds of microbatches tell what one more takes, above one
 SAME = 1e-9  # relative
 
 
@@ -77,24 +77,21 @@ class Search:
     ):
         self.space, self.work, self.params, self.machine = space, work, params, machine
         self.limit_bytes = inf if limit_bytes is None else limit_bytes
-        self.smallest = inf
 
     def run(self, keep: int = 10) -> Found:
         """The best `keep` layouts."""
         opened, too_large, priced = [], 0, 0
-        for number, (mesh, microbatch) in enumerate(self.space.microbatches):
-            bounds = Bounds(self.space, self.work, self.params, self.machine, mesh, microbatch)
-            kinds = list(self.space.kinds(mesh[1]))
-            if not self._has_room(bounds.memory):
-                too_large += len(kinds)
-                continue
-            for family, chunks in kinds:
-                order = self.space.families.index(family)
-                opened.append((bounds.step_s(chunks, is_whole=family in WHOLE), number, order, chunks, bounds))
+        for number, (bounds, family, chunks) in enumerate(self._layouts()):
+            if self._has_room(bounds.memory):
+                bound_s = bounds.step_s(is_whole=family in WHOLE)
+                opened.append(
+                    (bound_s, -chunks, number, bounds, family, chunks)
+                )  # of many chunks are faster, as a rule
+            else:
+                too_large += 1
         best: list[Candidate] = []
         alone: Candidate | None = None
-        for bound_s, _, order, chunks, bounds in sorted(opened, key=lambda each: each[:4]):
-            family = self.space.families[order]
+        for bound_s, *_, bounds, family, chunks in sorted(opened, key=lambda each: each[:3]):
             last_s = best[-1].time.total_s if len(best) == keep else inf
             is_alone = bounds.mesh[1] == 1 and (alone is None or bound_s < alone.time.total_s)
             if bound_s > last_s and not is_alone:
@@ -106,13 +103,28 @@ class Search:
             best = sorted([*best, candidate], key=lambda c: (c.time.total_s, c.total_bytes))[:keep]
             if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
                 alone = candidate
-        smallest = None if best or self.smallest == inf else int(self.smallest)
+        smallest = None if best else Search(self.space, self.work, self.params, self.machine)._smallest()
         return Found(tuple(best), alone, len(opened) + too_large, too_large, priced, smallest)
 
+    def _layouts(self) -> Iterator[tuple[Bounds, str, int]]:
+        """All: with the mesh and its microbatches, (family, chunks)."""
+        for mesh, microbatch in self.space.microbatches:
+            bounds = Bounds(self.space, self.work, self.params, self.machine, mesh, microbatch)
+            yield from ((bounds, *kind) for kind in self.space.kinds(mesh[1]))
+
+    def _smallest(self) -> int | None:
+        """The bytes of the layout that needs the fewest, None where no layout is one."""
+        layouts = [(sum(each[0].memory.values()), number, each) for number, each in enumerate(self._layouts())]
+        smallest = inf
+        for least, _, (bounds, family, chunks) in sorted(layouts, key=lambda each: each[:2]):
+            if least >= smallest:
+                break
+            candidate = self._candidate(bounds, family, chunks, inf)
+            smallest = min(smallest, inf if candidate is None else candidate.total_bytes)
+        return None if smallest == inf else int(smallest)
+
     def _has_room(self, memory: Mapping[str, int]) -> bool:
-        needed = sum(memory.values())
-        self.smallest = min(self.smallest, needed)
-        return needed <= self.limit_bytes
+        return sum(memory.values()) <= self.limit_bytes
 
     def _candidate(self, bounds: Bounds, family: str, chunks: int, last_s: float) -> Candidate | None:
         """A schedule with the partition that balances it, priced; None where it is none, or none of the best.
@@ -121,7 +133,8 @@ class Search:
         """
         (dp, pp, fsdp), microbatch, is_spmd = bounds.mesh, bounds.microbatch, self.space.executor == "spmd"
         peak = peak_formula(family, pp, microbatch.number, **_knobs(family, chunks))
-        if peak is not None and not self._has_room(bounds.with_stashes(peak)):
+        share = self._least_share(family, microbatch.remat)
+        if peak is not None and not self._has_room(bounds.with_stashes(peak * share)):
             return None
         keys = [(family, pp, number, chunks) for number in shorter(pp, microbatch.number, chunks)]
         numbers = [number for _, _, number, _ in keys]
@@ -130,15 +143,16 @@ class Search:
             sizes = self._balanced(bounds, schedules[0].rank_of)
         except (ScheduleError, ConfigError):
             return None
-        largest, held = max(sizes), max(_sums(sizes, schedules[0].rank_of))
-        layout = Layout(dp, pp, fsdp, largest * chunks if is_spmd else held, largest)
+        largest = max(sizes)
+        most = largest * chunks if is_spmd else max(_sums(sizes, schedules[0].rank_of))
+        layout = Layout(dp, pp, fsdp, most, largest)
 
         def memory(slots: Sequence[Mapping[str, float]]) -> dict[str, int]:
             found = held_bytes(self.work, self.params, layout, microbatch, along(numbers, slots, microbatch.number))
             return found | {"temporaries": workspace_bytes(self.work, self.params, layout, microbatch)}
 
-        held_by_order = memory([_stashes(*key) for key in keys])
-        if not self._has_room(held_by_order):
+        stashes = [_stashes(*key) for key in keys]
+        if not self._has_room(memory([{"stash": share * number} for number in stashes])):
             return None
         prices, keeps_input = bounds.priced(layout), microbatch.remat == "full"
         costs = stage_costs(prices, sizes, keeps_input=keeps_input, split=family not in WHOLE)
@@ -149,16 +163,24 @@ class Search:
             times.append(vars(min(runs, key=lambda run: run.pipeline_s)))
         found = along(numbers, times, microbatch.number)
         time = StepTime(**found)
-        again = 0.0 if microbatch.remat == "none" else self.space.num_layers * prices.layer.forward_s
-        redone = again * microbatch.number * layout.rows / time.tasks_s
+        again = {"none": 0, "layer": sum(sizes), "full": sum(sizes[:-1])}[microbatch.remat]  # layers
+        redone = again * prices.layer.forward_s * microbatch.number * layout.rows / time.tasks_s
         if time.total_s > last_s:
             return None
-        held_in_slots = memory([_slots(*key, keeps_input, costs) for key in keys]) if is_spmd else held_by_order
-        if not self._has_room(held_in_slots):
+        if is_spmd:
+            held = memory([_slots(*key, keeps_input, costs) for key in keys])
+        else:
+            held = memory([{"stash": number, "value": 2} for number in stashes])
+        if not self._has_room(held):
             return None
-        return Candidate(
-            bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes, time, redone, held_in_slots
-        )
+        return Candidate(bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes, time, redone, held)
+
+    def _least_share(self, family: str, remat: str) -> float:
+        """Of a stash, what stays until W at least: with executor=spmd only what I hands on."""
+        stash = self.work.stash_bytes[remat]
+        if self.space.executor != "spmd" or family in WHOLE or not stash:
+            return 1.0
+        return min(1.0, self.work.pending_bytes[remat] / stash)
 
     def _balanced(self, bounds: Bounds, rank_of: Sequence[int]) -> tuple[int, ...]:
         """The layers of each stage, with embedding and head counted in layers."""
@@ -199,10 +221,9 @@ def _slots(family: str, pp: int, number: int, chunks: int, keeps_input: bool, co
 
 
 @cache
-def _stashes(family: str, pp: int, number: int, chunks: int) -> Mapping[str, float]:
-    """What the rank with most holds at once by the order of its tasks."""
-    peak = peak_activations(_built(family, pp, number, chunks))
-    return {"stash": max(peak) * chunks, "value": 2}
+def _stashes(family: str, pp: int, number: int, chunks: int) -> float:
+    """How many the rank with most holds at once by the order of its tasks."""
+    return max(peak_activations(_built(family, pp, number, chunks))) * chunks
 
 
 @cache
@@ -216,15 +237,17 @@ def _sums(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
 
 
 def shorter(num_ranks: int, wanted: int, num_chunks: int) -> list[int]:
-    """Numbers of microbatches to simulate: the one wanted, or two smaller ones past the warm-up.
+    """Numbers of microbatches to simulate: the one wanted, or two smaller ones past the warm-up of every family.
+
+    That is after 3p of them. By 1% and less what follows grows by equal steps; after 2p, by up to 14%.
 
     >>> shorter(8, 64, 1), shorter(8, 4096, 1)
-    ([64], [16, 24])
+    ([64], [24, 40])
     """
-    few, many = (2 * num_ranks, 3 * num_ranks) if num_ranks <= FEW_RANKS else (num_ranks, 2 * num_ranks)
-    if 3 * num_ranks * num_chunks * wanted <= MOST_TASKS or wanted <= many + num_ranks:
-        return [wanted]
-    return [few + wanted % num_ranks, many + wanted % num_ranks]
+    few = 3 * num_ranks + wanted % num_ranks
+    many = few + (2 if num_ranks <= FEW_RANKS else 1) * num_ranks
+    is_short = 3 * num_ranks * num_chunks * wanted <= MOST_TASKS or wanted <= many
+    return [wanted] if is_short else [few, many]
 
 
 def along(numbers: Sequence[int], values: Sequence[Mapping[str, float]], wanted: int) -> dict[str, Any]:
