@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.assemble import Parts, task_costs, worth_of_ends
-from ppctl.costs import Costs
+from ppctl.assemble import Parts, worth_of_ends
+from ppctl.costs import Costs, task_costs
 from ppctl.errors import ConfigError
 from ppctl.partition import Partition, stage_costs
 from ppctl.plan.cut import cut, improved

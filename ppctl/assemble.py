@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from ppctl import config as config_module
 from ppctl import distributed, native, optim
 from ppctl.config import Config
-from ppctl.costs import Costs
+from ppctl.costs import task_costs
 from ppctl.data import BUILDERS, DataSet
 from ppctl.engine import Engine
 from ppctl.engine.mpmd import Mpmd
@@ -108,11 +108,6 @@ class Parts:
         return (
             simulate(self.schedule, costs).bubble_fraction if self.ticks is None else self.ticks.bubble_fraction(costs)
         )
-
-
-def task_costs(remat: str) -> Costs:
-    """Relative seconds of a stage's tasks: the input and the weight gradient cost a forward each, recomputing one."""
-    return Costs(forward_s=1.0, input_grad_s=1.0 + (remat != "none"), weight_grad_s=1.0)
 
 
 def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:

@@ -85,3 +85,8 @@ class Costs:
 
 def _of_stage(cost: float | tuple[float, ...], stage: int, num_chunks: int) -> float:
     return cost[stage] if isinstance(cost, tuple) else cost / num_chunks
+
+
+def task_costs(remat: str) -> Costs:
+    """Relative seconds of a stage's tasks: the input and the weight gradient cost a forward each, recomputing one."""
+    return Costs(forward_s=1.0, input_grad_s=1.0 + (remat != "none"), weight_grad_s=1.0)

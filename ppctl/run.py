@@ -22,9 +22,10 @@ import yaml
 from rich.console import Console
 
 from ppctl import distributed
-from ppctl.assemble import DEFAULT_DTYPE, Parts, assemble, partition_text, start_jax, task_costs
+from ppctl.assemble import DEFAULT_DTYPE, Parts, assemble, partition_text, start_jax
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
+from ppctl.costs import task_costs
 from ppctl.engine import Footprint
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.foresee import foresee

@@ -102,8 +102,8 @@ def _check(config: Config) -> None:
         raise ConfigError("executor=reference has one layout, on one device. Use executor=spmd or executor=mpmd.")
     if isinstance(config.executor, Spmd) and config.executor.idle != "skip":
         raise ConfigError(
-            f"executor.idle={config.executor.idle} computes in idle ticks too, which `ppctl tune` does not price. Leave "
-            "it out; `ppctl plan executor.idle=compute` prices one layout."
+            f"executor.idle={config.executor.idle} computes in idle ticks too, which `ppctl tune` does not price. "
+            "Leave it out; `ppctl plan executor.idle=compute` prices one layout."
         )
     if config.costs.name != "analytic":
         raise ConfigError(

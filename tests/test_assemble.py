@@ -15,7 +15,6 @@ from ppctl.assemble import (
     model_flops,
     partition_text,
     plan,
-    task_costs,
     without_pipeline,
 )
 from ppctl.config import (
@@ -36,7 +35,7 @@ from ppctl.config import (
     Transformer,
     Uniform,
 )
-from ppctl.costs import Costs
+from ppctl.costs import Costs, task_costs
 from ppctl.errors import ConfigError, ScheduleError
 
 BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 8, 12, 24

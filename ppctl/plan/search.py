@@ -12,7 +12,7 @@ from functools import cache
 from math import inf
 from typing import Any
 
-from ppctl.costs import Costs
+from ppctl.costs import task_costs
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.partition import balanced
 from ppctl.plan.analytic import Layout, Machine, ParamBytes
@@ -22,10 +22,9 @@ from ppctl.plan.sizes import held_bytes, workspace_bytes
 from ppctl.plan.space import CHUNKED, WHOLE, Bounds, Space
 from ppctl.schedule.formulas import peak_formula
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.lockstep import Counted, Shape, counted, counted_s, pack
 from ppctl.schedule.memory import peak_activations
 from ppctl.schedule.registry import build
-from ppctl.schedule.ticks import in_shape, shapes
+from ppctl.schedule.ticks import Ticks, keeping, ticks
 
 MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
 FEW_RANKS = 16  # up to here two rounds of microbatches tell what one more takes, above one
@@ -154,21 +153,19 @@ class Search:
         stashes = [_stashes(*key) for key in keys]
         if not self._has_room(memory([{"stash": share * number} for number in stashes])):
             return None
-        prices, keeps_input = bounds.priced(layout), microbatch.remat == "full"
-        costs = stage_costs(prices, sizes, keeps_input=keeps_input, split=family not in WHOLE)
+        prices = bounds.priced(layout)
+        costs = stage_costs(prices, sizes, keeps_input=microbatch.remat == "full", split=family not in WHOLE)
         times = []
         for key, schedule in zip(keys, schedules, strict=True):
-            shapes_s = [rows_s(rows, costs, chunks) for _, rows in _packed(*key).values()] if is_spmd else [None]
-            runs = (ticking_s(prices, schedule, rows, costs, layout.rows) for rows in shapes_s)
-            times.append(vars(min(runs, key=lambda run: run.pipeline_s)))
-        found = along(numbers, times, microbatch.number)
-        time = StepTime(**found)
+            rows = rows_s(_lowered(*key, microbatch.remat).counted, costs, chunks) if is_spmd else None
+            times.append(vars(ticking_s(prices, schedule, rows, costs, layout.rows)))
+        time = StepTime(**along(numbers, times, microbatch.number))
         again = {"none": 0, "layer": sum(sizes), "full": sum(sizes[:-1])}[microbatch.remat]  # layers
         redone = again * prices.layer.forward_s * microbatch.number * layout.rows / time.tasks_s
         if time.total_s > last_s:
             return None
         if is_spmd:
-            held = memory([_slots(*key, keeps_input, costs) for key in keys])
+            held = memory([_lowered(*key, microbatch.remat).num_slots for key in keys])
         else:
             held = memory([{"stash": number, "value": 2} for number in stashes])
         if not self._has_room(held):
@@ -201,23 +198,8 @@ def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int) -> S
 
 
 @cache
-def _packed(family: str, pp: int, number: int, chunks: int) -> dict[Shape, tuple[Any, Counted]]:
-    schedule = _built(family, pp, number, chunks)
-    packed: dict[Shape, Any] = {shape: pack(schedule, shape) for shape in shapes(schedule)}
-    return {shape: (cells, counted(cells)) for shape, cells in packed.items()}
-
-
-@cache
-def _in_shape(family: str, pp: int, number: int, chunks: int, shape: Shape, keeps_input: bool) -> Mapping[str, int]:
-    schedule, (cells, _) = _built(family, pp, number, chunks), _packed(family, pp, number, chunks)[shape]
-    return in_shape(schedule, shape, cells, keep_input=keeps_input, head_in_forward=not keeps_input).num_slots
-
-
-def _slots(family: str, pp: int, number: int, chunks: int, keeps_input: bool, costs: Costs) -> Mapping[str, int]:
-    """Slots of the rank with most, in the shape that is faster."""
-    packed = _packed(family, pp, number, chunks)
-    shape = min(packed, key=lambda name: counted_s(packed[name][1], costs, chunks))
-    return _in_shape(family, pp, number, chunks, shape, keeps_input)
+def _lowered(family: str, pp: int, number: int, chunks: int, remat: str) -> Ticks:
+    return ticks(_built(family, pp, number, chunks), task_costs(remat), **keeping(remat))
 
 
 @cache

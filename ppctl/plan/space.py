@@ -108,7 +108,7 @@ class Bounds:
         return held_bytes(self.work, self.params, least, self.microbatch, {"stash": number})
 
     def step_s(self, *, is_whole: bool = False) -> float:
-        """Seconds of a step: its work, and for ranks that share no cores the ways to them and with whole backwards back.
+        """Seconds of a step: its work, and the ways to the ranks, with whole backwards also back.
 
         Whatever the partition, no rank is done before the mean of all: its work, and the middle stages before it, of a
         layer each. With remat=full the last stage runs its forwards in its backwards, and may hold any layers.

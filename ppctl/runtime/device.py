@@ -14,7 +14,7 @@ from ppctl.model.stack import Stack
 from ppctl.runtime.layout import gather
 from ppctl.runtime.stage import Stage, zeros_like
 from ppctl.schedule.ir import Kind
-from ppctl.schedule.ticks import Ticks
+from ppctl.schedule.ticks import Ticks, keeping
 
 Tree = Any
 
@@ -35,7 +35,7 @@ class Options:
     @property
     def lowering(self) -> dict[str, bool]:
         """The arguments of `schedule.ticks` that these options need."""
-        return {"keep_input": self.remat == "full", "head_in_forward": self.remat != "full"}
+        return keeping(self.remat)
 
 
 class Place(NamedTuple):

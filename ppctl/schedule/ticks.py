@@ -125,6 +125,11 @@ def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_
     return in_shape(schedule, shape, packed[shape], keep_input=keep_input, head_in_forward=head_in_forward)
 
 
+def keeping(remat: str) -> dict[str, bool]:
+    """What slots keep with this setting of executor.remat, as the keywords of `ticks`."""
+    return {"keep_input": remat == "full", "head_in_forward": remat != "full"}
+
+
 def shapes(schedule: Schedule) -> tuple[Shape, ...]:
     """The tick shapes that the program of `schedule` has."""
     return ("pair", "one") if runs_in_pairs(schedule) else ("one",)

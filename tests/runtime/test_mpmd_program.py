@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mpmd_cases import MpmdCase, make_engine
 
-from ppctl.assemble import task_costs
+from ppctl.costs import task_costs
 from ppctl.runtime import effort
 from ppctl.runtime.mpmd.plan import last_uses
 from ppctl.schedule import FAMILIES
