@@ -5,7 +5,6 @@ Pieces are priced elsewhere, by counting (`plan.roofline`) or by timing (`runtim
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -137,8 +136,8 @@ def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
 
 def ticking_s(prices: Prices, schedule: Schedule, rows: Rows | None, costs: Costs, copies: int) -> StepTime:
     """`step_time` of rows of ticks, transfers not counted; None: of free-running ranks."""
-    each = Counter((task.kind, task.stage) for tasks in schedule.ranks for task in tasks)
-    tasks_s = work_s = sum(number * costs.seconds(*which, schedule.num_chunks) for which, number in each.items())
+    each = [count for rank in schedule.counts for count in rank]
+    tasks_s = work_s = sum(number * costs.seconds(kind, s, schedule.num_chunks) for kind, s, number in each)
     capacity = prices.capacity / copies  # copies do the same at the same time
     if rows is None:
         pipeline_s = free_running_s(schedule, costs, capacity)

@@ -20,11 +20,13 @@ from ppctl.plan.prices import StepTime, rows_s, stage_costs, ticking_s
 from ppctl.plan.roofline import ModelWork
 from ppctl.plan.sizes import held_bytes, workspace_bytes
 from ppctl.plan.space import CHUNKED, WHOLE, Bounds, Space
+from ppctl.schedule.bounds import makespan_bound_s
 from ppctl.schedule.formulas import peak_formula
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.lockstep import Counted, Shape, counted
 from ppctl.schedule.memory import peak_activations
 from ppctl.schedule.registry import build
-from ppctl.schedule.ticks import Ticks, keeping, ticks
+from ppctl.schedule.ticks import in_shape, keeping, packed
 
 MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
 FEW_RANKS = 16  # up to here two rounds of microbatches tell what one more takes, above one
@@ -76,10 +78,11 @@ class Search:
     ):
         self.space, self.work, self.params, self.machine = space, work, params, machine
         self.limit_bytes = inf if limit_bytes is None else limit_bytes
+        self.num_priced = 0
 
     def run(self, keep: int = 10) -> Found:
         """The best `keep` layouts."""
-        opened, too_large, priced = [], 0, 0
+        opened, too_large = [], 0
         for number, (bounds, family, chunks) in enumerate(self._layouts()):
             if self._has_room(bounds.memory):
                 bound_s = bounds.step_s(is_whole=family in WHOLE)
@@ -96,14 +99,13 @@ class Search:
             if bound_s > last_s and not is_alone:
                 continue
             candidate = self._candidate(bounds, family, chunks, inf if is_alone else last_s)
-            priced += 1
             if candidate is None or any(candidate.is_like(other) for other in best):
                 continue
             best = sorted([*best, candidate], key=lambda c: (c.time.total_s, c.total_bytes))[:keep]
             if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
                 alone = candidate
         smallest = None if best else Search(self.space, self.work, self.params, self.machine)._smallest()
-        return Found(tuple(best), alone, len(opened) + too_large, too_large, priced, smallest)
+        return Found(tuple(best), alone, len(opened) + too_large, too_large, self.num_priced, smallest)
 
     def _layouts(self) -> Iterator[tuple[Bounds, str, int]]:
         """All: with the mesh and its microbatches, (family, chunks)."""
@@ -155,9 +157,13 @@ class Search:
             return None
         prices = bounds.priced(layout)
         costs = stage_costs(prices, sizes, keeps_input=microbatch.remat == "full", split=family not in WHOLE)
+        least = along(numbers, [{"s": makespan_bound_s(each, costs)} for each in schedules], microbatch.number)["s"]
+        if least + prices.once_s > last_s:
+            return None  # whatever the order of its tasks
+        self.num_priced += 1
         times = []
         for key, schedule in zip(keys, schedules, strict=True):
-            rows = rows_s(_lowered(*key, microbatch.remat).counted, costs, chunks) if is_spmd else None
+            rows = rows_s(_packed(*key, _priced_as(microbatch.remat))[2], costs, chunks) if is_spmd else None
             times.append(vars(ticking_s(prices, schedule, rows, costs, layout.rows)))
         time = StepTime(**along(numbers, times, microbatch.number))
         again = {"none": 0, "layer": sum(sizes), "full": sum(sizes[:-1])}[microbatch.remat]  # layers
@@ -165,7 +171,7 @@ class Search:
         if time.total_s > last_s:
             return None
         if is_spmd:
-            held = memory([_lowered(*key, microbatch.remat).num_slots for key in keys])
+            held = memory([_slots(*key, microbatch.remat) for key in keys])
         else:
             held = memory([{"stash": number, "value": 2} for number in stashes])
         if not self._has_room(held):
@@ -198,8 +204,22 @@ def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int) -> S
 
 
 @cache
-def _lowered(family: str, pp: int, number: int, chunks: int, remat: str) -> Ticks:
-    return ticks(_built(family, pp, number, chunks), task_costs(remat), **keeping(remat))
+def _packed(family: str, pp: int, number: int, chunks: int, remat: str) -> tuple[Shape, Any, Counted]:
+    """The ticks that the executor lowers to: their shape, their cells, and the rows of these that differ."""
+    shape, cells = packed(_built(family, pp, number, chunks), task_costs(remat))
+    return shape, cells, counted(cells)
+
+
+@cache
+def _slots(family: str, pp: int, number: int, chunks: int, remat: str) -> Mapping[str, int]:
+    """Slots of the rank with most."""
+    shape, cells, _ = _packed(family, pp, number, chunks, _priced_as(remat))
+    return in_shape(_built(family, pp, number, chunks), shape, cells, **keeping(remat)).num_slots
+
+
+def _priced_as(remat: str) -> str:
+    """The one of the settings with the same `task_costs` that stands for them."""
+    return "none" if remat == "none" else "full"
 
 
 @cache

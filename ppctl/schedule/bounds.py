@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from ppctl.costs import Costs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.simulate import duration_s
 
 
 def whole_makespan_bound_s(num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs) -> float:
@@ -55,7 +54,7 @@ def makespan_bound_s(schedule: Schedule, costs: Costs) -> float:
     """
     before_s = _chain_s(schedule, costs, ("F",))
     after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))
-    may_end_with_w = [any(task.kind == "W" for task in tasks) for tasks in schedule.ranks]
+    may_end_with_w = [any(kind == "W" for kind, _, _ in rank) for rank in schedule.counts]
     return max(
         min(before_s[s] for s in stages) + work_s + (0.0 if ends else min(after_s[s] for s in stages))
         for stages, work_s, ends in zip(schedule.stages_of, _work_s(schedule, costs), may_end_with_w, strict=True)
@@ -83,12 +82,13 @@ def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) ->
 
 
 def _work_s(schedule: Schedule, costs: Costs) -> list[float]:
-    return [sum(duration_s(task, costs, schedule.num_chunks) for task in tasks) for tasks in schedule.ranks]
+    chunks = schedule.num_chunks
+    return [sum(number * costs.seconds(kind, s, chunks) for kind, s, number in rank) for rank in schedule.counts]
 
 
 def _backward_kind(schedule: Schedule) -> str:
     """What a gradient must pass through at each stage: I where any backward is split, else B."""
-    return "I" if any(task.kind == "I" for tasks in schedule.ranks for task in tasks) else "B"
+    return "I" if any(kind == "I" for rank in schedule.counts for kind, _, _ in rank) else "B"
 
 
 def _chain_s(schedule: Schedule, costs: Costs, kinds: tuple[str, ...]) -> list[float]:

@@ -7,6 +7,7 @@ from it. Vocabulary: stage 0..S-1 in model order; rank = index along mesh axis p
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -114,3 +115,9 @@ class Schedule:
     def num_chunks(self) -> int:
         """The largest number of stages on one rank."""
         return max(map(len, self.stages_of))
+
+    @cached_property
+    def counts(self) -> tuple[tuple[tuple[str, int, int], ...], ...]:
+        """For each rank (kind, stage, how many tasks)."""
+        found = (Counter((task.kind, task.stage) for task in tasks) for tasks in self.ranks)
+        return tuple(tuple((*which, number) for which, number in counter.items()) for counter in found)

@@ -117,22 +117,23 @@ def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_
     A schedule of forwards alone keeps nothing.
     ScheduleError for a schedule that a ring cannot carry.
     """
+    return in_shape(schedule, *packed(schedule, costs), keep_input=keep_input, head_in_forward=head_in_forward)
+
+
+def packed(schedule: Schedule, costs: Costs) -> tuple[Shape, tuple[tuple[Cell, ...], ...]]:
+    """The tick shape that is faster for `costs`, of those that the program of `schedule` has, and its cells."""
     reason = single.why_not(schedule)
     if reason is not None:
         raise ScheduleError(reason)
-    packed: dict[Shape, tuple[tuple[Cell, ...], ...]] = {shape: pack(schedule, shape) for shape in shapes(schedule)}
-    shape: Shape = min(packed, key=lambda name: lockstep_s(packed[name], costs, schedule.num_chunks))
-    return in_shape(schedule, shape, packed[shape], keep_input=keep_input, head_in_forward=head_in_forward)
+    shapes: tuple[Shape, ...] = ("pair", "one") if runs_in_pairs(schedule) else ("one",)
+    cells = {shape: pack(schedule, shape) for shape in shapes}
+    shape: Shape = min(shapes, key=lambda name: lockstep_s(cells[name], costs, schedule.num_chunks))
+    return shape, cells[shape]
 
 
 def keeping(remat: str) -> dict[str, bool]:
     """What slots keep with this setting of executor.remat, as the keywords of `ticks`."""
     return {"keep_input": remat == "full", "head_in_forward": remat != "full"}
-
-
-def shapes(schedule: Schedule) -> tuple[Shape, ...]:
-    """The tick shapes that the program of `schedule` has."""
-    return ("pair", "one") if runs_in_pairs(schedule) else ("one",)
 
 
 def in_shape(
