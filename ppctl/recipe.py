@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +27,29 @@ def recipe_path(name: str | None) -> Path | None:
     if name is None:
         return None
     path = Path("recipes") / f"{name}.yaml"
-    try:
-        is_ours = not path.exists() or MARK in path.read_text()
-        path.parent.mkdir(exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"tune.recipe={name}: {path} cannot be written: {error.strerror}.") from error
-    if not is_ours:
-        raise ConfigError(f"tune.recipe={name}: {path} is not of `ppctl tune` and stays. Use another name, or null.")
-    if not path.stat().st_size:
-        path.unlink()
+    with _writing(path):
+        if path.exists() and MARK not in path.read_text():
+            raise ConfigError(
+                f"tune.recipe={name}: {path} is not of `ppctl tune` and stays. Use another name, or null."
+            )
+        there = next(each for each in (path, path.parent, Path()) if each.exists())
+        if not os.access(there, os.W_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        if there == path.parent and not there.is_dir():
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     return path
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Errors of files in here become ConfigErrors."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"tune.recipe={path.stem}: {path} cannot be written: {why}. Use another name, another directory, or null."
+        ) from error
 
 
 def command_of(path: Path) -> str:
@@ -60,7 +76,9 @@ def write_recipe(path: Path, config: Config, candidate: Candidate, measured_s: f
     document["run"] = document.get("run", {}) | {"name": name}
     if config.run.dir == f"runs/{config.run.name}":
         document["run"].pop("dir", None)  # it follows from the name
-    path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
+    with _writing(path):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
 
 
 def _choice(config: Config, part: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ppctl import config as settings
 from ppctl.config import Config, Explicit
 from ppctl.plan.search import Candidate, Found
 from ppctl.recipe import command_of
@@ -57,7 +58,7 @@ def show(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
     head = (*before, *_columns(tuned), "bubble", "redone", "once", "memory")
     rows = [_row(tuned, i, config) for i, config in enumerate(configs)]
     show_table(console, "the fastest, by costs counted for the hardware", head, rows)
-    say(_about_pipelines(found, configs[0]))
+    say(_about_pipelines(tuned, configs[0]))
     if tuned.recipe is not None:
         say(f"the first is a recipe now, {tuned.recipe}: {command_of(Path(tuned.recipe))}")
 
@@ -74,14 +75,14 @@ def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
     candidate = tuned.found.best[i]
     time = candidate.time
     measured_s = tuned.measured_s[i] if i < len(tuned.measured_s) else None
-    step_s = time.total_s if measured_s is None else measured_s
+    step_s = measured_s if tuned.measured_s else time.total_s
     more = []
     if tuned.measured_s:
-        more.append("" if measured_s is None else f"{measured_s:.4g}")
+        more.append("" if step_s is None else f"{step_s:.4g}")
     if tuned.batch_tokens is not None:
-        more.append(f"{tuned.batch_tokens / step_s:,.0f}")
+        more.append("" if step_s is None else f"{tuned.batch_tokens / step_s:,.0f}")
     if tuned.peak_flops is not None:
-        more.append(f"{tuned.step_flops / step_s / tuned.peak_flops:.1%}")
+        more.append("" if step_s is None else f"{tuned.step_flops / step_s / tuned.peak_flops:.1%}")
     stages = "even" if not isinstance(config.partition, Explicit) else _runs(candidate.partition)
     return [
         str(i + 1),
@@ -114,25 +115,30 @@ def _runs(sizes: Sequence[int]) -> str:
     return " ".join(str(size) if number == 1 else f"{size}*{number}" for size, number in found)
 
 
-def _about_pipelines(found: Found, best: Config) -> str:
+def _about_pipelines(tuned: Tuned, best: Config) -> str:
     """How the best layout compares with the best one that has no pipeline."""
-    first, alone = found.best[0], found.without_pipeline
+    first, alone = tuned.found.best[0], tuned.found.without_pipeline
     if first.mesh[1] == 1:
-        rival = next((c for c in found.best if c.mesh[1] > 1), None)
-        slower = (
-            ""
-            if rival is None
-            else f"; the best pipeline takes {rival.time.total_s / first.time.total_s:.2f} times as long"
-        )
+        rival = next((c for c in tuned.found.best if c.mesh[1] > 1), None)
+        slower = "" if rival is None else f"; the best pipeline takes {_times(tuned, rival):.2f} times as long"
         return f"no pipeline is needed: mesh={best.mesh.text} (pp=1) is fastest{slower}."
     if alone is None:
         return "without a pipeline (mesh.pp=1) nothing fits."
-    ratio = alone.time.total_s / first.time.total_s
-    dp, pp, fsdp = alone.mesh
+    alone = next((c for c in tuned.found.best if c.mesh[1] == 1), alone)
+    mesh = settings.Mesh(*alone.mesh).text
     return (
-        f"without a pipeline the best is mesh={dp}x{pp}x{fsdp}, {alone.num_microbatches} microbatches, "
-        f"remat={alone.remat}: {ratio:.2f} times as long."
+        f"without a pipeline the best is mesh={mesh}, {alone.num_microbatches} microbatches, "
+        f"remat={alone.remat}: {_times(tuned, alone):.2f} times as long."
     )
+
+
+def _times(tuned: Tuned, other: Candidate) -> float:
+    """How many times as long as the first another layout takes: as measured, where both were."""
+    first = tuned.found.best[0]
+    measured_s = dict(zip(tuned.found.best, tuned.measured_s, strict=False))
+    if other in measured_s:
+        return measured_s[other] / measured_s[first]
+    return other.time.total_s / first.time.total_s
 
 
 def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
@@ -144,13 +150,13 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
             found.best, configs, [*tuned.measured_s, *[None] * (len(configs) - len(tuned.measured_s))], strict=True
         )
     ]
-    return asdict(tuned) | {
-        "found": None,
+    return {name: value for name, value in asdict(tuned).items() if name != "found"} | {
         "best": best,
         "without_pipeline": None if found.without_pipeline is None else _plain(found.without_pipeline),
         "num_layouts": found.num_layouts,
         "num_too_large": found.num_too_large,
         "num_priced": found.num_priced,
+        "smallest_bytes": found.smallest_bytes,
     }
 
 

@@ -143,6 +143,7 @@ def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, mon
             short = Search(space, work, params, machine)._candidate(bounds, family, chunks, inf)
             assert (short is None) == (whole is None)
             if whole is not None:
+                assert short is not None
                 assert short.time.total_s == pytest.approx(whole.time.total_s, rel=0.01)
                 assert short.total_bytes == pytest.approx(whole.total_bytes, rel=0.01)
 
