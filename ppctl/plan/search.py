@@ -7,12 +7,12 @@ simulation, until no bound is below the last of the best. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
 from typing import Any
 
-from ppctl.costs import task_costs
+from ppctl.costs import Costs, task_costs
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.partition import balanced
 from ppctl.plan.analytic import Layout, Machine, ParamBytes
@@ -21,7 +21,7 @@ from ppctl.plan.roofline import ModelWork
 from ppctl.plan.sizes import held_bytes, workspace_bytes
 from ppctl.plan.space import CHUNKED, WHOLE, Bounds, Space
 from ppctl.schedule.bounds import makespan_bound_s
-from ppctl.schedule.formulas import peak_formula
+from ppctl.schedule.formulas import makespan_formula_s, peak_formula
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep import Counted, Shape, counted
 from ppctl.schedule.memory import peak_activations
@@ -86,14 +86,12 @@ class Search:
         for number, (bounds, family, chunks) in enumerate(self._layouts()):
             if self._has_room(bounds.memory):
                 bound_s = bounds.step_s(is_whole=family in WHOLE)
-                opened.append(
-                    (bound_s, -chunks, number, bounds, family, chunks)
-                )  # of many chunks are faster, as a rule
+                opened.append((self._expected_s(bounds, family, chunks), number, bound_s, bounds, family, chunks))
             else:
                 too_large += 1
         best: list[Candidate] = []
         alone: Candidate | None = None
-        for bound_s, *_, bounds, family, chunks in sorted(opened, key=lambda each: each[:3]):
+        for _, _, bound_s, bounds, family, chunks in sorted(opened, key=lambda each: each[:2]):
             last_s = best[-1].time.total_s if len(best) == keep else inf
             is_alone = bounds.mesh[1] == 1 and (alone is None or bound_s < alone.time.total_s)
             if bound_s > last_s and not is_alone:
@@ -106,6 +104,18 @@ class Search:
                 alone = candidate
         smallest = None if best else Search(self.space, self.work, self.params, self.machine)._smallest()
         return Found(tuple(best), alone, len(opened) + too_large, too_large, self.num_priced, smallest)
+
+    def _expected_s(self, bounds: Bounds, family: str, chunks: int) -> float:
+        """About what a layout takes, by the closed form for equal stages; once good ones are priced, few others are."""
+        prices, pp, number = bounds.prices, bounds.mesh[1], bounds.microbatch.number
+        layers, ends_s = self.space.num_layers / pp, (prices.embed.all_s + prices.head.all_s) / pp
+        kinds = (prices.layer.forward_s, prices.layer.input_grad_s, prices.layer.weight_grad_s)
+        costs = Costs(*(layers * each_s + ends_s / 3 for each_s in kinds), transfer_s=prices.hop_s)
+        formula_s = makespan_formula_s(family, pp, number, costs, **_knobs(family, chunks))
+        if formula_s is None:  # at these costs
+            formula_s = makespan_formula_s(family, pp, number, replace(costs, transfer_s=0.0), **_knobs(family, chunks))
+        whole_s = makespan_formula_s("1f1b", pp, number, replace(costs, transfer_s=0.0))
+        return prices.once_s + (formula_s or whole_s or number * costs.seconds("F", 0, 1) * 3)
 
     def _layouts(self) -> Iterator[tuple[Bounds, str, int]]:
         """All: with the mesh and its microbatches, (family, chunks)."""
