@@ -14,7 +14,7 @@ from ppctl.schedule.ticks import ticks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = sorted(set(re.findall(r"`(ppctl (?:train|verify|bench) [^`]*)`", README)))
+COMMANDS = sorted(set(re.findall(r"`(ppctl (?:train|verify|bench|plan|tune) [^`]*)`", README)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -65,5 +65,5 @@ def test_the_schedule_table_says_what_lockstep_costs():
 
 
 def test_make_targets_exist():
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"\bmake (\w+)\b", README)) - {"help"} <= targets
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([\w-]+)", README)) - {"help"} <= targets
