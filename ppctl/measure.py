@@ -52,7 +52,7 @@ def measured(parts: Parts, cache_dir: Path) -> Prices:
 def is_kept(parts: Parts, cache_dir: Path) -> bool:
     """Whether a request was measured before, so that `measured` only reads."""
     keys = (_key(parts, with_mesh=False), _key(parts, with_mesh=True), _small_key(parts))
-    return all(_file(cache_dir, key)[0].exists() for key in keys)
+    return all(_read(_file(cache_dir, key)[0]) is not None for key in keys)
 
 
 def _prices(parts: Parts, times: Times) -> Prices:
@@ -125,17 +125,30 @@ def _of_mesh(parts: Parts) -> Times:
 
 def _kept(cache_dir: Path, key: dict[str, Any], measure: Callable[[], Times]) -> Times:
     """What was measured for `key`, now or before."""
-    file, _ = _file(cache_dir, key)
-    try:
-        found = json.loads(file.read_text())
-        return {name: Taken(*seconds) for name, seconds in found["times"].items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        times = measure()
+    file, text = _file(cache_dir, key)
+    times = _read(file)
+    if times is not None:
+        return times
+    times = measure()
     cache_dir.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps({"key": key, "times": times}, indent=1))
+    beside.write_text(json.dumps({"key": json.loads(text), "times": times}, indent=1))
     beside.replace(file)
     return times
+
+
+def _read(file: Path) -> Times | None:
+    """What a file holds, None where there is none or it is damaged."""
+    try:
+        match json.loads(file.read_text()):
+            case {"times": {**found}} if all(
+                isinstance(each, list) and len(each) == 2 and all(isinstance(s, int | float) for s in each)
+                for each in found.values()
+            ):
+                return {str(name): Taken(*seconds) for name, seconds in found.items()}
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def _file(cache_dir: Path, key: dict[str, Any]) -> tuple[Path, str]:

@@ -11,7 +11,7 @@ from ppctl.assemble import assemble
 from ppctl.cli.compose import compose
 from ppctl.config import Config
 from ppctl.foresee import Foreseen
-from ppctl.price import cache_dir, predicted_time
+from ppctl.price import cache_dir, priced
 
 WORDS = (
     "mesh=1x2 schedule=gpipe schedule.num_microbatches=2 data=synthetic data.batch_size=16 data.vocab_size=16 "
@@ -21,6 +21,13 @@ WORDS = (
 )
 UNKNOWN = Foreseen(None, 3 * 2**20, "costs=analytic, unknown hardware")
 KNOWN = Foreseen(0.5, 3 * 2**20, "costs=analytic, hardware=host")
+
+
+def step_s(parts, costs=None):
+    """The seconds of a step that are predicted."""
+    time, _ = priced(parts, costs)
+    assert time is not None
+    return time.total_s
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +58,7 @@ def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_com
     parts = assemble(composed())
     compiled = parts.engine.compile(evaluate=False).total_bytes
     for record in records:
-        assert record["predicted_step_time_s"] == pytest.approx(predicted_time(parts).total_s)
+        assert record["predicted_step_time_s"] == pytest.approx(step_s(parts))
         assert record["memory_bytes"] == max(compiled)
         assert 0.2 < record["predicted_memory_bytes"] / record["memory_bytes"] < 5
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
@@ -97,7 +104,7 @@ def test_what_was_measured_before_is_believed(monkeypatch):
     measure.measured(parts, cache_dir(costs))
     found = foresee.foresee(parts)
     assert found.source == "costs=measure, hardware=host"
-    assert found.step_time_s == predicted_time(parts, costs).total_s
+    assert found.step_time_s == step_s(parts, costs)
     asked = assemble(composed("hardware=host"))  # said, so that it counts
     assert foresee.foresee(asked).source == "costs=analytic, hardware=host"
     monkeypatch.setattr(measure, "_pieces", lambda parts: pytest.fail("timed"))

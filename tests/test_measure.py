@@ -9,7 +9,7 @@ import pytest
 from ppctl import config, measure
 from ppctl.assemble import assemble
 from ppctl.errors import ConfigError
-from ppctl.price import cache_dir, predicted_time, prices_of
+from ppctl.price import cache_dir, priced, prices_of
 from ppctl.runtime.timing import Taken
 
 TINY = config.Config(
@@ -34,6 +34,7 @@ def timings(monkeypatch):
 
     monkeypatch.setattr(measure, "_pieces", stand_in("pieces", PIECES))
     monkeypatch.setattr(measure, "_of_mesh", stand_in("mesh", OF_MESH))
+    monkeypatch.setattr(measure, "small_step", stand_in("small", {"small": Taken(0.05, 0.1)}))
     return found
 
 
@@ -45,17 +46,17 @@ def test_what_was_measured_is_read_and_not_measured_again(timings, tmp_path):
     parts = assemble(TINY)
     assert not measure.is_kept(parts, tmp_path)
     first = measure.measured(parts, tmp_path)
-    assert timings == ["pieces", "mesh"]
+    assert timings == ["pieces", "mesh", "small"]
     assert measure.is_kept(parts, tmp_path)
     assert measure.measured(assemble(TINY), tmp_path) == first
-    assert timings == ["pieces", "mesh"]
-    assert len(list(tmp_path.iterdir())) == 2  # nothing half written
+    assert timings == ["pieces", "mesh", "small"]
+    assert len(list(tmp_path.iterdir())) == 3  # nothing half written
 
 
-def test_another_schedule_of_the_same_tasks_needs_nothing_new(timings, tmp_path):
+def test_another_schedule_of_the_same_tasks_needs_a_small_step_alone(timings, tmp_path):
     measure.measured(assemble(TINY), tmp_path)
     measure.measured(assemble(request(schedule=config.Schedule("gpipe", 4))), tmp_path)
-    assert timings == ["pieces", "mesh"]
+    assert timings == ["pieces", "mesh", "small", "small"]
 
 
 MODEL, DATA = TINY.model, TINY.data
@@ -96,17 +97,16 @@ def test_other_versions_and_other_code_are_measured_anew(timings, tmp_path, monk
     assert not measure.is_kept(parts, tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"times": {"F": [1]}}', '{"times": {"F": 1}}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"times": {"F": [1]}}', '{"times": {"F": 1}}', '{"times": 3}'])
 def test_a_damaged_file_is_measured_again(damage, timings, tmp_path):
     parts = assemble(TINY)
     wanted = measure.measured(parts, tmp_path)
     for file in tmp_path.iterdir():
         file.write_text(damage)
     timings.clear()
-    assert measure.measured(parts, tmp_path) == wanted
-    assert timings == ["pieces", "mesh"]
-    assert measure.measured(parts, tmp_path) == wanted
-    assert timings == ["pieces", "mesh"]
+    for _ in range(2):  # the second time it is read
+        assert measure.measured(parts, tmp_path) == wanted
+        assert timings == ["pieces", "mesh", "small"]
 
 
 def test_the_cache_is_where_the_user_keeps_such_things(tmp_path, monkeypatch):
@@ -124,10 +124,11 @@ def test_a_step_is_priced_from_what_was_timed(executor, tmp_path):
     """Nothing stands in: the pieces of the model are run."""
     small = request(executor=executor, model=replace(MODEL, num_layers=2, d_model=16))
     parts = assemble(small)
-    time = predicted_time(parts, config.Measure(cache_dir=str(tmp_path)))
+    time, _ = priced(parts, config.Measure(cache_dir=str(tmp_path)))
+    assert time is not None
     assert 0 < time.once_s < time.total_s < 10
     assert 0 <= time.bubble_fraction < 1
-    assert predicted_time(parts, config.Measure(cache_dir=str(tmp_path))) == time
+    assert priced(parts, config.Measure(cache_dir=str(tmp_path))) == (time, None)
 
 
 def test_devices_that_are_not_here_cannot_be_timed():
