@@ -34,7 +34,7 @@ def priced(parts: Parts, costs: Analytic | None = None) -> tuple[StepTime | None
     asked: Analytic = parts.config.costs if costs is None else costs
     if not isinstance(asked, Measure):
         try:
-            resolved(parts.config.hardware, parts.mesh.devices.flat[0].device_kind, parts.config.plan.topology)
+            _described(parts.config, parts.mesh.devices.flat[0].device_kind, str(parts.dtype))
         except ConfigError as error:
             if parts.config.hardware.name == "auto":
                 return None, str(error)
@@ -78,8 +78,8 @@ def layout_of(parts: Parts) -> Layout:
     return Layout(mesh.dp, mesh.pp, mesh.fsdp, largest, chunk_layers=max(sizes))
 
 
-def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
-    """The devices as a plan sees them. ConfigError where nothing is known of them."""
+def _described(config: Config, device_kind: str, dtype: str) -> tuple[Hardware, float]:
+    """The hardware of a request and its peak FLOP/s. ConfigError where they are not known."""
     hardware = resolved(config.hardware, device_kind, config.plan.topology)
     peak = peak_flops(hardware, dtype)
     if peak is None:
@@ -87,6 +87,12 @@ def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
             f"hardware={hardware.name} states no peak for {dtype}. Say it: hardware={hardware.name} "
             f"+hardware.peak_flops.{dtype}=FLOP/S, or use run.dtype={'|'.join(hardware.peak_flops)}."
         )
+    return hardware, peak
+
+
+def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
+    """The devices as a plan sees them. ConfigError where nothing is known of them."""
+    hardware, peak = _described(config, device_kind, dtype)
     link = Link(hardware.link_latency_s, hardware.link_bytes_per_s)
     if config.costs.doctor is not None:
         link = Link(*links_of(config.costs.doctor))

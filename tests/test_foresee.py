@@ -10,7 +10,9 @@ from ppctl import cli, foresee, measure
 from ppctl.assemble import assemble
 from ppctl.cli.compose import compose
 from ppctl.config import Config
+from ppctl.errors import ConfigError
 from ppctl.foresee import Foreseen
+from ppctl.hardware import known
 from ppctl.price import cache_dir, priced
 
 WORDS = (
@@ -109,3 +111,14 @@ def test_what_was_measured_before_is_believed(monkeypatch):
     assert foresee.foresee(asked).source == "costs=analytic, hardware=host"
     monkeypatch.setattr(measure, "_pieces", lambda parts: pytest.fail("timed"))
     assert foresee.foresee(assemble(replace(composed(), run=replace(composed().run, seed=5)))).source == found.source
+
+
+def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_said_where_it_was_asked_for(monkeypatch):
+    asked = compose(WORDS.split(), [], [])
+    assert isinstance(asked, Config)
+    parts = assemble(asked)
+    monkeypatch.setattr("ppctl.price.peak_flops", lambda hardware, dtype: None)
+    assert foresee.foresee(parts).step_time_s is None
+    parts.config = replace(asked, hardware=known()["host"])
+    with pytest.raises(ConfigError, match=r"^hardware=host states no peak for float32\."):
+        foresee.foresee(parts)

@@ -13,6 +13,7 @@ from ppctl.advise import Proposal
 from ppctl.assemble import assemble
 from ppctl.draw.bars import stacked
 from ppctl.draw.palette import PARTS as COLOURS
+from ppctl.errors import ConfigError
 from ppctl.plan_page import page, picture_of
 from ppctl.weigh import PARTS
 
@@ -231,7 +232,7 @@ def test_the_file_is_written_beside_what_is_printed(tmp_path, capsys):
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(file, reason, tmp_path, monkeypatch):
     (tmp_path / "f").write_text("")
     monkeypatch.setattr(planner, "assemble", lambda asked: pytest.fail("too late"))
-    with pytest.raises(planner.ConfigError) as error:
+    with pytest.raises(ConfigError) as error:
         planner.plan(replace(SMALL, plan=config.Plan(html=str(tmp_path / file))), as_json=False)
     said = str(error.value)
     assert said.startswith(f"plan.html={tmp_path / file} cannot be written: {reason.format(tmp_path)}")
@@ -240,10 +241,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(file, reason, 
 
 def test_a_directory_of_others_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write anywhere
-    with pytest.raises(planner.ConfigError, match=r"cannot be written: permission denied\. Name a file"):
+    with pytest.raises(ConfigError, match=r"cannot be written: permission denied\. Name a file"):
         planner.plan(replace(SMALL, plan=config.Plan(html=str(tmp_path / "x.html"))), as_json=False)
 
 
 def test_a_disk_that_is_full_is_one_line():
-    with pytest.raises(planner.ConfigError, match=r"plan.html=/dev/full cannot be written: No space left on device\.$"):
+    with pytest.raises(ConfigError, match=r"plan.html=/dev/full cannot be written: No space left on device\.$"):
         planner.plan(replace(SMALL, plan=config.Plan(html="/dev/full")), as_json=True)
