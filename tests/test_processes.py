@@ -116,7 +116,7 @@ def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_pat
         started[2].popen.send_signal(signal.SIGTERM)
         assert [process.end() for process in started] == [143] * 4
     [step] = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert started[0].lines[-2] == f"SIGTERM: saving step {step} and leaving\n"
+    assert started[0].lines[-3] == f"SIGTERM: saving step {step} and leaving\n"
     assert [process.lines for process in started[1:]] == [[]] * 3
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         *("checkpoints", "config.yaml", "eval.jsonl", "metrics.jsonl")
