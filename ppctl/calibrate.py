@@ -69,8 +69,9 @@ def _state_bytes(parts: Parts) -> int:
 
 
 def _scaled(prices: Prices, factor: float) -> Prices:
-    """All prices of tasks and transfers times a factor."""
-    factor = max(factor, 0.0)
+    """All prices of tasks and transfers times a factor; as they are where none of the small step is left to them."""
+    if factor <= 0:
+        return prices
     pieces = {
         name: Piece(*(getattr(piece, field.name) * factor for field in fields(Piece)))
         for name, piece in (("embed", prices.embed), ("layer", prices.layer), ("head", prices.head))

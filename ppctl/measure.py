@@ -10,6 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from jax.sharding import Mesh
 from ppctl.assemble import Parts
 from ppctl.calibrate import corrected, small_request, small_step
 from ppctl.engine.one_program import OneProgram
+from ppctl.errors import ConfigError
 from ppctl.plan.prices import Piece, Prices
 from ppctl.runtime.effort import cpu_options
 from ppctl.runtime.timing import (
@@ -34,7 +36,7 @@ from ppctl.runtime.timing import (
     turn,
     without_tasks,
 )
-from ppctl.step import is_split, run_steps
+from ppctl.step import run_steps
 
 Times = dict[str, Taken]
 SOURCES = ("runtime", "model")  # whose programs are timed
@@ -96,7 +98,7 @@ def _is_shared(parts: Parts) -> bool:
 def _pieces(parts: Parts) -> Times:
     """The tasks of a layer and of both ends, on all devices at the same time; "alone": F on one device."""
     model, mesh = parts.model, parts.mesh
-    bodies = layer_bodies(model, split=is_split(parts)) | end_bodies(model)
+    bodies = layer_bodies(model, split=parts.schedule.is_split) | end_bodies(model)
     is_quick = parts.config.executor.name == "mpmd" and model.remat == "none" and _is_shared(parts)
     options = cpu_options("quick") if is_quick else None
     times = {name: turn(*body, mesh, options) for name, body in bodies.items()}
@@ -129,11 +131,21 @@ def _kept(cache_dir: Path, key: dict[str, Any], measure: Callable[[], Times]) ->
     times = _read(file)
     if times is not None:
         return times
-    times = measure()
-    cache_dir.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps({"key": json.loads(text), "times": times}, indent=1))
-    beside.replace(file)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        beside.touch()  # refused before anything is timed
+        times = measure()
+        beside.write_text(json.dumps({"key": json.loads(text), "times": times}, indent=1))
+        beside.replace(file)
+    except OSError as error:
+        raise ConfigError(
+            f"costs=measure keeps what it times in {cache_dir}, which cannot be written: {error.strerror}. "
+            "Use costs.cache_dir=DIR."
+        ) from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()
     return times
 
 
@@ -173,7 +185,7 @@ def _key(parts: Parts, *, with_mesh: bool) -> dict[str, Any]:
     if with_mesh:
         partition = [len(layers) for layers in parts.states.layout.partition]
         return key | {"mesh": parts.config.mesh.text, "partition": partition, "ranks": parts.schedule.rank_of}
-    return key | {"devices": parts.mesh.size, "split": is_split(parts)}
+    return key | {"devices": parts.mesh.size, "split": parts.schedule.is_split}
 
 
 def _small_key(parts: Parts) -> dict[str, Any]:

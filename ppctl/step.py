@@ -36,16 +36,11 @@ def _as_run(parts: Parts, prices: Prices) -> tuple[Costs, int]:
     """The costs of each stage's tasks, and how many pipelines run at the same time."""
     sizes, mesh = [len(layers) for layers in parts.states.layout.partition], parts.config.mesh
     keeps_input = parts.config.executor.remat == "full"
-    return stage_costs(prices, sizes, keeps_input=keeps_input, split=is_split(parts)), mesh.dp * mesh.fsdp
+    return stage_costs(prices, sizes, keeps_input=keeps_input, split=parts.schedule.is_split), mesh.dp * mesh.fsdp
 
 
 def _is_masked(parts: Parts) -> bool:
     return parts.ticks is not None and parts.config.executor.idle == "compute"
-
-
-def is_split(parts: Parts) -> bool:
-    """Whether the schedule splits backwards into I and W."""
-    return any(task.kind == "I" for tasks in parts.schedule.ranks for task in tasks)
 
 
 def run_steps(engine: Engine, parts: Parts, count: int = STEPS) -> Taken:

@@ -139,3 +139,10 @@ def test_devices_that_are_not_here_cannot_be_timed():
     parts.config = request(run=replace(TINY.run, distributed="auto"))
     with pytest.raises(ConfigError, match=r"devices of one process, but run.distributed=auto. Use costs=analytic.$"):
         prices_of(parts, config.Measure())
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_timed(timings, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^costs=measure keeps .*cache, which cannot be written: Not a dir"):
+        measure.measured(assemble(TINY), tmp_path / "file" / "cache")
+    assert not timings

@@ -88,7 +88,7 @@ def _work_s(schedule: Schedule, costs: Costs) -> list[float]:
 
 def _backward_kind(schedule: Schedule) -> str:
     """What a gradient must pass through at each stage: I where any backward is split, else B."""
-    return "I" if any(kind == "I" for rank in schedule.counts for kind, _, _ in rank) else "B"
+    return "I" if schedule.is_split else "B"
 
 
 def _chain_s(schedule: Schedule, costs: Costs, kinds: tuple[str, ...]) -> list[float]:

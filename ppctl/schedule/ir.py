@@ -121,3 +121,8 @@ class Schedule:
         """For each rank (kind, stage, how many tasks)."""
         found = (Counter((task.kind, task.stage) for task in tasks) for tasks in self.ranks)
         return tuple(tuple((*which, number) for which, number in counter.items()) for counter in found)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any backward is split into I and W."""
+        return any(kind == "I" for rank in self.counts for kind, _, _ in rank)
