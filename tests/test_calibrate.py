@@ -75,3 +75,8 @@ def test_a_schedule_in_a_file_has_no_smaller_one(tmp_path):
         REQUEST, schedule=config.Csv(path=str(file), num_microbatches=1), model=replace(REQUEST.model, num_layers=4)
     )
     assert small_request(assemble(asked)) is None
+
+
+def test_a_small_step_that_leaves_nothing_to_tasks_corrects_nothing():
+    prices = replace(PRICES, once_s=1e3)
+    assert corrected(assemble(REQUEST), prices, Taken(0.01, 0.01)) == prices
