@@ -15,7 +15,7 @@ import yaml
 from ppctl.config import Config, Run
 from ppctl.config.files import ROOT
 from ppctl.errors import ConfigError
-from ppctl.plan.search import Candidate
+from ppctl.plan.candidate import Candidate
 
 MARK = "# Written by `ppctl tune`, which writes it again when it is run again."
 CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")  # parts chosen by name

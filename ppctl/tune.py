@@ -21,7 +21,8 @@ from ppctl.errors import ConfigError
 from ppctl.hardware import mfu_peak_flops, resolved
 from ppctl.mesh import all_devices
 from ppctl.model.stack import init
-from ppctl.plan.search import Candidate, Found, Search
+from ppctl.plan.candidate import Candidate
+from ppctl.plan.search import Found, Search
 from ppctl.plan.space import PREFERRED, Space
 from ppctl.price import device_bytes, machine_of, param_bytes
 from ppctl.recipe import recipe_path, write_recipe
@@ -82,7 +83,8 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
     machine = machine_of(config, device.device_kind, dtype_name)
     work = work_of(model)
     began = time.perf_counter()
-    found = Search(space, work, param_bytes(state, dtype), machine, limit).run()
+    search = Search(space, work, param_bytes(state, dtype), machine, limit)
+    found = search.improved(search.run())
     search_s = time.perf_counter() - began
     configs = [request_of(config, candidate) for candidate in found.best]
     found, configs, measured_s = _measured(found, configs, config.tune.measure)

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from ppctl import config as settings
 from ppctl.config import Config, Explicit
-from ppctl.plan.search import Candidate, Found
+from ppctl.plan.candidate import Candidate
+from ppctl.plan.search import Found
 from ppctl.recipe import command_of
 from ppctl.report import show_json, show_table, size_text
 from ppctl.request import label

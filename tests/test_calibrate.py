@@ -6,7 +6,7 @@ import pytest
 
 from ppctl import config
 from ppctl.assemble import assemble
-from ppctl.calibrate import LAYERS, corrected, small_request
+from ppctl.calibrate import LEAST_LAYERS, MOST_LAYERS, corrected, small_request
 from ppctl.plan.prices import Piece, Prices
 from ppctl.runtime.timing import Taken
 from ppctl.step import time_of
@@ -23,20 +23,29 @@ PRICES = Prices(PIECE, PIECE, PIECE, task_s=1e-4, hop_s=2e-4, once_s=0.0)
 
 
 def test_the_small_request_has_few_layers_and_microbatches_of_the_same_size():
-    parts = assemble(REQUEST)
+    asked = replace(REQUEST, schedule=replace(REQUEST.schedule, num_microbatches=32))
+    parts = assemble(asked)
     small = small_request(parts)
     assert small is not None
-    assert small.model.num_layers == LAYERS * parts.schedule.num_stages
-    assert small.schedule.num_microbatches == 4
+    assert small.model.num_layers == LEAST_LAYERS * parts.schedule.num_stages
+    assert small.schedule.num_microbatches == 16
     assert assemble(small).model.microbatch == parts.model.microbatch
     assert small_request(assemble(small)) == small
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(2, 2), (12, 3), (13, 4), (64, MOST_LAYERS)])
+def test_a_quarter_of_a_large_stage_stands_for_it(layers, expected):
+    parts = assemble(replace(REQUEST, model=replace(REQUEST.model, num_layers=4 * layers)))
+    small = small_request(parts)
+    assert small is not None
+    assert small.model.num_layers == 4 * expected
 
 
 def test_a_small_step_of_the_reference_has_one_stage():
     parts = assemble(replace(REQUEST, mesh=config.Mesh(), executor=config.Reference()))
     small = small_request(parts)
     assert small is not None
-    assert small.model.num_layers == LAYERS
+    assert small.model.num_layers == 3
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.7])
@@ -50,13 +59,17 @@ def test_the_small_step_is_predicted_as_it_was_taken(factor):
     assert time_of(parts, found).pipeline_s == pytest.approx(factor * time_of(parts, PRICES).pipeline_s, rel=1e-12)
 
 
-def test_devices_that_share_cores_are_compared_in_cpu_seconds():
+@pytest.mark.parametrize(("longer", "busier"), [(2.0, 2.0), (1.0, 1.5), (1.3, 0.8)])
+def test_devices_that_share_cores_are_compared_in_seconds_and_in_cpu_seconds(longer, busier):
     parts, shared = assemble(REQUEST), replace(PRICES, capacity=1.2, cores=1.5, once_cpu_s=0.0)
     small = small_request(parts)
     assert small is not None
-    cpu_s = time_of(assemble(small), shared).work_s * shared.cores
-    found = corrected(parts, shared, Taken(1e9, 2 * cpu_s))
-    assert found.layer.forward_s == pytest.approx(2 * PIECE.forward_s, rel=1e-12)
+    time = time_of(assemble(small), shared)
+    taken = Taken(longer * time.pipeline_s, busier * time.work_s * shared.cores)
+    found = corrected(parts, shared, taken)
+    again = time_of(assemble(small), found)
+    assert again.pipeline_s == pytest.approx(taken.wall_s, rel=1e-12)
+    assert again.work_s * found.cores == pytest.approx(taken.cpu_s, rel=1e-12)
 
 
 def test_what_runs_once_is_taken_off_in_proportion_to_the_parameters():

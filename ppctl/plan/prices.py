@@ -12,12 +12,10 @@ from math import inf
 
 from ppctl.costs import Costs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.lockstep import Cell, Counted
+from ppctl.schedule.lockstep import Cell, Rows, rows_s
 from ppctl.schedule.shared import free_running_s, together_s
 from ppctl.schedule.simulate import duration_s
 from ppctl.schedule.ticks import Ticks
-
-Rows = list[tuple[int, list[float]]]  # how often, and the seconds of each rank
 
 
 @dataclass(frozen=True)
@@ -113,25 +111,8 @@ def step_time(
     assert not masked or (ticks is not None and ticks.program == "pair"), "spmd refuses others"
     if ticks is None:
         return ticking_s(prices, schedule, None, costs, copies)
-    rows = _masked_s(prices, ticks, costs) if masked else rows_s(ticks.counted, costs, schedule.num_chunks)
+    rows = _masked_s(prices, ticks, costs) if masked else rows_s(ticks.packing.counted, costs, schedule.num_chunks)
     return ticking_s(prices, schedule, rows, costs, copies)
-
-
-def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
-    """How often, and the seconds of each rank, of rows of cells."""
-    seconds = {}
-    for _, row in rows:
-        for cell in row:
-            for task in cell:
-                if task is not None and task[:2] not in seconds:
-                    seconds[task[:2]] = duration_s(task, costs, num_chunks)
-    return [
-        (
-            number,
-            [(seconds[f[:2]] if f is not None else 0.0) + (seconds[b[:2]] if b is not None else 0.0) for f, b in row],
-        )
-        for number, row in rows
-    ]
 
 
 def ticking_s(prices: Prices, schedule: Schedule, rows: Rows | None, costs: Costs, copies: int) -> StepTime:
@@ -143,15 +124,15 @@ def ticking_s(prices: Prices, schedule: Schedule, rows: Rows | None, costs: Cost
         pipeline_s = free_running_s(schedule, costs, capacity)
     else:
         hop_s = costs.hop_s
-        pipeline_s = sum(number * together_s([s + hop_s for s in row], capacity) for number, row in rows)
-        work_s = sum(number * (sum(row) + hop_s * len(row)) for number, row in rows)
+        pipeline_s = sum(number * together_s([s + hop_s for s in row], capacity) for row, number in rows)
+        work_s = sum(number * (sum(row) + hop_s * len(row)) for row, number in rows)
     width = min(schedule.num_ranks, capacity) * copies
     return StepTime(pipeline_s, prices.once_s, work_s * copies, tasks_s * copies, width)
 
 
 def _masked_s(prices: Prices, ticks: Ticks, costs: Costs) -> Rows:
     """Seconds of every rank in each tick where none branches round a task that it does not have; see `masked_cells`."""
-    return [(1, [f + b for f, b in row]) for row in masked_cells(prices, ticks, costs)]
+    return [([f + b for f, b in row], 1) for row in masked_cells(prices, ticks, costs)]
 
 
 def masked_cells(prices: Prices, ticks: Ticks, costs: Costs) -> list[list[tuple[float, float]]]:

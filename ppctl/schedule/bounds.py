@@ -42,8 +42,8 @@ def period_bound_s(schedule: Schedule, costs: Costs) -> float:
     return max(_work_s(schedule, costs))
 
 
-def makespan_bound_s(schedule: Schedule, costs: Costs) -> float:
-    """The least makespan of any order of these tasks on these ranks.
+def makespan_bound_s(schedule: Schedule, costs: Costs, num_microbatches: int | None = None) -> float:
+    """The least makespan of any order of these tasks on these ranks, for so many microbatches (None: as it has).
 
     For each rank: forwards until the first of its stages can start, its work, and input gradients from the first of its
     stages back to stage 0, unless weight gradients may end its program.
@@ -54,9 +54,10 @@ def makespan_bound_s(schedule: Schedule, costs: Costs) -> float:
     """
     before_s = _chain_s(schedule, costs, ("F",))
     after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))
+    times = 1.0 if num_microbatches is None else num_microbatches / schedule.num_microbatches
     may_end_with_w = [any(kind == "W" for kind, _, _ in rank) for rank in schedule.counts]
     return max(
-        min(before_s[s] for s in stages) + work_s + (0.0 if ends else min(after_s[s] for s in stages))
+        min(before_s[s] for s in stages) + work_s * times + (0.0 if ends else min(after_s[s] for s in stages))
         for stages, work_s, ends in zip(schedule.stages_of, _work_s(schedule, costs), may_end_with_w, strict=True)
     )
 

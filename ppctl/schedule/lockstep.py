@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
 from ppctl.costs import Costs
-from ppctl.schedule.ir import Schedule, Task, Value
-from ppctl.schedule.simulate import duration_s
+from ppctl.schedule.ir import KINDS, Schedule, Task
 from ppctl.schedule.walk import Rule, walk
 
 Shape = Literal["one", "pair"]  # one task a tick | an F, then a backward
@@ -21,30 +21,27 @@ class Cell(NamedTuple):
     backward: Task | None  # B, I or W
 
 
-Counted = tuple[tuple[int, tuple[Cell, ...]], ...]  # how often, and a row of cells
+IDLE = Cell(None, None)
+Part = tuple[int, str] | None  # (stage, kind) of a task
+Counted = tuple[tuple[tuple[tuple[Part, Part], ...], int], ...]  # a row of cells without their microbatches; how often
+Rows = list[tuple[list[float], int]]  # the seconds of each rank; how often
 
 
 def counted(cells: tuple[tuple[Cell, ...], ...]) -> Counted:
-    """The rows of `cells` that differ in more than their microbatches, each with its number. Most ticks are alike."""
-    found: dict[tuple, list] = {}
-    for row in cells:
-        key = tuple(None if task is None else (task.stage, task.kind) for cell in row for task in cell)
-        found.setdefault(key, [0, row])[0] += 1
-    return tuple((number, row) for number, row in found.values())
+    """The rows of `cells` without their microbatches, each that differs with its number. Most ticks are alike."""
+    return tuple(Counter(tuple([(f and f[:2], b and b[:2]) for f, b in row]) for row in cells).items())
 
 
-def lockstep_s(cells: tuple[tuple[Cell, ...], ...], costs: Costs, num_chunks: int) -> float:
+def counted_s(rows: Counted, costs: Costs, num_chunks: int) -> float:
     """Seconds of ticks in lockstep: each lasts as long as its slowest rank, plus one transfer."""
-    return counted_s(((1, row) for row in cells), costs, num_chunks)
+    return sum(number * (max(seconds) + costs.hop_s) for seconds, number in rows_s(rows, costs, num_chunks))
 
 
-def counted_s(rows: Iterable[tuple[int, tuple[Cell, ...]]], costs: Costs, num_chunks: int) -> float:
-    """The same of rows with their numbers."""
-
-    def cell_s(cell: Cell) -> float:
-        return sum(duration_s(task, costs, num_chunks) for task in cell if task is not None)
-
-    return sum(number * (max(map(cell_s, row)) + costs.hop_s) for number, row in rows)
+def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
+    """The seconds of each rank in each row."""
+    cells = {cell for row, _ in rows for cell in row}
+    seconds = {cell: sum(costs.seconds(part[1], part[0], num_chunks) for part in cell if part) for cell in cells}
+    return [([seconds[cell] for cell in row], number) for row, number in rows]
 
 
 def pack(schedule: Schedule, shape: Shape) -> tuple[tuple[Cell, ...], ...]:
@@ -54,43 +51,49 @@ def pack(schedule: Schedule, shape: Shape) -> tuple[tuple[Cell, ...], ...]:
     """
     rule, never = Rule.of(schedule), 1 << 60
     stashes = {rule.base["stash", stage] for stage in range(schedule.num_stages)}
-    # for each kind and stage what a task reads: (base, in which tick after its writing)
-    reads = {
-        kind: [tuple((base, 0 if base in stashes else 1) for base, _ in needs) for needs in by_stage]
-        for kind, by_stage in rule.reads.items()
+    # for each kind and stage: what a task reads, as (base, in which tick after its writing); what it writes
+    values = {
+        kind: [
+            (tuple((base, 0 if base in stashes else 1) for base, _ in needs), makes)  # a stash is there at once
+            for needs, makes in zip(rule.reads[kind], rule.writes[kind], strict=True)
+        ]
+        for kind in KINDS
     }
     written = [never] * rule.num_values  # the tick
-    at, cells = [0] * schedule.num_ranks, []
-    left = sum(map(len, schedule.ranks))
 
-    def take(rank: int, kinds: str, tick: int) -> Task | None:
-        """The rank's next task, if it is of these kinds and all it reads is there; a stash is there at once."""
-        tasks = schedule.ranks[rank]
-        if at[rank] == len(tasks):
-            return None
-        stage, kind, m = task = tasks[at[rank]]
-        if kind not in kinds:
-            return None
-        for base, after in reads[kind][stage]:
+    def runs(task: Task, tick: int) -> bool:
+        """Whether all that a task reads is there; what it writes then is, too."""
+        stage, kind, m = task
+        needs, makes = values[kind][stage]
+        for base, after in needs:
             if written[base + m] + after > tick:
-                return None
-        at[rank] += 1
-        for base in rule.writes[kind][stage]:
+                return False
+        for base in makes:
             written[base + m] = tick
-        return task
+        return True
 
+    at, rows = [0] * schedule.num_ranks, []
+    left = sum(map(len, schedule.ranks))
     while left:
-        row, before = [], left
-        for rank in range(schedule.num_ranks):
-            forward = take(rank, "F", len(cells))
-            backward = take(rank, "BIW", len(cells)) if forward is None or shape == "pair" else None
-            left -= (forward is not None) + (backward is not None)
-            row.append(Cell(forward, backward))
+        row, before, tick = [], left, len(rows)
+        for rank, tasks in enumerate(schedule.ranks):
+            step, cell = at[rank], IDLE
+            if step < len(tasks) and runs(tasks[step], tick):
+                task = tasks[step]
+                cell = Cell(task, None) if task.kind == "F" else Cell(None, task)
+                step += 1
+                follows = shape == "pair" and task.kind == "F" and step < len(tasks) and tasks[step].kind != "F"
+                if follows and runs(tasks[step], tick):
+                    cell = Cell(task, tasks[step])
+                    step += 1
+                left -= step - at[rank]
+                at[rank] = step
+            row.append(cell)
         if left == before:  # what is missing now would be missing for ever: the walk says what it is
             for _ in walk(schedule):
                 pass
-        cells.append(tuple(row))
-    return tuple(cells)
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
 class Slots:
@@ -99,9 +102,9 @@ class Slots:
     def __init__(self) -> None:
         self.free: list[int] = []
         self.count = 0
-        self.of: dict[Value, int] = {}
+        self.of: dict[Hashable, int] = {}
 
-    def put(self, value: Value) -> int:
+    def put(self, value: Hashable) -> int:
         if self.free:
             slot = heapq.heappop(self.free)
         else:
@@ -109,7 +112,7 @@ class Slots:
         self.of[value] = slot
         return slot
 
-    def drop(self, value: Value) -> int:
+    def drop(self, value: Hashable) -> int:
         slot = self.of.pop(value)
         heapq.heappush(self.free, slot)
         return slot

@@ -7,7 +7,7 @@ kinds of output have one shape and share their slots. What arrives can be read f
 
 from __future__ import annotations
 
-from ppctl.schedule.ir import KINDS, Schedule, Task, Value
+from ppctl.schedule.ir import KINDS, Kind, Schedule, Task
 from ppctl.schedule.lockstep import Cell, Slots
 
 HOPS = {"stay": 0, "next": 1, "previous": -1}
@@ -20,6 +20,11 @@ COLUMNS = (
     # after the tick, for each hop: does a value arrive by it, and in which slot
     *(f"{hop}_{what}" for hop in HOPS for what in ("arrives", "slot")),
 )
+
+KIND, MICROBATCH, ACT, GRAD, STASH, PENDING = (
+    COLUMNS.index(name) for name in ("kind", "microbatch", "act", "grad", "stash", "pending")
+)
+NOTHING = [0] * len(COLUMNS)  # the columns of a rank without a task
 
 Table = tuple[tuple[tuple[int, ...], ...], ...]  # [tick][rank][column]
 
@@ -59,58 +64,71 @@ def assign_slots(
 
     With head_in_forward the output of the last stage's forward is the gradient of its activation.
     """
-    num_ranks, last = schedule.num_ranks, schedule.num_stages - 1
+    num_ranks, num_stages, number = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
+    last = num_stages - 1
     trains = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
     keep_input, keep_stash = trains and keep_input, trains and not keep_input
-    slots = {name: [Slots() for _ in range(num_ranks)] for name in ("value", "stash", "pending")}
+    values, stashes, pendings = ([Slots() for _ in range(num_ranks)] for _ in range(3))
+    # a value between stages by its number; a stash or pending gradient by (stage, microbatch)
+    act = [stage * number for stage in range(num_stages)]
+    grad = [(num_stages + stage) * number for stage in range(num_stages + 1)]
+    columns = {(stage, kind): _columns(schedule, stage, kind) for stage in range(num_stages) for kind in KINDS}
+    if keep_input:
+        columns[last, "F"] = NOTHING  # left to the backward, which recomputes it
 
-    def use(rank: int, task: Task) -> dict[str, int]:
+    def use(rank: int, task: Task) -> list[int]:
         """The columns of a task, whose slots are taken and freed."""
         stage, kind, m = task
-        act, grad = Value("act", stage - 1, m), Value("grad", stage + 1, m)
-        values, stashes, pendings = (slots[name][rank] for name in ("value", "stash", "pending"))
-        line = {"kind": 1 + KINDS.index(kind), "chunk": schedule.chunk_of[stage], "microbatch": m}
-        line |= {"first": int(stage == 0), "last": int(stage == last)}
-        if kind == "F":
-            if keep_input and stage == last:
-                return {}  # left to the backward, which recomputes it
-            if stage > 0:
-                line["act"] = values.of[act] if keep_input else values.drop(act)
-            if keep_stash:
-                line["stash"] = stashes.put(Value("stash", stage, m))
+        line = columns[stage, kind].copy()
+        if not line[KIND]:
             return line
+        line[MICROBATCH] = m
         if kind == "W":
-            return line | {"pending": pendings.drop(Value("pending", stage, m))}
+            line[PENDING] = pendings[rank].drop((stage, m))
+            return line
         if keep_stash:
-            line["stash"] = stashes.drop(Value("stash", stage, m))
-        elif stage > 0:
-            line["act"] = values.drop(act)
-        if stage < last or head_in_forward:
-            line["grad"] = values.drop(grad)
+            line[STASH] = stashes[rank].put((stage, m)) if kind == "F" else stashes[rank].drop((stage, m))
+        if stage > 0 and (kind == "F" or not keep_stash):
+            stays = kind == "F" and keep_input
+            value = act[stage - 1] + m
+            line[ACT] = values[rank].of[value] if stays else values[rank].drop(value)
+        if kind != "F" and (stage < last or head_in_forward):
+            line[GRAD] = values[rank].drop(grad[stage + 1] + m)
         if kind == "I":
-            line["pending"] = pendings.put(Value("pending", stage, m))
+            line[PENDING] = pendings[rank].put((stage, m))
         return line
 
-    def output(task: Task) -> tuple[Value, int] | None:
-        """What a task sends, and to which stage."""
-        stage, kind, m = task
-        if kind == "F" and stage < last:
-            return Value("act", stage, m), stage + 1
-        if kind == "F" and trains and head_in_forward:
-            return Value("grad", last + 1, m), last
-        return (Value("grad", stage, m), stage - 1) if kind in "BI" and stage > 0 else None
+    # for each kind and stage what it sends: (to which rank, the column that says so, the number of microbatch 0's)
+    sent: dict[tuple[int, str], tuple[int, int, int]] = {}
+
+    def sends(here: int, kinds: str, there: int, value: int) -> None:
+        rank = schedule.rank_of[there]
+        hop = hop_between(schedule.rank_of[here], rank, num_ranks)
+        sent.update({(here, kind): (rank, COLUMNS.index(f"{hop}_arrives"), value) for kind in kinds})
+
+    for stage in range(last):
+        sends(stage, "F", stage + 1, act[stage])
+        sends(stage + 1, "BI", stage, grad[stage + 1])
+    if trains and head_in_forward:
+        sends(last, "F", last, grad[last + 1])
 
     table = []
     for row in cells:
-        tasks = [cell.forward or cell.backward for cell in row]
+        tasks = [forward or backward for forward, backward in row]
         # within a tick: all tasks, then the transfers
-        lines = [{} if task is None else use(rank, task) for rank, task in enumerate(tasks)]
-        for here, task in enumerate(tasks):
-            sent = None if task is None else output(task)
-            if sent is not None:
-                value, stage = sent
-                there = schedule.rank_of[stage]
-                hop = hop_between(here, there, num_ranks)
-                lines[there] |= {f"{hop}_arrives": 1, f"{hop}_slot": slots["value"][there].put(value)}
-        table.append(tuple(tuple(line.get(name, 0) for name in COLUMNS) for line in lines))
-    return tuple(table), {name: max(s.count for s in of_rank) for name, of_rank in slots.items()}
+        lines = [NOTHING.copy() if task is None else use(rank, task) for rank, task in enumerate(tasks)]
+        for task in tasks:
+            if task is not None and task[:2] in sent:
+                rank, arrives, value = sent[task[:2]]
+                lines[rank][arrives] = 1
+                lines[rank][arrives + 1] = values[rank].put(value + task.microbatch)
+        table.append(tuple(map(tuple, lines)))
+    kinds = {"value": values, "stash": stashes, "pending": pendings}
+    return tuple(table), {name: max(slots.count for slots in of_rank) for name, of_rank in kinds.items()}
+
+
+def _columns(schedule: Schedule, stage: int, kind: Kind) -> list[int]:
+    """What is the same for every microbatch of a stage's tasks of a kind."""
+    first, last = int(stage == 0), int(stage == schedule.num_stages - 1)
+    known = {"kind": 1 + KINDS.index(kind), "chunk": schedule.chunk_of[stage], "first": first, "last": last}
+    return [known.get(name, 0) for name in COLUMNS]

@@ -7,16 +7,16 @@ task of any kind a tick (`schedule.single`). A value that crosses ranks in tick 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
 from ppctl.schedule import single
 from ppctl.schedule.ir import Schedule, Value
-from ppctl.schedule.lockstep import Cell, Counted, Shape, Slots, counted, counted_s, lockstep_s, pack
+from ppctl.schedule.lockstep import Cell, Counted, Shape, Slots, counted, counted_s, pack
 from ppctl.schedule.simulate import duration_s
 
 PAIR_COLUMNS = (
@@ -29,14 +29,21 @@ PAIR_COLUMNS = (
 )
 
 
+class Packing(NamedTuple):
+    """The tasks of a schedule in ticks of one shape."""
+
+    shape: Shape
+    cells: tuple[tuple[Cell, ...], ...]  # [tick][rank]
+    counted: Counted  # the rows of cells that differ
+
+
 @dataclass(frozen=True)
 class Ticks:
     """A lowered schedule. `table[t][r][columns.index(name)]` is a small integer; booleans are 0 and 1."""
 
     schedule: Schedule
     program: Literal["pair", "single"]  # which columns the table has, and so which program runs it
-    shape: Shape
-    cells: tuple[tuple[Cell, ...], ...]  # [tick][rank]
+    packing: Packing
     table: single.Table  # [tick][rank][column]
     num_slots: dict[str, int]  # by kind. pair: act, grad, stash; single: value (act or grad), stash, pending
 
@@ -52,10 +59,14 @@ class Ticks:
     def num_ticks(self) -> int:
         return len(self.cells)
 
-    @cached_property
-    def counted(self) -> Counted:
-        """The rows of cells that differ in more than their microbatches, each with its number."""
-        return counted(self.cells)
+    @property
+    def shape(self) -> Shape:
+        return self.packing.shape
+
+    @property
+    def cells(self) -> tuple[tuple[Cell, ...], ...]:
+        """[tick][rank]"""
+        return self.packing.cells
 
     def segments(self, *, apart: bool) -> tuple[tuple[range, bool, bool], ...]:
         """(ticks, whether any rank runs a forward in them, whether any a backward), of the program of pairs.
@@ -76,7 +87,7 @@ class Ticks:
 
     def makespan_s(self, costs: Costs) -> float:
         """Seconds of all ticks when each lasts as long as its slowest rank, plus one transfer a tick."""
-        return counted_s(self.counted, costs, self.schedule.num_chunks)
+        return counted_s(self.packing.counted, costs, self.schedule.num_chunks)
 
     def bubble_fraction(self, costs: Costs) -> float:
         """Idle share of all ranks in lockstep, 0..1."""
@@ -117,18 +128,24 @@ def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_
     A schedule of forwards alone keeps nothing.
     ScheduleError for a schedule that a ring cannot carry.
     """
-    return in_shape(schedule, *packed(schedule, costs), keep_input=keep_input, head_in_forward=head_in_forward)
+    packed = packings(schedule)
+    shape = fastest({shape: packing.counted for shape, packing in packed.items()}, costs, schedule.num_chunks)
+    return in_shape(schedule, packed[shape], keep_input=keep_input, head_in_forward=head_in_forward)
 
 
-def packed(schedule: Schedule, costs: Costs) -> tuple[Shape, tuple[tuple[Cell, ...], ...]]:
-    """The tick shape that is faster for `costs`, of those that the program of `schedule` has, and its cells."""
+def packings(schedule: Schedule) -> dict[Shape, Packing]:
+    """`schedule` in each tick shape that its program has."""
     reason = single.why_not(schedule)
     if reason is not None:
         raise ScheduleError(reason)
     shapes: tuple[Shape, ...] = ("pair", "one") if runs_in_pairs(schedule) else ("one",)
     cells = {shape: pack(schedule, shape) for shape in shapes}
-    shape: Shape = min(shapes, key=lambda name: lockstep_s(cells[name], costs, schedule.num_chunks))
-    return shape, cells[shape]
+    return {shape: Packing(shape, cells[shape], counted(cells[shape])) for shape in shapes}
+
+
+def fastest(rows: Mapping[Shape, Counted], costs: Costs, num_chunks: int) -> Shape:
+    """The tick shape whose rows take least at these costs."""
+    return min(rows, key=lambda shape: counted_s(rows[shape], costs, num_chunks)) if len(rows) > 1 else next(iter(rows))
 
 
 def keeping(remat: str) -> dict[str, bool]:
@@ -136,19 +153,15 @@ def keeping(remat: str) -> dict[str, bool]:
     return {"keep_input": remat == "full", "head_in_forward": remat != "full"}
 
 
-def in_shape(
-    schedule: Schedule, shape: Shape, cells: tuple[tuple[Cell, ...], ...], *, keep_input: bool, head_in_forward: bool
-) -> Ticks:
+def in_shape(schedule: Schedule, packing: Packing, *, keep_input: bool, head_in_forward: bool) -> Ticks:
     """`schedule` as it was packed, with slots for every value."""
     if runs_in_pairs(schedule):
-        return _assign_slots(schedule, shape, cells, keep_input, head_in_forward)
-    lowered = single.assign_slots(schedule, cells, keep_input=keep_input, head_in_forward=head_in_forward)
-    return Ticks(schedule, "single", shape, cells, *lowered)
+        return _assign_slots(schedule, packing, keep_input, head_in_forward)
+    lowered = single.assign_slots(schedule, packing.cells, keep_input=keep_input, head_in_forward=head_in_forward)
+    return Ticks(schedule, "single", packing, *lowered)
 
 
-def _assign_slots(
-    schedule: Schedule, shape: Shape, cells: tuple[tuple[Cell, ...], ...], keep_input: bool, head_in_forward: bool
-) -> Ticks:
+def _assign_slots(schedule: Schedule, packing: Packing, keep_input: bool, head_in_forward: bool) -> Ticks:
     num_ranks, last = schedule.num_ranks, schedule.num_stages - 1
     if not has_backward(schedule):  # nothing is kept for later
         keep_input = keep_stash = head_in_forward = False
@@ -156,7 +169,7 @@ def _assign_slots(
         keep_stash = not keep_input
     acts, grads, stashes = ([Slots() for _ in range(num_ranks)] for _ in range(3))
     table = []
-    for row in cells:
+    for row in packing.cells:
         lines: list[dict[str, int]] = [{} for _ in range(num_ranks)]
         # within a tick: all forwards, then all backwards, then the transfers
         for rank, (task, _) in enumerate(row):
@@ -198,4 +211,4 @@ def _assign_slots(
         table.append(tuple(tuple(line.get(name, 0) for name in PAIR_COLUMNS) for line in lines))
     kinds = {"act": acts, "grad": grads, "stash": stashes}
     counts = {name: max(slots.count for slots in of_rank) for name, of_rank in kinds.items()}
-    return Ticks(schedule, "pair", shape, cells, tuple(table), counts)
+    return Ticks(schedule, "pair", packing, tuple(table), counts)

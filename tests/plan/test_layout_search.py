@@ -7,10 +7,11 @@ from math import inf
 
 import pytest
 
-from ppctl.plan import search
+from ppctl.plan import candidate as candidates
 from ppctl.plan.analytic import Machine, ParamBytes
+from ppctl.plan.candidate import Pricer, along
 from ppctl.plan.roofline import Link, ModelWork, Op, PieceWork, Speed
-from ppctl.plan.search import Search, along
+from ppctl.plan.search import Search
 from ppctl.plan.space import WHOLE, Bounds, Space
 from ppctl.schedule.formulas import peak_formula
 
@@ -54,11 +55,11 @@ def some(seed):
 def all_of(seed):
     """Every layout of a search, priced, with its bounds."""
     asked = some(seed)
-    whole, found = Search(*asked), []
+    pricer, found = Pricer(), []
     for mesh, microbatch in asked[0].microbatches:
         bounds = Bounds(*asked, mesh, microbatch)
         for family, chunks in asked[0].kinds(mesh[1]):
-            candidate = whole._candidate(bounds, family, chunks, inf)
+            candidate = pricer.candidate(bounds, family, chunks)
             if candidate is not None:
                 found.append((candidate, bounds))
     return found
@@ -116,10 +117,10 @@ def test_bounds_are_not_above_what_they_bound(seed):
         bound_s = bounds.step_s(is_whole=candidate.family in WHOLE)
         assert bound_s <= candidate.time.total_s * EPSILON, candidate
         assert sum(bounds.memory.values()) <= candidate.total_bytes, candidate
-        knobs = search._knobs(candidate.family, candidate.num_chunks)
+        knobs = candidates.knobs_of(candidate.family, candidate.num_chunks)
         peak = peak_formula(candidate.family, candidate.mesh[1], candidate.num_microbatches, **knobs)
         if peak is not None:
-            share = Search(*some(seed))._least_share(candidate.family, candidate.remat)
+            share = candidates.least_share(bounds, candidate.family)
             assert sum(bounds.with_stashes(share * peak).values()) <= candidate.total_bytes, candidate
 
 
@@ -136,11 +137,11 @@ def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, mon
     for mesh, microbatch in layouts:
         bounds = Bounds(space, work, params, machine, mesh, microbatch)
         for _, chunks in space.kinds(mesh[1]):
-            monkeypatch.setattr(search, "MOST_TASKS", inf)
-            whole = Search(space, work, params, machine)._candidate(bounds, family, chunks, inf)
-            monkeypatch.setattr(search, "MOST_TASKS", 0)
-            assert len(search.shorter(mesh[1], microbatch.number, chunks)) == 2
-            short = Search(space, work, params, machine)._candidate(bounds, family, chunks, inf)
+            monkeypatch.setattr(candidates, "MOST_TASKS", inf)
+            whole = Pricer().candidate(bounds, family, chunks)
+            monkeypatch.setattr(candidates, "MOST_TASKS", 0)
+            assert len(candidates.shorter(mesh[1], microbatch.number, chunks)) == 2
+            short = Pricer().candidate(bounds, family, chunks)
             assert (short is None) == (whole is None)
             if whole is not None:
                 assert short is not None

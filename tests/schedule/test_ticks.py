@@ -6,7 +6,7 @@ from sizes import by_ranks, grid, make
 from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
 from ppctl.schedule import Schedule, Task, Value, build, reads, validate, writes
-from ppctl.schedule.lockstep import lockstep_s, pack
+from ppctl.schedule.lockstep import counted, counted_s, pack
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import PAIR_COLUMNS, forward_only, ticks
 
@@ -62,7 +62,8 @@ def test_the_cheaper_shape_is_taken(sizes):
     for size in sizes:
         schedule = make(*size)
         for costs in (COSTS, FORWARD_BACKWARD, Costs(1, 1, 1, 5)):
-            cheapest = min(lockstep_s(pack(schedule, shape), costs, schedule.num_chunks) for shape in ("one", "pair"))
+            rows = [counted(pack(schedule, shape)) for shape in ("one", "pair")]
+            cheapest = min(counted_s(each, costs, schedule.num_chunks) for each in rows)
             lowered = ticks(schedule, costs)
             assert lowered.makespan_s(costs) == pytest.approx(cheapest, rel=1e-12)  # summed in another order
             assert lowered.cells == pack(schedule, lowered.shape)
