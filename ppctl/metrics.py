@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
@@ -53,6 +54,7 @@ class Metrics:
         self._first_step = start_step + 1
         self._log_every = log_every
         self._console = console or Console()
+        self._unshown_s: list[float] = []  # what the steps since the last line took
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._train_file = _continue_file(run_dir / "metrics.jsonl", start_step)
@@ -83,14 +85,20 @@ class Metrics:
         self.close()
 
     def log(self, record: Record) -> None:
-        """Nothing; writes and shows one training step. `record["step"]` counts finished steps, from 1."""
+        """Nothing; writes and shows one training step. `record["step"]` counts finished steps, from 1.
+
+        A line shows the mean time of the steps since the line before: when a single one was done is seen only roughly.
+        """
         step = int(_step(record))
         self._train_file.write(_line(record))
         self._add_scalars(record, step, _train_tag)
         if self._progress is not None:
             self._progress.update(self._bar, completed=step, shown=_shown(record, _ON_BAR))
-        elif step in (self._first_step, self._num_steps) or step % self._log_every == 0:
-            self.note(f"step {self._counted(step)}  {_shown(record)}")
+            return
+        self._unshown_s.append(record.get("step_time_s") or 0.0)
+        if step in (self._first_step, self._num_steps) or step % self._log_every == 0:
+            self.note(f"step {self._counted(step)}  {_shown(_at(record, statistics.fmean(self._unshown_s)))}")
+            self._unshown_s.clear()
 
     def log_eval(self, step: int, record: Record) -> None:
         """Nothing; writes and shows one evaluation, after `step` finished steps. Keys start with `eval_`."""
@@ -181,10 +189,10 @@ def _step(record: Record) -> float:
 def _train_tag(key: str) -> str:
     """TensorBoard's tag of a key: speeds and times in one group, the rest in another.
 
-    >>> _train_tag("loss"), _train_tag("tokens_per_s"), _train_tag("mfu")
-    ('train/loss', 'speed/tokens_per_s', 'speed/mfu')
+    >>> _train_tag("loss"), _train_tag("tokens_per_s"), _train_tag("mfu_fraction")
+    ('train/loss', 'speed/tokens_per_s', 'speed/mfu_fraction')
     """
-    return f"speed/{key}" if key.endswith("_s") or key == "mfu" else f"train/{key}"
+    return f"speed/{key}" if key.endswith("_s") or key == "mfu_fraction" else f"train/{key}"
 
 
 def _eval_tag(key: str) -> str:
@@ -208,11 +216,12 @@ _SHOWN = {
     "lr": lambda value: f"lr {value:.1e}",
     "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
     "rows_per_s": lambda value: f"{value:,.0f} rows/s",
-    "mfu": lambda value: f"mfu {value:.1%}",
+    "mfu_fraction": lambda value: f"mfu {value:.1%}",
     "step_time_s": lambda value: f"{value:.3f} s/step",
 }
 
 
+_SPEEDS = ("tokens_per_s", "rows_per_s", "mfu_fraction")
 _ON_BAR = ("loss", "tokens_per_s", "rows_per_s")
 
 
@@ -223,6 +232,19 @@ def _shown(record: Record, keys: tuple[str, ...] = tuple(_SHOWN)) -> str:
     'loss 3.1416  lr 1.0e-03  12,345 tok/s  0.123 s/step'
     """
     return "  ".join(_SHOWN[key](record[key]) for key in keys if key in record and record[key] is not None)
+
+
+def _at(record: Record, step_time_s: float) -> Record:
+    """A record as if its step had taken so long.
+
+    >>> _at({"loss": 1.5, "tokens_per_s": 100.0, "step_time_s": 2.0}, 4.0)
+    {'loss': 1.5, 'tokens_per_s': 50.0, 'step_time_s': 4.0}
+    """
+    own_s = record.get("step_time_s")
+    if not own_s or not step_time_s:
+        return record
+    speeds = {key: value * own_s / step_time_s for key in _SPEEDS if (value := record.get(key)) is not None}
+    return {**record, **speeds, "step_time_s": step_time_s}
 
 
 def _progress_bar(console: Console) -> Progress:

@@ -131,6 +131,19 @@ def test_without_a_terminal_the_first_the_last_and_every_nth_step_are_one_plain_
     assert lines[0] == "step  1/20  loss 3.1416  grad_norm 0.912  lr 1.0e-03  12,345 tok/s  0.123 s/step"
 
 
+def test_a_line_shows_the_mean_of_the_steps_since_the_one_before(tmp_path):
+    console, own_s = plain(), [0.5, 0.2, 0.0001, 0.9, 0.4]  # one of them seen too late to be timed
+    with metrics(tmp_path, num_steps=5, log_every=4, console=console) as written:
+        for step, seconds in enumerate(own_s, start=1):
+            written.log({"step": step, "tokens_per_s": 100 / seconds, "mfu_fraction": 0.05 / seconds, "step_time_s": seconds})
+    assert console.file.getvalue().splitlines() == [
+        "step 1/5  200 tok/s  mfu 10.0%  0.500 s/step",
+        "step 4/5  273 tok/s  mfu 13.6%  0.367 s/step",
+        "step 5/5  250 tok/s  mfu 12.5%  0.400 s/step",
+    ]
+    assert [record["step_time_s"] for record in read(tmp_path / "metrics.jsonl")] == own_s
+
+
 def test_a_resumed_run_shows_its_first_step(tmp_path):
     console = plain()
     run(tmp_path, 8, 11, console=console)
@@ -140,7 +153,7 @@ def test_a_resumed_run_shows_its_first_step(tmp_path):
 def test_a_run_over_rows_shows_rows(tmp_path):
     console = plain()
     with metrics(tmp_path, console=console) as written:
-        written.log({"step": 1, "loss": 1e-4, "rows_per_s": 5000.0, "mfu": 0.25, "step_time_s": 2.0})
+        written.log({"step": 1, "loss": 1e-4, "rows_per_s": 5000.0, "mfu_fraction": 0.25, "step_time_s": 2.0})
         written.log_eval(1, {"eval_loss": math.nan})
         written.note("checkpoint [1] saved")
     assert console.file.getvalue() == (

@@ -1,5 +1,6 @@
 """The search of layouts against pricing all of them: nothing better is missed, no bound is above what it bounds."""
 
+import gc
 import random
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,7 @@ from ppctl.plan import candidate as candidates
 from ppctl.plan.analytic import Machine, ParamBytes
 from ppctl.plan.candidate import Pricer, along
 from ppctl.plan.roofline import Link, ModelWork, Op, PieceWork, Speed
-from ppctl.plan.search import Search
+from ppctl.plan.search import Search, uncollected
 from ppctl.plan.space import WHOLE, Bounds, Space
 from ppctl.schedule.formulas import peak_formula
 
@@ -122,6 +123,53 @@ def test_bounds_are_not_above_what_they_bound(seed):
         if peak is not None:
             share = candidates.least_share(bounds, candidate.family)
             assert sum(bounds.with_stashes(share * peak).values()) <= candidate.total_bytes, candidate
+
+
+# --- partitions found by simulation ----------------------------------------------------------------------------------
+
+
+def what(candidate):
+    """All of a candidate but its partition and what follows from it."""
+    return (candidate.mesh, candidate.family, candidate.num_chunks, candidate.num_microbatches, candidate.remat)
+
+
+@seeds
+def test_partitions_by_simulation_are_no_slower_and_fit(seed):
+    first = Search(*some(seed)).run()
+    limit = max(candidate.total_bytes for candidate in first.best)
+    search = Search(*some(seed), limit)
+    found = search.run()
+    better = search.improved(found)
+    before = {what(candidate): candidate for candidate in found.best}
+    assert sorted(map(what, better.best)) == sorted(before)
+    assert [c.time.total_s for c in better.best] == sorted(c.time.total_s for c in better.best)
+    for candidate in better.best:
+        assert candidate.time.total_s <= before[what(candidate)].time.total_s
+        assert sum(candidate.partition) == search.space.num_layers
+        assert candidate.total_bytes <= limit
+    if found.without_pipeline is not None:
+        assert better.without_pipeline == found.without_pipeline
+
+
+def test_some_partitions_by_simulation_are_faster():
+    gained = 0
+    for seed in range(12):
+        search = Search(*some(seed))
+        found = search.run()
+        improved = {what(c): c.time.total_s for c in search.improved(found).best}
+        gained += sum(improved[what(c)] < 0.99 * c.time.total_s for c in found.best)
+    assert gained >= 5
+
+
+def test_the_collector_is_as_it_was():
+    for was_enabled in (True, False):
+        (gc.enable if was_enabled else gc.disable)()
+        try:
+            with uncollected():
+                assert not gc.isenabled()
+            assert gc.isenabled() == was_enabled
+        finally:
+            gc.enable()
 
 
 # --- long schedules --------------------------------------------------------------------------------------------------

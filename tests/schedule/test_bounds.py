@@ -36,6 +36,17 @@ def test_no_schedule_beats_its_bounds(family):
                 assert peak >= bound - 1e-9, (case, costs)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_short_schedule_bounds_a_longer_one_of_its_family(family):
+    for p in (1, 2, 3, 8):
+        short = build(family, p, 2 * p)
+        for m in (2 * p, 5 * p, 16 * p):
+            long = build(family, p, m)
+            for costs in COSTS:
+                bound_s = makespan_bound_s(short, costs, m)
+                assert bound_s == pytest.approx(makespan_bound_s(long, costs), rel=1e-12), (p, m, costs)
+
+
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32)])
 def test_optimal_schedules_meet_their_bound(p, m):
     for family in ("gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs"):
