@@ -29,7 +29,8 @@ from ppctl.engine.one_program import OneProgram
 from ppctl.engine.post_validation import PostValidated
 from ppctl.engine.states import States
 from ppctl.errors import ConfigError
-from ppctl.mesh import described_mesh, make_mesh
+from ppctl.hardware import of_topology
+from ppctl.mesh import make_mesh
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
@@ -46,6 +47,7 @@ from ppctl.schedule import Schedule
 from ppctl.schedule.ir import Task
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import Ticks, forward_only, ticks
+from ppctl.topology import described_mesh
 from ppctl.train import init_state
 
 Tree = Any
@@ -175,15 +177,17 @@ def start_jax(config: Config, dtype: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
-    if config.run.platform is not None:
-        jax.config.update("jax_platforms", config.run.platform)
+    is_away = config.plan.topology is not None  # no device of this machine's is used then
+    platform = config.run.platform or ("cpu" if is_away else None)
+    if platform is not None:
+        jax.config.update("jax_platforms", platform)
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     if config.run.distributed != "off":
         _join(config)
         return
-    if config.plan.topology is not None:
-        return  # no device of this machine's is used
+    if is_away:
+        return
     simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if simulated < config.mesh.num_devices:
         # where JAX has started already, in a program of the user's, make_mesh counts what is there
@@ -211,7 +215,11 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     dtype_name = config.run.dtype or default_dtype
     start_jax(config, dtype_name)
     sizes = config.mesh.dp, config.mesh.pp, config.mesh.fsdp
-    mesh = make_mesh(*sizes) if config.plan.topology is None else described_mesh(*sizes, config.plan.topology)
+    topology = config.plan.topology
+    if topology is None:
+        mesh = make_mesh(*sizes)
+    else:
+        mesh = described_mesh(*sizes, topology, of_topology(config.hardware, topology))
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))

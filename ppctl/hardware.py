@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ppctl.config.files import ROOT
-from ppctl.config.hardware import AutoHardware, Hardware
+from ppctl.config.hardware import AutoHardware, Cuda, Hardware
 from ppctl.errors import ConfigError
 
 NOMINAL = "host"  # its numbers are of no machine in particular
@@ -40,6 +40,8 @@ def _read(file: Path) -> Hardware:
             value = float(value)  # to YAML 1.1, 1e12 is text
         elif field.name == "peak_flops":
             value = {dtype: float(flops) for dtype, flops in value.items()}
+        elif field.name == "cuda":
+            value = Cuda(**value)
         found[field.name] = value
     return Hardware(**found)
 
@@ -58,21 +60,27 @@ def resolved(asked: Hardware | AutoHardware, device_kind: str, topology: str | N
 
     ConfigError where nothing is known of them, or where the topology is of other hardware than was asked for.
     """
-    chip = None if topology is None else topology.partition(":")[0]
-    there = of_device(device_kind) if chip is None else known().get(chip)
+    there = of_device(device_kind) if topology is None else of_topology(asked, topology)
     if isinstance(asked, Hardware):
-        if chip is not None and (there is None or not set(asked.device_kinds) & set(there.device_kinds)):
+        if topology is not None and (there is None or not set(asked.device_kinds) & set(there.device_kinds)):
             raise ConfigError(
                 f"hardware={asked.name} is not what plan.topology={topology} names. Use hardware=auto, or another "
                 "topology."
             )
         return asked
     if there is None:
+        which = device_kind if topology is None else f"plan.topology={topology}"
         raise ConfigError(
-            f"hardware=auto: nothing is known of {device_kind if chip is None else f'plan.topology={topology}'}. Use "
+            f"hardware=auto: nothing is known of {which}. Use "
             f"hardware=NAME ({', '.join(known())}), or describe it: DIR/hardware/NAME.yaml and --config-dir DIR."
         )
     return there
+
+
+def of_topology(asked: Hardware | AutoHardware, topology: str) -> Hardware | None:
+    """The hardware that plan.topology names, or None where nothing is known of it (libtpu knows TPUs by itself)."""
+    chip = topology.partition(":")[0]
+    return asked if isinstance(asked, Hardware) and asked.name == chip else known().get(chip)
 
 
 def peak_flops(hardware: Hardware, dtype: str) -> float | None:

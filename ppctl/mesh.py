@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from ppctl.errors import ConfigError
 
 AXES = ("dp", "pp", "fsdp")
 DATA_AXES = ("dp", "fsdp")  # the batch is divided over both
-
-AWAY_FROM_TPU = {  # libtpu asks a metadata server for these and complains of each
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-}
 
 
 def make_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
@@ -46,36 +36,6 @@ def make_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
             f"Use a smaller mesh, such as mesh=1x{len(devices)}, or run.platform=cpu, which simulates devices."
         )
     return jax.make_mesh((dp, pp, fsdp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need])
-
-
-def described_mesh(dp: int, pp: int, fsdp: int, topology: str) -> Mesh:
-    """A mesh of all chips of a TPU topology, such as "v5e:4x4", that need not be here: programs compile for it.
-
-    ConfigError where libtpu is missing, or knows no such topology, or where it has another number of chips.
-    Source: jax.experimental.topologies; libtpu describes and compiles without a chip.
-    """
-    for name, value in AWAY_FROM_TPU.items():
-        os.environ.setdefault(name, value)
-    if find_spec("libtpu") is None:
-        raise ConfigError(
-            f"plan.topology={topology} needs libtpu, which holds the compiler for TPUs. Install ppctl[tpu]; a TPU is "
-            "not needed."
-        )
-    try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).split("\n")[0]
-        raise ConfigError(
-            f"plan.topology={topology} is none that libtpu describes: {reason}. Use one such as v5e:4x4."
-        ) from error
-    need = dp * pp * fsdp
-    if need != len(devices):
-        raise ConfigError(
-            f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need}, but plan.topology={topology} has {len(devices)} devices. "
-            f"Use a mesh of {len(devices)}, such as mesh={len(devices)}x1, or another topology."
-        )
-    order = mesh_utils.create_device_mesh((dp, pp, fsdp), devices, allow_split_physical_axes=True)
-    return Mesh(order, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def all_devices() -> list[Any]:

@@ -116,7 +116,7 @@ def verdict(found: Prediction) -> str:
     share = f"{size_text(need)} of {size_text(found.limit_bytes)}"
     if found.fits is None and found.is_complete:
         widened = f"as estimated for {found.devices}, which widen bfloat16"
-        return f"may fit: {share}, {widened}; plan.topology asks the compiler for TPUs."
+        return f"may fit: {share}, {widened}; plan.topology asks its compiler."
     if found.fits is None:
         return f"may fit: {share} ({need / found.limit_bytes:.0%}) without temporaries; plan.compile=true counts these."
     if found.fits:

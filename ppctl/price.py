@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ppctl.assemble import Parts
 from ppctl.config import Analytic, AutoHardware, Config, Hardware, Measure
 from ppctl.errors import ConfigError
-from ppctl.hardware import NOMINAL, links_of, peak_flops, resolved
+from ppctl.hardware import NOMINAL, links_of, of_topology, peak_flops, resolved
 from ppctl.measure import measured
 from ppctl.plan import analytic
 from ppctl.plan.analytic import Layout, Machine, ParamBytes
@@ -135,7 +135,10 @@ def device_bytes(config: Config, device: Any) -> int | None:
     if isinstance(chosen, Hardware) and chosen.memory_gib is not None:
         return round(chosen.memory_gib * GIB)
     if config.plan.topology is not None:
-        return None
+        there = of_topology(config.hardware, config.plan.topology)
+        if there is None or there.cuda is None or there.memory_gib is None:
+            return None  # the compiler for TPUs says it itself
+        return round(there.memory_gib * GIB)
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // config.mesh.num_devices
     stats = device.memory_stats()

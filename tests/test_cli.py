@@ -194,7 +194,7 @@ FAULTS = [
     ("train plan.compile=true", "ppctl: plan.compile=true: only `ppctl plan` heeds this. Leave it out"),
     ("plan plan.topology=v5e:4x4", "names what the compiler compiles for, but plan.compile=false. Use plan.compile"),
     ("plan plan.compile=true plan.topology=v5e", "plan.topology=v5e is not a topology. Write the kind of chip"),
-    ("plan plan.compile=true plan.topology=v5e:2x2 executor=mpmd", "executor=mpmd compiles for each rank's part"),
+    ("plan plan.compile=true plan.topology=v5e:2x2 executor=mpmd", "executor=mpmd compiles for each rank's devices"),
     ("plan plan.compile=true plan.topology=v5e:2x2 run.platform=cuda", "run.platform=cuda starts devices. Use"),
     ("plan plan.memory_gib=0", "plan.memory_gib=0.0 is not a size. Use a number above 0"),
     ("plan launch.processes=2", "launch.processes=2: only `ppctl train` and `ppctl doctor` heed this"),

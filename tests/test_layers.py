@@ -43,7 +43,7 @@ LEVELS = {
     5: ("checkpoint", "seal", "metrics", "profile", "timeline", "report", "draw", "certify", "watch", "supervise"),
     4: ("checksum", "engine", "train", "optim", "data"),
     3: ("runtime",),
-    2: ("mesh", "model", "plan", "hardware", "distributed", "native"),
+    2: ("mesh", "topology", "model", "plan", "hardware", "distributed", "native"),
     1: ("schedule", "costs", "partition"),
     0: ("errors", "config"),
 }

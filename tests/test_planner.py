@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from ppctl import cli, config, mesh, planner, weigh
+from ppctl import cli, config, planner, topology, weigh
 from ppctl.assemble import assemble
 from ppctl.engine.one_program import OneProgram
 from ppctl.errors import ConfigError
@@ -236,9 +236,9 @@ TOPOLOGY = config.Plan(compile=True, topology="v5e:2x2")
 
 def described(monkeypatch):
     """A libtpu that describes four of the devices that are here."""
-    monkeypatch.setattr(mesh, "find_spec", lambda name: object())
+    monkeypatch.setattr(topology, "find_spec", lambda name: object())
     monkeypatch.setattr(
-        mesh.topologies, "get_topology_desc", lambda **asked: SimpleNamespace(devices=jax.devices()[4:])
+        topology.topologies, "get_topology_desc", lambda **asked: SimpleNamespace(devices=jax.devices()[4:])
     )
 
 

@@ -138,7 +138,7 @@ def check(config: Config) -> None:
     if config.plan.topology is not None and config.executor.name == "mpmd":
         raise ConfigError(
             f"plan.topology={config.plan.topology} is compiled for as a whole, but executor=mpmd compiles for each "
-            "rank's part of it, which libtpu does not describe. Use executor=spmd."
+            "rank's devices, and starts them for it. Use executor=spmd."
         )
     if config.plan.topology is not None and config.run.platform not in (None, "cpu"):
         raise ConfigError(

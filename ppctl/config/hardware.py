@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 
 from ppctl.config.checks import above_zero, at_least
 from ppctl.errors import ConfigError
+
+CAPABILITY = re.compile(r"\d+\.\d")
 
 
 @dataclass
@@ -16,6 +19,26 @@ class AutoHardware:
 
     def check(self) -> None:
         """Nothing: there is no setting."""
+
+
+@dataclass
+class Cuda:
+    """What XLA's compiler asks of an NVIDIA GPU that is not here, for plan.topology."""
+
+    capability: str  # compute capability, such as "9.0"
+    cores: int  # streaming multiprocessors
+    fp32_per_core: int  # float32 lanes
+    clock_ghz: float
+    memory_bytes: int  # as CUDA states it
+    l2_bytes: int
+    shared_bytes_per_core: int  # shared memory
+
+    def check(self) -> None:
+        if CAPABILITY.fullmatch(self.capability) is None:
+            raise ConfigError(f"hardware.cuda.capability={self.capability!r} is not a compute capability, such as 9.0.")
+        for field in fields(self):
+            if field.name != "capability":
+                above_zero(f"hardware.cuda.{field.name}", getattr(self, field.name))
 
 
 @dataclass
@@ -34,6 +57,7 @@ class Hardware:
     host_devices: int | None = None  # devices of a host joined by links; None: links join all of them
     network_bytes_per_s: float | None = None  # one way, of a device to one of another host
     network_latency_s: float | None = None  # of a message to another host
+    cuda: Cuda | None = None  # of NVIDIA GPUs, for their compiler
 
     def check(self) -> None:
         for key in ("flops_fraction", "memory_bytes_per_s", "link_bytes_per_s", "memory_gib", "network_bytes_per_s"):
@@ -47,6 +71,8 @@ class Hardware:
         for key in ("link_latency_s", "task_s", "network_latency_s"):
             at_least(f"hardware.{key}", getattr(self, key), 0)
         at_least("hardware.host_devices", self.host_devices, 1)
+        if self.cuda is not None:
+            self.cuda.check()
         of_hosts = ("host_devices", "network_bytes_per_s", "network_latency_s")
         given = [key for key in of_hosts if getattr(self, key) is not None]
         if 0 < len(given) < len(of_hosts):

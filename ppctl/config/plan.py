@@ -16,7 +16,7 @@ class Plan:
     """What `ppctl plan` compiles, the memory that a device has, and a page to write."""
 
     compile: bool = False  # compile the train step too, for the memory that the compiler plans
-    topology: str | None = None  # compile for TPUs that are not here: v5e:16x16, v6e:4x4, v5p:2x2x2 (ppctl[tpu])
+    topology: str | None = None  # compile for TPUs that are not here: v5e:16x16; or GPUs, hosts x GPUs a host: h100:2x8
     memory_gib: float | None = None  # memory of a device; None: what the device itself states
     html: str | None = None  # write the plan to this file too, as a page for browsers that loads nothing
 
@@ -28,7 +28,7 @@ class Plan:
         if TOPOLOGY.fullmatch(self.topology) is None:
             raise ConfigError(
                 f"plan.topology={self.topology} is not a topology. Write the kind of chip and how many there are each "
-                "way: v5e:4x4, v6e:16x16, v5p:2x2x2."
+                "way: v5e:4x4, v6e:16x16, v5p:2x2x2; of GPUs the hosts and the GPUs of a host: h100:2x8."
             )
         if not self.compile:
             raise ConfigError(
