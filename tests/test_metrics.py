@@ -135,7 +135,9 @@ def test_a_line_shows_the_mean_of_the_steps_since_the_one_before(tmp_path):
     console, own_s = plain(), [0.5, 0.2, 0.0001, 0.9, 0.4]  # one of them seen too late to be timed
     with metrics(tmp_path, num_steps=5, log_every=4, console=console) as written:
         for step, seconds in enumerate(own_s, start=1):
-            written.log({"step": step, "tokens_per_s": 100 / seconds, "mfu_fraction": 0.05 / seconds, "step_time_s": seconds})
+            written.log(
+                {"step": step, "tokens_per_s": 100 / seconds, "mfu_fraction": 0.05 / seconds, "step_time_s": seconds}
+            )
     assert console.file.getvalue().splitlines() == [
         "step 1/5  200 tok/s  mfu 10.0%  0.500 s/step",
         "step 4/5  273 tok/s  mfu 13.6%  0.367 s/step",
