@@ -85,8 +85,11 @@ def find_runs(top: Path) -> list[tuple[str, Path]]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is that of a run."""
-    return path.is_dir() and _is_run(str(path), set(os.listdir(path)))
+    """Whether a directory is that of a run; False where it cannot be read, or is none."""
+    try:
+        return _is_run(str(path), set(os.listdir(path)))
+    except OSError:
+        return False
 
 
 def _is_run(path: str, names: set[str]) -> bool:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ppctl.errors import ConfigError
-from ppctl.records import History, Summary, disk_bytes, find_runs, history, is_run, summary
+from ppctl.records import RUNNING, History, Summary, disk_bytes, find_runs, history, is_run, summary
 from ppctl.report import age_text, show_json, show_table, size_text
 from ppctl.status import FINISHED
 
@@ -43,16 +43,16 @@ def list_runs(tops: Sequence[Path], *, as_json: bool) -> int:
     )
     for run in found:
         for line in (*([run.reason] if run.reason else []), *run.problems):
-            console.print(f"{run.name}: {line}", markup=False, highlight=False, soft_wrap=True)
+            _say(console, f"{run.name}: {line}")
     return 0
 
 
 def names_of(tops: Sequence[Path]) -> list[tuple[str, Path]]:
     """(name, directory) of every run at or below the directories: the path below it, or of several the whole path."""
     for top in tops:
-        if not top.exists():
+        if not os.path.exists(top):  # False too where a name is too long
             raise ConfigError(f"{top}: there is no such directory. Name one that holds runs: ppctl runs DIR.")
-        if not top.is_dir():
+        if not os.path.isdir(top):
             raise ConfigError(f"{top} is a file. Name a directory that holds runs: ppctl runs DIR.")
         try:
             os.listdir(top)
@@ -67,7 +67,7 @@ def find(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
     path = Path(name)
     if is_run(path):
         return os.path.normpath(name), path
-    if path.is_dir() and not any((top / name).is_dir() for top in tops):
+    if os.path.isdir(path) and not any(os.path.isdir(top / name) for top in tops):
         raise ConfigError(f"{name} is no run: it has no metrics.jsonl. `ppctl runs {name}` lists the runs below it.")
     names = dict(names_of(tops))
     if name in names:
@@ -141,15 +141,26 @@ def show_run(name: str, path: Path, words: Sequence[str], command: str, notes: S
     ]
     console = Console()
     for label, text in lines:
-        console.print(f"{label:9} {text}", markup=False, highlight=False, soft_wrap=True)
+        _say(console, f"{label:9} {text}")
     return 0
 
 
 def _hint(run: Summary) -> str | None:
     """What to know before resuming."""
+    if run.status == RUNNING:
+        return "running: resume it when it has ended"
     if run.status == FINISHED:
         return "finished: it goes on with a larger run.num_steps"
     return None if run.checkpoints else "no checkpoint: it starts anew"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(_printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """A text without what no terminal can print: file names may hold any bytes."""
+    return text.encode(errors="replace").decode()
 
 
 def _document(run: Summary, now_s: float) -> dict[str, Any]:
@@ -169,7 +180,7 @@ def _document(run: Summary, now_s: float) -> dict[str, Any]:
 
 def _row(run: Summary, now_s: float) -> tuple[str, ...]:
     return (
-        escape(run.name),
+        escape(_printable(run.name)),
         run.status,
         _steps_text(run),
         _loss_text(run),

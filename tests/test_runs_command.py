@@ -124,6 +124,15 @@ def test_a_directory_without_runs_is_no_error(capsys):
     assert ask_json(capsys) == {"runs": []}
 
 
+def test_names_of_any_bytes_are_listed(capsys):
+    run_dir = Path("runs", os.fsdecode(b"a\xff"))
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").touch()
+    assert re.search(r"^ *a\? +not started", ask(capsys), re.MULTILINE)
+    assert ask_json(capsys)["runs"][0]["name"] == os.fsdecode(b"a\xff")
+    assert "run       a?: runs/a?\n" in ask(capsys, "show", "a")
+
+
 def test_several_directories_give_whole_paths(capsys):
     make("a")
     os.rename("runs", "first")
@@ -319,6 +328,8 @@ FAULTS = [
     ("show file", "file is no run in runs"),
     ("show empty", "empty is no run: it has no metrics.jsonl. `ppctl runs empty` lists the runs below it"),
     ("show x empty", "x: no run is in empty. Name the directory: ppctl runs show x DIR"),
+    ("x" * 5000, "x: there is no such directory"),
+    ("show " + "x" * 5000, "x is no run in runs"),
     ("show x nowhere", "nowhere: there is no such directory"),
     ("--jsn", "--jsn is not an option. Did you mean --json"),
     ("--json=1", "argument --json: ignored explicit argument"),
@@ -327,7 +338,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line for line, _ in FAULTS])
+@pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line[:30] for line, _ in FAULTS])
 def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys):
     for name in ("abc", "cab", "dab"):
         (Path("runs") / name).mkdir(parents=True)

@@ -26,7 +26,7 @@ Status:
   finished         all run.num_steps are done and saved
   interrupted      by Ctrl-C or SIGTERM, after saving
   failed           by an error, which is shown
-  broken off       its process is gone without a word: killed, or its machine lost
+  broken off       its process is gone without a word: killed, stopped while it compiled, or its machine lost
   no end recorded  nobody can tell from here: begun by an older ppctl, on another machine, or where files have no locks
   not started      it has settings and nothing else
 
