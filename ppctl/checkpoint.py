@@ -27,6 +27,7 @@ from orbax.checkpoint import v1 as ocp
 
 from ppctl.checksum import digest
 from ppctl.errors import CheckpointError, DamagedError, SaveError
+from ppctl.records import checkpoint_steps
 from ppctl.seal import Sealed, described, differences, seal, unseal
 
 # Of the machine as it is now, not of the files: reading may succeed another time.
@@ -90,11 +91,8 @@ class Checkpoints:
 
     def steps(self) -> tuple[int, ...]:
         """The steps of the finished checkpoints, ascending."""
-        if not self.directory.is_dir():
-            return ()
         # Orbax's own list also holds the step whose save is still under way.
-        found = (int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
-        return tuple(sorted(step for step in found if step not in self._aside))
+        return tuple(step for step in checkpoint_steps(self.directory) if step not in self._aside)
 
     def latest(self) -> int | None:
         """The step of the newest finished checkpoint, or None."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from ppctl.config import Config
 from ppctl.config.launch import not_launched
 from ppctl.errors import ConfigError, LostError, NonFiniteError
+from ppctl.records import checkpoint_steps
 from ppctl.supervise import LEFT, Child, Ending, run_group, stop_requests
 
 HOST = "127.0.0.1"
@@ -119,9 +120,7 @@ def device_groups(config: Config, environ: Mapping[str, str]) -> list[str | None
 
 def newest_checkpoint(run_dir: Path) -> int | None:
     """The step that a run in run_dir goes on from; as `Checkpoints.latest`, which needs JAX."""
-    directory = run_dir / "checkpoints"
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return max((int(name) for name in names if name.isdecimal()), default=None)
+    return max(checkpoint_steps(run_dir / "checkpoints"), default=None)
 
 
 def last_step(run_dir: Path, *, since_s: float) -> int | None:

@@ -49,6 +49,19 @@ def size_text(num_bytes: int) -> str:
     return f"{size:.1f} GiB"
 
 
+def age_text(seconds: float) -> str:
+    """A time that has passed, as people say it.
+
+    >>> age_text(5.2), age_text(200), age_text(8000), age_text(200_000)
+    ('5 s', '3 min', '2 h', '2 d')
+    """
+    seconds = max(0.0, seconds)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def check_file(option: str, path: Path) -> None:
     """Nothing, or ConfigError where a file that `option` names could not be written; before the work for it begins."""
     folder, reason = path.parent, None

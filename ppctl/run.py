@@ -1,6 +1,7 @@
 """`ppctl train`: from a request to a run, and all that a run leaves behind.
 
-A run directory holds config.yaml, metrics.jsonl, eval.jsonl, tensorboard/, profile/ and checkpoints/<step>/.
+A run directory holds config.yaml, status.jsonl, metrics.jsonl, eval.jsonl, tensorboard/, profile/ and
+checkpoints/<step>/.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ppctl.loop import Loop, writing
 from ppctl.members import compare, membership
 from ppctl.metrics import Metrics, NoMetrics
 from ppctl.schedule.simulate import peak_activations, simulate
+from ppctl.status import FINISHED, INTERRUPTED, NoStanding, Standing
 from ppctl.supervise import STOP_SIGNALS, handling
 from ppctl.watch import Watch
 
@@ -70,19 +72,19 @@ def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
         foreseen = foresee(parts)
         for line in (*describe(parts, start), foreseen.line()):
             say(line)
-        if is_lead:
+        with _recorded(config, start) if is_lead else NoStanding() as standing:
+            footprint, compile_time_s = compile_steps(parts, console)
+            say(f"compiled in {compile_time_s:.1f} s")
+            watch.note("start", start)
+            compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
+            state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
+            del restored
+            with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
+                loop = Loop(parts, footprint, compile_time_s, checkpoints, metrics, watch, foreseen)
+                with _stop_requests(console) as asked_to_leave:
+                    exit_code = loop.run(state, start, asked_to_leave)
             with writing(run_dir):
-                (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-        footprint, compile_time_s = compile_steps(parts, console)
-        say(f"compiled in {compile_time_s:.1f} s")
-        watch.note("start", start)
-        compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
-        state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
-        del restored
-        with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
-            loop = Loop(parts, footprint, compile_time_s, checkpoints, metrics, watch, foreseen)
-            with _stop_requests(console) as asked_to_leave:
-                exit_code = loop.run(state, start, asked_to_leave)
+                standing.end(**_ending(exit_code, loop.last["step"]))
     summary = loop.summary(exit_code)
     if loop.step_times_s:
         say(foreseen.compared(loop.step_times_s, max(footprint.total_bytes)))
@@ -90,6 +92,25 @@ def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
     if as_json and is_lead:
         print(json.dumps(summary))
     return exit_code
+
+
+def _recorded(config: Config, start: int) -> Standing:
+    """The record of this start of the run, beside the settings it starts with."""
+    run_dir = Path(config.run.dir)
+    with writing(run_dir):
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+        return Standing(run_dir, start)
+
+
+def _ending(exit_code: int, step: int) -> dict[str, Any]:
+    """What is recorded of a run that ended in order.
+
+    >>> _ending(130, 7)
+    {'status': 'interrupted', 'step': 7, 'reason': 'SIGINT'}
+    """
+    if exit_code == 0:
+        return {"status": FINISHED, "step": step}
+    return {"status": INTERRUPTED, "step": step, "reason": signal.Signals(exit_code - 128).name}
 
 
 def _metrics(config: Config, start: int, console: Console) -> Metrics:

@@ -91,7 +91,7 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
     assert code == 0
     run_dir = tmp_path / "run"
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        *("checkpoints", "config.yaml", "eval.jsonl", "metrics.jsonl", "tensorboard")
+        *("checkpoints", "config.yaml", "eval.jsonl", "metrics.jsonl", "status.jsonl", "tensorboard")
     ]
     lines = records(run_dir)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -105,6 +105,9 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
         assert line["mfu_fraction"] == pytest.approx(line["model_flops_per_s"] / 2e12)
         assert line["predicted_bubble_fraction"] == pytest.approx(1 / 3)  # (p-1)/(m+p-1)
     assert [line["step"] for line in records(run_dir, "eval.jsonl")] == [3, 6]
+    assert [(line["status"], line["step"]) for line in records(run_dir, "status.jsonl")] == [
+        *(("started", 0), ("finished", 6))
+    ]
 
     summary = json.loads(out)  # one document and nothing else
     assert summary["status"] == "finished"
@@ -211,6 +214,8 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_line(train, tmp_path, monkey
         f"ppctl: run.dir={tmp_path}/run cannot be written: No space left on device. "
         "Free the disk, or use another run.dir.\n"
     )
+    last = records(tmp_path / "run", "status.jsonl")[-1]
+    assert (last["status"], last["reason"]) == ("failed", err.removeprefix("ppctl: ").strip())
 
 
 def test_a_finished_run_started_again_changes_nothing(train, copy):
@@ -367,6 +372,8 @@ def test_a_signal_at_any_place_of_the_loop_leaves_the_last_step_saved(train, tmp
     steps = [record["step"] for record in records(tmp_path / "run")]
     assert checkpoints(tmp_path / "run") == [steps[-1]]
     assert f"SIGTERM: saving step {steps[-1]} and leaving" in out
+    last = records(tmp_path / "run", "status.jsonl")[-1]
+    assert (last["status"], last["step"], last["reason"]) == ("interrupted", steps[-1], "SIGTERM")
 
 
 def test_a_real_signal_is_answered_after_the_step_and_handlers_are_put_back(train, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ppctl.cli import schedule
+from ppctl.cli import examples, runs, schedule
 from ppctl.cli.choices import DRAWN_COSTS, did_you_mean, shown
 from ppctl.cli.help import COMMANDS, HEEDED_BY, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
@@ -27,6 +27,7 @@ from ppctl.errors import ConfigError, ElsewhereError, PpctlError
 from ppctl.launch import launch
 from ppctl.supervise import end_with_starter
 
+OTHERS = {"schedule": schedule, "runs": runs, "examples": examples}  # the commands that compose no whole config
 OF_SEVERAL_PROCESSES = ("train", "doctor")  # the commands that may run as some; any other is one
 
 
@@ -93,7 +94,7 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 
 def _serve(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview({"schedule": (schedule.ABOUT, schedule.EXAMPLES[0])}))
+        print(overview({name: module.ABOUT for name, module in OTHERS.items()}))
         return 0
     if argv[0] == "--version":
         print(f"ppctl {version('ppctl')}")
@@ -101,10 +102,10 @@ def _serve(argv: list[str]) -> int:
     if argv[0] in ("--completion", "-sc", "--shell-completion"):  # the last two are what Hydra's bash script calls
         return _complete(argv[1:], is_query=argv[0] != "--completion")
     command, *rest = argv
-    if command == "schedule":
-        return schedule.serve(rest)
+    if command in OTHERS:
+        return OTHERS[command].serve(rest)
     if command not in COMMANDS:
-        known = [*COMMANDS, "schedule"]
+        known = [*COMMANDS, *OTHERS]
         if "=" in command:
             raise ConfigError(f"{command}: a command comes first, for example ppctl train {command}.")
         raise ConfigError(f"{command} is not a command.{did_you_mean(command, known)} ({', '.join(known)})")
@@ -173,12 +174,14 @@ def _complete(words: list[str], *, is_query: bool) -> int:
     if before and not line.endswith(" "):
         last = before.pop()
     if not before:
-        print(" ".join([*COMMANDS, "schedule", "--help", "--version"]))
+        print(" ".join([*COMMANDS, *OTHERS, "--help", "--version"]))
     elif last.startswith("-"):
-        print(" ".join(schedule.option_names() if before[0] == "schedule" else option_names()))
+        print(" ".join(OTHERS[before[0]].option_names() if before[0] in OTHERS else option_names()))
+    elif before[0] == "runs":
+        print(" ".join(runs.completions([word for word in before[1:] if not word.startswith("-")])))
     elif before == ["schedule"]:
         print(" ".join(schedule.SUBCOMMANDS))
-    else:
+    elif before[0] != "examples":
         # Hydra knows neither the command nor ppctl's own options.
         overrides = [word for word in before[1:] if "=" in word and not word.startswith("-")]
         if before[0] == "schedule":

@@ -63,6 +63,11 @@ EXAMPLES = {
         "ppctl bench --multirun schedule=gpipe,interleaved --json",
     ),
 }
+FIRST_EXAMPLES = (  # what to try first
+    "ppctl train recipes=tiny",
+    "ppctl schedule show schedule=interleaved mesh=1x4",
+    "ppctl plan mesh=2x4 schedule=1f1b hardware=h100",
+)
 HEEDED_BY = {  # the commands that heed a part; any other part is heeded by all of them
     "hardware": ("train", "plan", "tune"),
     "costs": ("train", "plan", "tune"),
@@ -116,13 +121,9 @@ EXIT_CODES = """\
   130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
 
 
-def overview(others: Mapping[str, tuple[str, str]]) -> str:
-    """What `ppctl --help` prints; `others` are the commands besides COMMANDS: what they do, and an example."""
-    abouts = {name: about for name, (_, about) in COMMANDS.items()} | {
-        name: about for name, (about, _) in others.items()
-    }
-    lines = [f"  {name:8} {about}" for name, about in abouts.items()]
-    examples = [f"  {lines[0]}" for lines in EXAMPLES.values()] + [f"  {example}" for _, example in others.values()]
+def overview(others: Mapping[str, str]) -> str:
+    """What `ppctl --help` prints; `others` are the commands besides COMMANDS, and what they do."""
+    abouts = {name: about for name, (_, about) in COMMANDS.items()} | dict(others)
     return "\n".join(
         [
             "Pipeline-parallel training in JAX.",
@@ -130,10 +131,10 @@ def overview(others: Mapping[str, tuple[str, str]]) -> str:
             "Usage: ppctl COMMAND [GROUP=OPTION ...] [SETTING=VALUE ...]",
             "",
             "Commands:",
-            *lines,
+            *(f"  {name:8} {about}" for name, about in abouts.items()),
             "",
-            "Examples:",
-            *examples,
+            "Examples (`ppctl examples` has more):",
+            *(f"  {line}" for line in FIRST_EXAMPLES),
             "",
             "`ppctl COMMAND --help` shows groups, settings and options; `ppctl --version` the version.",
             'Completion in bash: eval "$(ppctl --completion bash)"',

@@ -1,0 +1,55 @@
+"""`ppctl examples`: what people want to do, and the commands that do it."""
+
+from __future__ import annotations
+
+import json
+
+from ppctl.errors import ConfigError
+
+ABOUT = "commands for what people want to do, to copy and to change"
+EXAMPLES = (  # a test composes each
+    ("train a small model on this machine, without an accelerator, in seconds", "ppctl train recipes=tiny"),
+    ("go on with it after Ctrl-C or a crash, or for more steps", "ppctl train recipes=tiny run.num_steps=60"),
+    ("see which runs there are, and how they ended", "ppctl runs"),
+    ("train on a text of your own", "ppctl train data=text data.path=notes.txt run.name=notes run.num_steps=1000"),
+    ("look at a schedule before choosing it", "ppctl schedule show schedule=zb_h1 mesh=1x4"),
+    (
+        "compare schedules on your number of ranks and microbatches",
+        "ppctl schedule compare gpipe 1f1b interleaved zb_v mesh=1x8 schedule.num_microbatches=32",
+    ),
+    (
+        "know beforehand how long a step takes and whether it fits",
+        "ppctl plan mesh=2x4 schedule=1f1b hardware=h100 data.batch_size=64",
+    ),
+    (
+        "let it find the fastest layout for the devices you have",
+        "ppctl tune hardware=h100 tune.devices=64 data.batch_size=512",
+    ),
+    (
+        "try several settings, each in a run of its own",
+        "ppctl train --multirun recipes=tiny run.name=sweep schedule=gpipe,1f1b,interleaved optim.lr=1e-3,3e-3",
+    ),
+    ("be sure that the pipeline trains the same model", "ppctl verify recipes=tiny schedule=1f1b"),
+    ("check that a machine can train before you leave it alone", "ppctl doctor mesh=2x4"),
+    (
+        "train with several processes that start again after a crash",
+        "ppctl train recipes=tiny launch.processes=2 launch.max_restarts=3",
+    ),
+    ("record what every rank does when, for xprof and Perfetto", "ppctl train recipes=tiny run.profile.start=10"),
+)
+
+
+def serve(words: list[str]) -> int:
+    """The exit code of `ppctl examples WORDS`."""
+    if words == ["--json"]:
+        print(json.dumps([{"want": want, "command": command} for want, command in EXAMPLES]))
+        return 0
+    if words not in ([], ["--help"], ["-h"]):
+        raise ConfigError(f"`ppctl examples` takes no words but --json, not {words[0]}.")
+    print("\n\n".join(f"# {want}\n{command}" for want, command in EXAMPLES))
+    return 0
+
+
+def option_names() -> list[str]:
+    """Every option of `ppctl examples`."""
+    return ["--json", "--help"]
