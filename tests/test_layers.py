@@ -41,7 +41,7 @@ LEVELS = {
         "request",
     ),
     5: ("checkpoint", "seal", "metrics", "profile", "timeline", "report", "draw", "certify", "watch", "supervise"),
-    4: ("checksum", "engine", "train", "optim", "data"),
+    4: ("custom", "checksum", "engine", "train", "optim", "data"),
     3: ("runtime",),
     2: ("mesh", "topology", "model", "plan", "hardware", "distributed", "native"),
     1: ("schedule", "costs", "partition"),

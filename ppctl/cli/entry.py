@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ppctl.cli import schedule
+from ppctl.cli import init, schedule
 from ppctl.cli.choices import DRAWN_COSTS, did_you_mean, shown
 from ppctl.cli.help import COMMANDS, HEEDED_BY, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
@@ -93,7 +93,7 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 
 def _serve(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview({"schedule": (schedule.ABOUT, schedule.EXAMPLES[0])}))
+        print(overview({"schedule": (schedule.ABOUT, schedule.EXAMPLES[0]), "init": (init.ABOUT, init.EXAMPLE)}))
         return 0
     if argv[0] == "--version":
         print(f"ppctl {version('ppctl')}")
@@ -103,8 +103,10 @@ def _serve(argv: list[str]) -> int:
     command, *rest = argv
     if command == "schedule":
         return schedule.serve(rest)
+    if command == "init":
+        return init.serve(rest)
     if command not in COMMANDS:
-        known = [*COMMANDS, "schedule"]
+        known = [*COMMANDS, "schedule", "init"]
         if "=" in command:
             raise ConfigError(f"{command}: a command comes first, for example ppctl train {command}.")
         raise ConfigError(f"{command} is not a command.{did_you_mean(command, known)} ({', '.join(known)})")
@@ -173,7 +175,7 @@ def _complete(words: list[str], *, is_query: bool) -> int:
     if before and not line.endswith(" "):
         last = before.pop()
     if not before:
-        print(" ".join([*COMMANDS, "schedule", "--help", "--version"]))
+        print(" ".join([*COMMANDS, "schedule", "init", "--help", "--version"]))
     elif last.startswith("-"):
         print(" ".join(schedule.option_names() if before[0] == "schedule" else option_names()))
     elif before == ["schedule"]:
