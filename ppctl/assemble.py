@@ -22,6 +22,7 @@ from ppctl import config as config_module
 from ppctl import distributed, native, optim
 from ppctl.config import Config
 from ppctl.costs import task_costs
+from ppctl.custom import custom_data, custom_stack
 from ppctl.data import BUILDERS, DataSet
 from ppctl.engine import Engine
 from ppctl.engine.mpmd import Mpmd
@@ -243,23 +244,30 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
 def open_data(config: Config) -> DataSet:
     """The data set that the config names."""
     settings = {**asdict(config.data), "seed": config.run.seed}
-    if config.model.name == "transformer":
+    name = settings.pop("name")
+    if name not in ("regression", "custom"):
         settings["seq_len"] = config.model.seq_len
-    return BUILDERS[settings.pop("name")](**settings)
+    return custom_data(**settings) if name == "custom" else BUILDERS[name](**settings)
 
 
 def make_stack(config: Config, data: DataSet, dtype: jnp.dtype) -> Stack:
     """The model that the config names, of the size that the data needs. `dtype` is that of the parameters."""
     settings = asdict(config.model)
     name = settings.pop("name")
+    if name == "custom":
+        settings.pop("seq_len")
+        return custom_stack(**settings, data=data, dtype=dtype)
     if name == "mlp":
         input_dim, target_dim = data.input_dim, data.target_dim
-        assert input_dim is not None, "config.check pairs an mlp with rows"
-        assert target_dim is not None, "config.check pairs an mlp with rows"
+        if input_dim is None or target_dim is None:
+            raise ConfigError(
+                f"model=mlp needs rows of numbers, but data={data.name} states no input_dim and no target_dim."
+            )
         return mlp(**settings, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
     settings.pop("seq_len")
     num_ids = data.vocab_size
-    assert num_ids is not None, "config.check pairs a transformer with tokens"
+    if num_ids is None:
+        raise ConfigError(f"model=transformer needs token ids, but data={data.name} states no vocab_size.")
     vocab_size = settings.pop("vocab_size") or num_ids
     if vocab_size < num_ids:
         raise ConfigError(

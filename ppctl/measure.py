@@ -22,6 +22,8 @@ from jax.sharding import Mesh
 
 from ppctl.assemble import Parts
 from ppctl.calibrate import corrected, small_request, small_step
+from ppctl.config import CustomModel
+from ppctl.custom import source_digest
 from ppctl.engine.one_program import OneProgram
 from ppctl.errors import ConfigError
 from ppctl.plan.prices import Piece, Prices
@@ -178,7 +180,7 @@ def _key(parts: Parts, *, with_mesh: bool) -> dict[str, Any]:
         "device": device.device_kind,
         "cores": [platform.processor() or platform.machine(), os.cpu_count()] if _is_shared(parts) else None,
         "executor": [executor.name, executor.remat, executor.unroll],
-        "model": [asdict(parts.config.model) | {"num_layers": None}, parts.data.vocab_size],
+        "model": [asdict(parts.config.model) | {"num_layers": None}, parts.data.vocab_size, _own(parts)],
         "shapes": jax.tree.map(lambda a: [a.shape, str(a.dtype)], parts.model.microbatch),
         "dtype": str(parts.dtype),
     }
@@ -186,6 +188,12 @@ def _key(parts: Parts, *, with_mesh: bool) -> dict[str, Any]:
         partition = [len(layers) for layers in parts.states.layout.partition]
         return key | {"mesh": parts.config.mesh.text, "partition": partition, "ranks": parts.schedule.rank_of}
     return key | {"devices": parts.mesh.size, "split": parts.schedule.is_split}
+
+
+def _own(parts: Parts) -> str | None:
+    """A digest of a model of the user's own."""
+    model = parts.config.model
+    return source_digest(model.target) if isinstance(model, CustomModel) else None
 
 
 def _small_key(parts: Parts) -> dict[str, Any]:

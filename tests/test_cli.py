@@ -216,7 +216,7 @@ FAULTS = [
     ),
     ("plan hardware.memory_gib=3", "hardware.memory_gib: hardware=auto has no settings of its own"),
     ("plan hardware=h100 hardware.peak_flops.float64=1", "has no float64 yet. Add it with a .: .hardware.peak_flops.f"),
-    ("plan hardware=h100 hardware.peak_flops=3", "hardware.peak_flops takes numbers by name .no default"),
+    ("plan hardware=h100 hardware.peak_flops=3", "hardware.peak_flops takes values by name .no default"),
     ("plan hardware=h100 hardware.peak_flops.float32=x", "peak_flops.float32 does not take such a value"),
     ("plan hardware=h100 hardware.device_kinds=3", "hardware.device_kinds takes a list .no default"),
     ("plan hardware=h100 hardware.flops_fraction=null", "hardware.flops_fraction takes a number .no default"),

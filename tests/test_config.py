@@ -18,6 +18,8 @@ from ppctl.errors import ConfigError
 NEEDS = {
     ("model", "mlp"): ["data=regression"],
     ("data", "regression"): ["model=mlp"],
+    ("model", "custom"): ["model.target=a.b", "data=regression"],
+    ("data", "custom"): ["data.target=a.b", "model=mlp"],
     ("data", "text"): ["data.path=somewhere"],
     ("data", "tokens"): ["data.path=somewhere"],
     ("executor", "reference"): ["mesh=1x1"],
@@ -46,7 +48,12 @@ def test_every_choice_composes_to_its_dataclass_and_defaults(part, option):
         return  # has no defaults: see test_hardware.py
     default = schema_of(part, option)()
     for field in dataclasses.fields(default):
-        if (option, field.name) != ("csv", "num_microbatches") and field.name not in ("name", "path", "layers"):
+        if (option, field.name) != ("csv", "num_microbatches") and field.name not in (
+            "name",
+            "path",
+            "target",
+            "layers",
+        ):
             assert getattr(chosen, field.name) == getattr(default, field.name), field.name
 
 

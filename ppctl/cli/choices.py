@@ -32,7 +32,7 @@ KINDS = {
     bool: "true or false",
     str: "text",
     list: "a list",
-    dict: "numbers by name",
+    dict: "values by name",
     type(None): "null",
 }
 REQUIRED = "???"  # as Hydra writes that a setting has no default

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ppctl.cli import examples, runs, schedule
+from ppctl.cli import examples, init, runs, schedule
 from ppctl.cli.choices import DRAWN_COSTS, did_you_mean, shown
 from ppctl.cli.help import COMMANDS, HEEDED_BY, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
@@ -27,7 +27,12 @@ from ppctl.errors import ConfigError, ElsewhereError, PpctlError
 from ppctl.launch import launch
 from ppctl.supervise import end_with_starter
 
-OTHERS = {"schedule": schedule, "runs": runs, "examples": examples}  # the commands that compose no whole config
+OTHERS = {
+    "schedule": schedule,
+    "runs": runs,
+    "examples": examples,
+    "init": init,
+}  # the commands that compose no whole config
 OF_SEVERAL_PROCESSES = ("train", "doctor")  # the commands that may run as some; any other is one
 
 

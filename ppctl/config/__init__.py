@@ -13,11 +13,12 @@ from typing import Any
 from ppctl.config.costs import Analytic, Costs, Measure
 from ppctl.config.hardware import AutoHardware, Hardware
 from ppctl.config.launch import Launch
-from ppctl.config.model import MLP, Transformer
+from ppctl.config.model import MLP, CustomModel, Transformer
 from ppctl.config.plan import Plan
 from ppctl.config.run import (
     DTYPES,
     Checkpoint,
+    CustomData,
     Data,
     Mpmd,
     Optim,
@@ -60,6 +61,8 @@ __all__ = [
     "Config",
     "Costs",
     "Csv",
+    "CustomData",
+    "CustomModel",
     "Data",
     "Eager1F1B",
     "Explicit",
@@ -156,12 +159,18 @@ def check(config: Config) -> None:
             "Use partition=uniform or another executor."
         )
     is_mlp, is_rows = config.model.name == "mlp", data.name == "regression"
-    if is_mlp != is_rows:
+    if is_mlp != is_rows and "custom" not in (config.model.name, data.name):
         raise ConfigError(
             f"model={config.model.name} cannot learn from data={data.name}. "
             f"Use {'data=regression' if is_mlp else 'data=stdlib (or text, tokens, synthetic)'}"
             f" or model={'transformer' if is_mlp else 'mlp'}."
         )
+    if config.model.name == "custom":
+        is_text = data.name not in ("regression", "custom")
+        if is_text != (config.model.seq_len is not None):
+            remedy = "Set model.seq_len" if is_text else "Leave model.seq_len out"
+            what = "is cut into sequences" if is_text else "has no sequences to be cut"
+            raise ConfigError(f"data={data.name} {what}, but model.seq_len={config.model.seq_len}. {remedy}.")
     if config.run.timeline and config.executor.name != "mpmd":
         raise ConfigError(
             f"run.timeline=true measures tasks that are programs of their own, but executor={config.executor.name} is "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 from ppctl.errors import ConfigError
+
+DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def choice(key: str, value: object, choices: tuple[str, ...]) -> None:
@@ -25,3 +28,8 @@ def above_zero(key: str, value: float | None) -> None:
 def fraction(key: str, value: float, *, below_one: bool = False) -> None:
     if not (0 <= value < 1 if below_one else 0 <= value <= 1):
         raise ConfigError(f"{key}={value} must lie in [0, 1{')' if below_one else ']'}.")
+
+
+def dotted(key: str, value: str) -> None:
+    if DOTTED.fullmatch(value) is None:
+        raise ConfigError(f"{key}={value} is not the dotted path of a function. Write {key}=MODULE.FUNCTION.")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from ppctl.config.checks import at_least, choice
+from ppctl.config.checks import at_least, choice, dotted
 from ppctl.errors import ConfigError
 
 
@@ -72,3 +72,19 @@ class MLP:
         at_least("model.num_layers", self.num_layers, 1)
         at_least("model.d_model", self.d_model, 1)
         choice("model.activation", self.activation, self.ACTIVATIONS)
+
+
+@dataclass
+class CustomModel:
+    """A model of one's own: a function (num_layers, dtype, data, **options) that returns a ppctl.model.stack.Stack."""
+
+    name: str = "custom"
+    target: str = "???"  # the function: package.module.function, looked for in the current directory first
+    num_layers: int = 8  # divided over the stages
+    seq_len: int | None = None  # tokens a sequence, of data that are text
+    options: dict[str, Any] = field(default_factory=dict)  # its other arguments: +model.options.NAME=VALUE
+
+    def check(self) -> None:
+        dotted("model.target", self.target)
+        at_least("model.num_layers", self.num_layers, 1)
+        at_least("model.seq_len", self.seq_len, 1)

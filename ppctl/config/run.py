@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ppctl.config.checks import at_least, choice, fraction
+from ppctl.config.checks import at_least, choice, dotted, fraction
 from ppctl.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -119,6 +119,19 @@ class Tokens(Data):
         super().check()
         choice("data.dtype", self.dtype, self.DTYPE)
         at_least("data.vocab_size", self.vocab_size, 1)
+
+
+@dataclass
+class CustomData(Data):
+    """Data of one's own: a function (batch_size, seed, eval_fraction, **options) that returns a ppctl.data.DataSet."""
+
+    name: str = "custom"
+    target: str = "???"  # the function: package.module.function, looked for in the current directory first
+    options: dict[str, Any] = field(default_factory=dict)  # its other arguments: +data.options.NAME=VALUE
+
+    def check(self) -> None:
+        super().check()
+        dotted("data.target", self.target)
 
 
 @dataclass
