@@ -39,6 +39,7 @@ LEVELS = {
         "look",
         "launch",
         "request",
+        "sweep",
     ),
     5: ("checkpoint", "seal", "metrics", "profile", "timeline", "report", "draw", "certify", "watch", "supervise"),
     4: ("checksum", "engine", "train", "optim", "data"),
