@@ -595,7 +595,7 @@ def test_an_interrupted_sweep_waits_for_its_jobs_and_starts_no_other(number, cod
     assert err.count(f"interrupted ({code})") == side
     assert "ppctl: job 2: model.num_layers=4: running" not in err
     states = [record["status"] for record in json.loads(Path("runs/default/sweep.json").read_text())]
-    assert states == ["interrupted"] * side + ["waiting"] * (3 - side)
+    assert states == ["interrupted"] * side + ["not started"] * (3 - side)
 
 
 def write(path: Path, text: str) -> Path:

@@ -222,7 +222,7 @@ def test_a_signal_reaches_all_jobs_which_are_waited_for_and_starts_no_other(numb
     threading.Thread(target=interrupt, daemon=True).start()
     outcomes, stop, text = told(sweep)
     assert stop == number
-    assert [outcome.status for outcome in outcomes] == ["interrupted", "interrupted", "waiting", "waiting"]
+    assert [outcome.status for outcome in outcomes] == ["interrupted", "interrupted", "not started", "not started"]
     assert [Path(f"saved-{index}").read_text() for index in (0, 1)] == [str(int(number))] * 2
     assert f"{number.name}: no other job is started; waiting for jobs 0, 1" in text
     assert not Path("began-2").exists()
@@ -231,7 +231,7 @@ def test_a_signal_reaches_all_jobs_which_are_waited_for_and_starts_no_other(numb
 def test_a_job_that_was_interrupted_itself_ends_the_sweep(monkeypatch):
     programs(monkeypatch, "raise SystemExit(143)", "")
     outcomes, stop, _ = told(sweep_of(2))
-    assert ([outcome.status for outcome in outcomes], stop) == (["interrupted", "waiting"], signal.SIGTERM)
+    assert ([outcome.status for outcome in outcomes], stop) == (["interrupted", "not started"], signal.SIGTERM)
 
 
 def test_a_log_that_cannot_be_written_fails_its_job_alone(monkeypatch):

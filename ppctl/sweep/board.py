@@ -18,7 +18,7 @@ from ppctl.report import show_table
 from ppctl.sweep.jobs import Job, Outcome, Sweep
 
 REFRESH_S = 1.0
-STATES = ("running", "waiting", "finished", "skipped", "failed", "interrupted")
+STATES = ("running", "waiting", "finished", "skipped", "failed", "interrupted", "not started")
 COLOURS = {"failed": "red", "interrupted": "yellow", "running": "bold", "finished": "green"}
 
 

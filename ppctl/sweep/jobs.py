@@ -57,7 +57,7 @@ class Sweep:
 class Outcome:
     """How a job ended, or why it did not begin."""
 
-    status: str  # waiting | running | finished | skipped | failed | interrupted
+    status: str  # waiting | running | finished | skipped | failed | interrupted | not started
     code: int | None = None  # exit code as in a shell
     seconds: float | None = None  # that its process lived
     error: str | None = None  # one line, of a job that failed

@@ -37,7 +37,9 @@ def run_jobs(sweep: Sweep, board: Board) -> tuple[list[Outcome], int | None]:
     """
     runner = _Runner(sweep, board, [Outcome("waiting") for _ in sweep.jobs])
     with stop_requests() as events:
-        return runner.outcomes, runner.run(events)
+        stop = runner.run(events)
+    never = Outcome("not started")
+    return [never if outcome.status == "waiting" else outcome for outcome in runner.outcomes], stop
 
 
 @dataclass

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ppctl.report import json_safe
 from ppctl.sweep.best import best_of
 from ppctl.sweep.jobs import FILES, SHARED, Outcome, Sweep, ran_beside_others
 from ppctl.sweep.page import page
@@ -18,7 +19,7 @@ from ppctl.sweep.records import ENDS, NUMBERS
 
 def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[Mapping[str, Any]]) -> list[str]:
     """What to say of the sweep, a line each, once the files are there; where they cannot be written, why."""
-    texts = (as_csv(records), json.dumps(records, indent=1, default=str) + "\n", page(sweep, outcomes, records))
+    texts = (as_csv(records), as_json(records), page(sweep, outcomes, records))
     said = []
     for best in best_of(sweep, records):
         said += [best.text, f"  again: {best.command}"]
@@ -30,6 +31,11 @@ def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[M
     except OSError as error:
         return [*said, f"the summary in {sweep.directory} cannot be written: {error.strerror}"]
     return [*said, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
+
+
+def as_json(records: Sequence[Mapping[str, Any]]) -> str:
+    """A list of the records. Numbers that are not finite become null, because JSON has none."""
+    return json.dumps(json_safe([*map(dict, records)]), indent=1, allow_nan=False, default=str) + "\n"
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
