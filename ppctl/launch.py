@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ppctl.config import Config
 from ppctl.config.launch import not_launched
@@ -124,7 +125,13 @@ def newest_checkpoint(run_dir: Path) -> int | None:
 
 
 def last_step(run_dir: Path, *, since_s: float) -> int | None:
-    """The last step in metrics.jsonl if that was written to since then. A line may be half written."""
+    """The last step in metrics.jsonl if that was written to since then."""
+    record = last_record(run_dir, since_s=since_s)
+    return None if record is None else record["step"]
+
+
+def last_record(run_dir: Path, *, since_s: float) -> dict[str, Any] | None:
+    """The last record in metrics.jsonl if that was written to since then. A line may be half written."""
     path = run_dir / "metrics.jsonl"
     try:
         if path.stat().st_mtime < since_s:
@@ -132,8 +139,9 @@ def last_step(run_dir: Path, *, since_s: float) -> int | None:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
             lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-        return json.loads(lines[-1])["step"]
-    except (OSError, IndexError, ValueError, KeyError):
+        record = json.loads(lines[-1])
+        return record if "step" in record else None
+    except (OSError, IndexError, ValueError, TypeError):
         return None  # no more than a hint
 
 

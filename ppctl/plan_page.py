@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
 
@@ -12,6 +11,7 @@ from ppctl.assemble import Parts
 from ppctl.config import Config
 from ppctl.draw.bars import stacked, swatch
 from ppctl.draw.drawing import Drawing
+from ppctl.draw.elements import exact, section, table
 from ppctl.draw.html import charts, whole
 from ppctl.plan_report import ABOUT, PARTS, better, shown_ranks, total_name, verdict
 from ppctl.prediction import Prediction
@@ -35,21 +35,21 @@ def page(found: Prediction, config: Config, picture: Drawing | str) -> str:
     sections = [
         f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(verdict(found))}</p>',
         _numbers(found, config),
-        _section("Memory of one device", _memory(found)),
-        _section("Stages", _stages(found, config)),
-        _section("The step, as predicted", _picture(picture, found, config)),
+        section("Memory of one device", _memory(found)),
+        section("Stages", _stages(found, config)),
+        section("The step, as predicted", _picture(picture, found, config)),
     ]
     proposal = better(found, config)
     if found.proposal is not None and proposal is not None:
-        exact = [_exact(n, str(n)) for n in found.proposal.partition]
+        layers = [exact(n, str(n)) for n in found.proposal.partition]
         sections.append(
-            _section(
+            section(
                 "A better partition",
-                f"<p><code>{escape(proposal)}</code></p><p class='soft'>Layers of each stage: {' '.join(exact)}; "
-                f"{_exact(found.proposal.time_ratio, f'{found.proposal.time_ratio:.3f}')} times the time.</p>",
+                f"<p><code>{escape(proposal)}</code></p><p class='soft'>Layers of each stage: {' '.join(layers)}; "
+                f"{exact(found.proposal.time_ratio, f'{found.proposal.time_ratio:.3f}')} times the time.</p>",
             )
         )
-    sections.append(_section("The request", _settings(config)))
+    sections.append(section("The request", _settings(config)))
     return whole(f"Plan: {title}", f"<main>\n{''.join(sections)}</main>\n", "plan.css")
 
 
@@ -73,13 +73,13 @@ def _numbers(found: Prediction, config: Config) -> str:
     """The numbers that people ask for first."""
     step = speed = ("not known", found.unknown or "")
     if found.step_time_s is not None and found.tokens_per_s is not None and found.once_s is not None:
-        once = _exact(found.once_s, f"{found.once_s / found.step_time_s:.1%}")
+        once = exact(found.once_s, f"{found.once_s / found.step_time_s:.1%}")
         step = (
-            _exact(found.step_time_s, f"{found.step_time_s:.4g} s"),
+            exact(found.step_time_s, f"{found.step_time_s:.4g} s"),
             f"{once} of it for parameters, gradients, optimizer",
         )
         unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
-        speed = (_exact(found.tokens_per_s, f"{found.tokens_per_s:,.0f} {unit}"), "")
+        speed = (exact(found.tokens_per_s, f"{found.tokens_per_s:,.0f} {unit}"), "")
     else:
         step = speed = ("not known", escape(found.unknown or ""))
     mfu, bubble = found.mfu_fraction, found.bubble_fraction
@@ -90,16 +90,16 @@ def _numbers(found: Prediction, config: Config) -> str:
         ("Speed", *speed),
         (
             "MFU",
-            "not known" if mfu is None else _exact(mfu, f"{mfu:.1%}"),
+            "not known" if mfu is None else exact(mfu, f"{mfu:.1%}"),
             "no peak is stated" if mfu is None else "of the peak of all devices",
         ),
         (
             "Bubble",
-            "none" if bubble is None else _exact(bubble, f"{bubble:.1%}"),
+            "none" if bubble is None else exact(bubble, f"{bubble:.1%}"),
             "no pipeline" if bubble is None else "idle share of the ranks if all layers cost the same",
         ),
-        ("Parameters", _exact(found.num_parameters, f"{found.num_parameters:,}"), ""),
-        ("Work of a step", _exact(found.step_flops, f"{found.step_flops / 1e12:,.3g} TFLOP"), "nothing recomputed"),
+        ("Parameters", exact(found.num_parameters, f"{found.num_parameters:,}"), ""),
+        ("Work of a step", exact(found.step_flops, f"{found.step_flops / 1e12:,.3g} TFLOP"), "nothing recomputed"),
         ("Devices", devices, f"dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp}, {microbatches}"),
         ("Prices", f"costs={escape(found.costs)}", f"hardware={hardware}"),
     ]
@@ -126,11 +126,11 @@ def _memory(found: Prediction) -> str:
     for rank in [0] if are_alike else range(len(found.memory_bytes)):
         sizes = [*(found.memory_bytes[rank].get(part, 0) for part in present), found.total_bytes[rank]]
         sizes += [] if estimated is None else [estimated[rank]]
-        rows.append([name(rank), *(_exact(each, size_text(each)) for each in sizes)])
-    limit = "not known" if found.limit_bytes is None else _exact(found.limit_bytes, size_text(found.limit_bytes))
-    compiled = "" if found.compile_s is None else f" Compiled in {_exact(found.compile_s, f'{found.compile_s:.1f}')} s."
+        rows.append([name(rank), *(exact(each, size_text(each)) for each in sizes)])
+    limit = "not known" if found.limit_bytes is None else exact(found.limit_bytes, size_text(found.limit_bytes))
+    compiled = "" if found.compile_s is None else f" Compiled in {exact(found.compile_s, f'{found.compile_s:.1f}')} s."
     about = f"<p class='soft'>Memory of a device: {limit}.{compiled}</p>"
-    return f'{few}{bars}<ul class="parts">{legend}</ul>{_table("numbers of the bars", columns, rows)}{about}'
+    return f'{few}{bars}<ul class="parts">{legend}</ul>{table("numbers of the bars", columns, rows)}{about}'
 
 
 def _stages(found: Prediction, config: Config) -> str:
@@ -140,14 +140,14 @@ def _stages(found: Prediction, config: Config) -> str:
     cells, first, last = defaultdict(list), 0, len(found.partition) - 1
     for stage, (n, rank) in enumerate(zip(found.partition, found.rank_of, strict=True)):
         which = "" if n == 0 else f" ({first})" if n == 1 else f" ({first} to {first + n - 1})"
-        layers = f"{_exact(n, str(n))} layer{'s' * (n != 1)}{which}"
+        layers = f"{exact(n, str(n))} layer{'s' * (n != 1)}{which}"
         ends = ["<b>embedding</b>"] * (stage == 0), ["<b>head</b>"] * (stage == last)
         holds = ", ".join([*ends[0], layers, *ends[1]])
         cells[rank].append(f"stage {stage}: {holds}")
         first += n
-    rows = [[f"rank {_exact(rank, str(rank))}", *cells[rank]] for rank in sorted(cells)]
+    rows = [[f"rank {exact(rank, str(rank))}", *cells[rank]] for rank in sorted(cells)]
     columns = ["", *(f"chunk {chunk}" for chunk in range(max(map(len, cells.values()))))]
-    return f'<div class="stages">{_table("stages of each rank", columns, rows)}</div>'
+    return f'<div class="stages">{table("stages of each rank", columns, rows)}</div>'
 
 
 def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
@@ -186,29 +186,8 @@ def _settings(config: Config) -> str:
         told = " ".join(f"<code>{escape(f'{part}.{key}={_typed(value)}')}</code>" for key, value in values.items())
         rows.append([escape(name), told])
     rows.append([f"run.dtype={escape(_typed(config.run.dtype))}", ""])
-    return f'<div class="asked">{_table("settings", [], rows)}</div>'
+    return f'<div class="asked">{table("settings", [], rows)}</div>'
 
 
 def _typed(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _exact(value: float, shown: str) -> str:
-    """A number as people read it, with its exact value for programs and in a title."""
-    return f'<data value="{value!r}" title="{value!r}">{escape(shown)}</data>'
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>\n"
-
-
-def _table(about: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of html; the first column names the rows."""
-    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    body = "".join(
-        f'<tr><th scope="row">{cells[0]}</th>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>' for cells in rows
-    )
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{about}"><table>'
-        f"{f'<thead><tr>{head}</tr></thead>' if columns else ''}<tbody>{body}</tbody></table></div>"
-    )

@@ -32,7 +32,7 @@ def show_table(console: Console, title: str, columns: Sequence[str], rows: Itera
 
 def show_json(document: Any) -> None:
     """Nothing; prints one JSON document. Numbers that are not finite become null, because JSON has none."""
-    print(json.dumps(_json_safe(document), allow_nan=False))
+    print(json.dumps(json_safe(document), allow_nan=False))
 
 
 def size_text(num_bytes: int) -> str:
@@ -84,9 +84,10 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
     print(f"ppctl: wrote {path} ({path.stat().st_size:,} bytes)", file=sys.stderr)
 
 
-def _json_safe(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
+    """Lists and dicts with null in the place of numbers that are not finite, because JSON has none."""
     if isinstance(value, dict):
-        return {key: _json_safe(item) for key, item in value.items()}
+        return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_safe(item) for item in value]
+        return [json_safe(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -100,7 +100,8 @@ def run_group(
     alive, held = os.pipe()  # nobody writes: `alive` reads its end when this process is gone
     try:
         for index, child in enumerate(children):
-            processes.append(process := _start(child, alive, is_piped=len(children) > 1))
+            pipe = subprocess.PIPE if len(children) > 1 else None
+            processes.append(process := start(child, alive, stdout=pipe, stderr=pipe))
             pumps += output.pumps(index, process)
             threading.Thread(target=_report, args=(index, process, events), daemon=True).start()
         while len(ended) < len(processes):
@@ -133,15 +134,19 @@ def run_group(
     return _ending(ended, killed, stop, {-signal.SIGABRT, *symptoms})
 
 
-def _start(child: Child, alive: int, *, is_piped: bool) -> subprocess.Popen[bytes]:
-    """The process, in a session of its own: Ctrl-C on a terminal reaches this process alone."""
-    pipe = subprocess.PIPE if is_piped else None
+def start(
+    child: Child, alive: int, *, stdout: IO[bytes] | int | None, stderr: IO[bytes] | int | None
+) -> subprocess.Popen[bytes]:
+    """The process, in a session of its own: Ctrl-C on a terminal reaches this process alone.
+
+    alive: the end to read of a pipe to which nobody writes; the process ends when its other end closes with this one.
+    """
     return subprocess.Popen(
         child.command,
         env={**os.environ, "PYTHONUNBUFFERED": "1", **child.env, ALIVE_FD: str(alive)},
         stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
+        stdout=stdout,
+        stderr=stderr,
         pass_fds=(alive,),
         start_new_session=True,
     )

@@ -235,6 +235,23 @@ FAULTS = [
     ("train run.name=it's", "cannot be read"),
     ("train run.seed=1,2", "run.seed=1,2 gives several values. Add --multirun"),
     ("train --multirun optim.lr=interval(0,1)", "a sweep over optim.lr needs a list of values"),
+    # sweeps
+    ("train --multirun", "--multirun runs every combination .* nothing here has several values. Give some"),
+    ("train --multirun run.seed=3", "nothing here has several values"),
+    ("train --multirun run.seed=range(3,3)", "This sweep is empty"),
+    ("train --multirun model.layrs=2,3", "model.layrs is not a setting of model=transformer. Did you mean"),
+    ("train --multirun +foo=2,3", "foo is not a part of the config"),
+    ("train --multirun run.seed=1,1", "Jobs 0 .run.seed=1. and 1 .run.seed=1. have the same run.dir, runs/default/r"),
+    ("train --multirun run.dir=x,./x", "have the same run.dir, x. Leave out a value that is there twice"),
+    ("train --multirun data.batch_size=7,9", "All 2 jobs are refused. data.batch_size=7 is not a multiple"),
+    ("train --multirun plan.compile=true run.seed=1,2", "plan.compile=true: only `ppctl plan` heeds this"),
+    ("train --multirun run.dir=/proc/x run.seed=1,2", "run.dir=/proc/x cannot be written"),
+    ("train hydra.launcher.jobs=2", "hydra.launcher.jobs=2 is for the jobs of a sweep. Add --multirun"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=0", "hydra.launcher.jobs=0 must be a finite number of at le"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=many", "hydra.launcher.jobs does not take such a value"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=1,2", "Give hydra.launcher.jobs one number"),
+    ("train --multirun run.seed=1,2 hydra/sweeper=basic", "a sweep has one sweeper"),
+    ("bench --multirun run.seed=1,2 hydra.launcher.jobs=2", "only jobs of `ppctl train` run side by side"),
 ]
 
 
@@ -246,7 +263,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys, serv
     assert err.count("\n") == 1
     assert re.search(message, err), err
     assert (out, served) == ("", [])
-    assert "--multirun" in line or list(empty_directory.iterdir()) == []  # Hydra's sweeper writes before it looks
+    assert list(empty_directory.iterdir()) == []
 
 
 RECIPES = {
@@ -492,7 +509,8 @@ def test_info_shows_where_the_config_comes_from():
 def jobs_environment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stand_in")
     (folder / "sitecustomize.py").write_text(STAND_IN)
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    places = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
 def sweep(environment, *words):
@@ -507,9 +525,11 @@ def test_a_sweep_runs_each_job_in_its_own_process_and_directory(jobs_environment
         {"layers": n, "dir": f"runs/abc/model.num_layers={n}", "as_json": True} for n in (2, 3, 4)
     ]  # the failing second job did not stop the third
     assert done.returncode == 1
-    summary = [line for line in done.stderr.splitlines() if " s  job " in line]
-    assert [line.split()[1] for line in summary] == ["done", "exit", "done"]
-    assert [p for p in empty_directory.rglob("*") if p.is_file()] == [empty_directory / "runs/abc/multirun.yaml"]
+    rows = re.findall(r"^ \d: model.num_layers=(\d) +(\w+)", done.stderr, re.MULTILINE)
+    assert rows == [("2", "finished"), ("3", "failed"), ("4", "finished")]
+    assert "ppctl: job 1: model.num_layers=3: ended with exit code 1\n" in done.stderr
+    left = {str(path.relative_to("runs/abc")) for path in Path("runs/abc").rglob("*") if path.is_file()}
+    assert left == {"multirun.yaml", "sweep.csv", "sweep.json", "sweep.html"}
 
 
 def test_a_sweep_over_run_dir_leaves_it_alone(jobs_environment):
@@ -528,25 +548,57 @@ def test_a_sweeps_directories_have_names_that_are_one_path_component(jobs_enviro
 def test_a_job_that_is_refused_does_not_stop_the_others(jobs_environment):
     done = sweep(jobs_environment, "data.batch_size=7,16")
     assert done.returncode == 1
-    assert "ppctl: data.batch_size=7 is not a multiple" in done.stderr
+    assert "ppctl: job 0: data.batch_size=7: refused: data.batch_size=7 is not a multiple" in done.stderr
     assert [json.loads(line)["dir"] for line in done.stdout.splitlines()] == ["runs/default/data.batch_size=16"]
 
 
+@pytest.mark.parametrize(
+    ("command", "seeds"), [("train", [1, 2]), ("verify", [1, 2]), ("train hydra.launcher.jobs=2", [2, 1])]
+)
+def test_a_sweep_is_composed_and_checked_before_anything_runs(command, seeds, served, monkeypatch, empty_directory):
+    asked = []
+    monkeypatch.setattr("ppctl.sweep.serve.serve", lambda found: asked.append(found) or 0)
+    words = command.split()
+    assert cli.main([words[0], "-m", f"run.seed={seeds[0]},{seeds[1]}", "optim.lr=0.1", *words[1:]]) == 0
+    [found] = asked
+    assert [job.values for job in found.jobs] == [{"run.seed": seed} for seed in seeds]
+    assert found.num_parallel == (2 if len(words) > 1 else 1)
+    assert found.trains == (words[0] == "train")
+    assert [job.config.run.dir for job in found.jobs] == [f"runs/default/run.seed={seed}" for seed in seeds]
+    assert found.jobs[0].words == (words[0], f"run.seed={seeds[0]}", "optim.lr=0.1")
+    assert (served, list(empty_directory.iterdir())) == ([], [])
+
+
+def test_a_file_may_describe_a_sweep(monkeypatch, empty_directory):
+    asked = []
+    monkeypatch.setattr("ppctl.sweep.serve.serve", lambda found: asked.append(found) or 0)
+    text = "# @package _global_\nhydra: {sweeper: {params: {run.seed: '1,2'}}, launcher: {jobs: 3}}\n"
+    write(empty_directory / "mine/recipes/both.yaml", text)
+    assert cli.main(["train", "-m", "recipes=both", "--config-dir", "mine"]) == 0
+    assert ([job.swept for job in asked[0].jobs], asked[0].num_parallel) == ([("run.seed=1",), ("run.seed=2",)], 3)
+
+
 @pytest.mark.parametrize(("number", "code", "last"), [(signal.SIGINT, 130, "saved"), (signal.SIGTERM, 143, "")])
-def test_an_interrupted_sweep_waits_for_its_job_and_starts_no_other(number, code, last, jobs_environment):
-    command = [PPCTL, "train", "--multirun", "run.seed=9", "model.num_layers=1,2"]
+@pytest.mark.parametrize("side", [1, 2])
+def test_an_interrupted_sweep_waits_for_its_jobs_and_starts_no_other(number, code, last, side, jobs_environment):
+    command = [PPCTL, "train", "--multirun", "run.seed=9", "model.num_layers=1,2,4", "--json"]
+    command += [f"hydra.launcher.jobs={side}"]
     process = subprocess.Popen(
         command, env=jobs_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None
-    assert json.loads(process.stdout.readline())["layers"] == 1
+    layers = {json.loads(process.stdout.readline())["layers"] for _ in range(side)}
+    assert layers == {1, 2} if side == 2 else {1}
     if number == signal.SIGINT:  # a terminal sends it to all of its foreground processes
         os.killpg(process.pid, number)
     else:
         process.terminate()
     out, err = process.communicate(timeout=20)
-    assert (process.returncode, out.strip()) == (code, last)
-    assert f"exit code {code}" in err
+    assert (process.returncode, out.split()) == (code, [last] * side * bool(last))
+    assert err.count(f"interrupted ({code})") == side
+    assert "ppctl: job 2: model.num_layers=4: running" not in err
+    states = [record["status"] for record in json.loads(Path("runs/default/sweep.json").read_text())]
+    assert states == ["interrupted"] * side + ["not started"] * (3 - side)
 
 
 def write(path: Path, text: str) -> Path:

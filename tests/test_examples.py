@@ -25,7 +25,10 @@ def empty_directory(tmp_path, monkeypatch):
 def test_every_example_composes(command, capsys):
     program, *words = shlex.split(command)
     assert program == "ppctl"
-    if words[0] == "runs":
+    if words[0] == "init":
+        assert cli.main(words) == 0
+        assert os.listdir() == words[1:]
+    elif words[0] == "runs":
         Path("runs/tiny").mkdir(parents=True)
         Path("runs/tiny/metrics.jsonl").touch()
         assert cli.main(words) == 0
@@ -43,7 +46,7 @@ def test_every_example_composes(command, capsys):
 
 def test_every_command_but_bench_has_an_example():
     commands = {command.split()[1] for _, command in EXAMPLES}
-    assert commands == {*COMMANDS, "schedule", "runs"} - {"bench"}
+    assert commands == {*COMMANDS, "schedule", "runs", "init"} - {"bench"}
 
 
 def test_they_are_printed_to_be_copied(capsys):

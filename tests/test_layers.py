@@ -40,6 +40,7 @@ LEVELS = {
         "launch",
         "request",
         "runs",
+        "sweep",
     ),
     5: (
         "checkpoint",

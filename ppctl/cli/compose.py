@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppctl import config as settings
 from ppctl.cli.choices import DRAWN, DRAWN_COSTS
 from ppctl.cli.faults import check_costs, check_keys, check_names, explain, parse_override, refuse
-from ppctl.cli.plugins import Request, register
+from ppctl.cli.plugins import Asked, Request, register
 from ppctl.config import Config, ScheduleConfig
+from ppctl.config.checks import at_least
 from ppctl.config.files import ROOT
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, PpctlError
 from ppctl.request import settled
+from ppctl.sweep.jobs import Job, Sweep
 
 
 def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
@@ -36,7 +41,7 @@ def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
     is_chosen = any(o.key_or_group == "costs" and isinstance(o.value(), str) for o in parsed)
     chosen = [] if is_chosen else [f"costs={DRAWN_COSTS}"]
     register()
-    request = Request([])
+    request = Request()
     with _in_one_line(parsed):
         _run_hydra(request, [*flags, *chosen, *overrides])
         assert request.composed is not None
@@ -50,8 +55,8 @@ def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
     return config
 
 
-def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config | int:
-    """The checked request, or an exit code when `flags` ask Hydra for something else (--cfg, --info, --multirun).
+def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config | Sweep | None:
+    """The checked request, that of a sweep, or None when `flags` asked Hydra for something else (--cfg, --info).
 
     `words` start a sweep's job on a command line. Raises ConfigError for whatever is wrong.
     """
@@ -59,23 +64,52 @@ def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config 
     for override in parsed:
         refuse(override, multirun="--multirun" in flags, drawing=False)
     register()
-    request = Request(words)
-    try:
-        with _in_one_line(parsed):
-            _run_hydra(request, [*flags, *overrides])
-            if request.composed is None:
-                return _summary(request.jobs)
-            check_keys(request.composed)
-            check_names(request.composed, request.choices)
-            config = OmegaConf.to_object(request.composed)
-    except SystemExit as stop:  # a signal ended the sweep
-        _summary(request.jobs)
-        return int(stop.code or 0)
+    request = Request()
+    with _in_one_line(parsed):
+        _run_hydra(request, [*flags, *overrides])
+        if request.sweep is not None:
+            return _sweep(request.sweep, request.jobs, words)
+        return None if request.composed is None else _checked(request.composed, request.choices)
+
+
+def _checked(composed: DictConfig, choices: dict[str, Any]) -> Config:
+    check_keys(composed)
+    check_names(composed, choices)
+    config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     check_costs(config.costs, drawing=False)
     config.schedule = settled(config.schedule)
     settings.check(config)
     return config
+
+
+def _sweep(common: DictConfig, combinations: list[Asked], words: list[str]) -> Sweep:
+    """The checked sweep; settings that are impossible together are one job's fault, unknown ones that of all."""
+    jobs = []
+    for index, asked in enumerate(combinations):
+        check_keys(asked.composed)
+        swept = [f"{each.get_key_element()}={each.get_value_element_as_str()}" for each in asked.swept]
+        has_own = any(each.key_or_group == "run.dir" for each in asked.swept)
+        run_dir = Path(asked.composed.run.dir) if has_own else Path(common.run.dir) / _directory_name(swept)
+        config = refusal = None
+        try:
+            config = _checked(asked.composed, asked.choices)
+            config.run.dir = str(run_dir)
+        except PpctlError as error:
+            refusal = " ".join(str(error).split())
+        values = {each.key_or_group: each.value() for each in asked.swept}
+        jobs.append(Job(index, tuple(swept), values, (*words, *asked.overrides), run_dir, config, refusal))
+    side = common.hydra.launcher.jobs
+    at_least("hydra.launcher.jobs", side, 1)
+    directory = Path(common.hydra.sweep.dir)
+    return Sweep(words[0], directory, tuple(jobs), side, "--json" in words, OmegaConf.to_yaml(common))
+
+
+def _directory_name(swept: list[str]) -> str:
+    """A job's directory below the sweep's; odd or long names get a hash."""
+    job = ",".join(swept)
+    name = re.sub(r"[^\w=.,+-]", "_", job)[:150]
+    return name if name == job else f"{name}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
 
 
 @contextmanager
@@ -107,25 +141,16 @@ def _as_if_typed(argv: list[str]) -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = full
 
 
-def _summary(jobs: list[tuple[str, int, float]]) -> int:
-    """1 if a job failed, else 0; prints one line for each job."""
-    for job, code, seconds in jobs:
-        print(
-            f"ppctl: {'done' if code == 0 else f'exit code {code}':>12}  {seconds:7.1f} s  job {job}", file=sys.stderr
-        )
-    return int(any(code for _, code, _ in jobs))
-
-
 def completions(line: str) -> None:
     """Prints for bash what may follow `line`, which starts with the program's name and has no command."""
     register()
     os.environ["COMP_LINE"] = line
     # A half-typed line is often wrong, and the prompt is no place for an error.
     with suppress(HydraException, OmegaConfBaseException, ValueError, SystemExit):
-        _run_hydra(Request([]), ["--shell-completion", "query=bash"])
+        _run_hydra(Request(), ["--shell-completion", "query=bash"])
 
 
 def completion_script() -> None:
     """Prints what bash evaluates to complete ppctl's command lines."""
     register()
-    _run_hydra(Request([]), ["--shell-completion", "install=bash"])
+    _run_hydra(Request(), ["--shell-completion", "install=bash"])

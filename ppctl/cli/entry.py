@@ -124,8 +124,13 @@ def _serve(argv: list[str]) -> int:
     from ppctl.cli.compose import compose
 
     config = compose(asked.overrides, hydra_flags(asked), words=[command, *job_flags(asked)])
-    if isinstance(config, int):
-        return config
+    if config is None:
+        return 0
+    if not isinstance(config, Config):
+        for job in config.jobs:
+            if job.config is not None:
+                refuse_unheeded(command, job.config)
+        return import_module("ppctl.sweep.serve").serve(config)
     refuse_unheeded(command, config)
     if not config.launch.is_used:
         return _dispatch(command, config, as_json=asked.json)

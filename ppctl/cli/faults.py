@@ -89,8 +89,24 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
                 raise ConfigError(wrong_option(key, shown(value), options(key)))
     if group in PARTS and key == f"{group}.name":
         raise ConfigError(f"{line}: the choice of {group} sets its name. Use {line.replace('.name', '', 1)}.")
-    if key.replace("/", ".").startswith("hydra.launcher"):
-        raise ConfigError(f"{line}: a sweep has one launcher, because each of its jobs must be a process of its own.")
+    _refuse_for_sweeps(override, multirun=multirun)
+
+
+def _refuse_for_sweeps(override: Override, *, multirun: bool) -> None:
+    """ConfigError for other ways to run a sweep, and for a number of jobs side by side where there are none."""
+    key, line = override.key_or_group.replace("/", "."), str(override.input_line)
+    if key == "hydra.launcher.jobs":
+        if not multirun:
+            raise ConfigError(f"{line} is for the jobs of a sweep. Add --multirun, or leave it out.")
+        if override.is_sweep_override():
+            raise ConfigError(f"{line}: a sweep runs in one way. Give hydra.launcher.jobs one number.")
+    elif key.startswith("hydra.launcher"):
+        raise ConfigError(
+            f"{line}: a sweep has one launcher, because each of its jobs must be a process of its own. "
+            "Its setting is hydra.launcher.jobs=N, for N side by side."
+        )
+    elif key == "hydra.sweeper" or key == "hydra.sweeper._target_":
+        raise ConfigError(f"{line}: a sweep has one sweeper, which runs every combination of KEY=A,B,...")
 
 
 def _refuse_for_drawing(group: str, line: str) -> None:

@@ -109,7 +109,8 @@ FLAGS = """\
   --json            print the result as JSON on stdout
   --cfg job         print the composed config as YAML and stop (--resolve: with ${...} filled in)
   --info TOPIC      where the config comes from: config, defaults, defaults-tree, plugins, searchpath
-  -m, --multirun    run every combination of KEY=A,B,...: each in a process and a run.dir of its own
+  -m, --multirun    run every combination of KEY=A,B,...: each in a process and a run.dir of its own; the same line
+                    again skips what is finished; hydra.launcher.jobs=N runs N side by side
   --config-dir DIR  look for groups and recipes in DIR too (DIR/recipes/x.yaml is recipes=x)
   -h, --help        this text; with part names (`--help model run`): all settings of these"""
 EXIT_CODES = """\

@@ -1,20 +1,12 @@
-"""What is added to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and sweeps whose jobs are processes.
-
-Processes, because JAX fixes the number of simulated devices when it starts.
-"""
+"""What is added to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and sweeps that are only composed by it."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import itertools
 import re
-import signal
-import subprocess
 import sys
-import time
 import types
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -23,17 +15,18 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 
 from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
 from ppctl.config import Config, Mesh
 from ppctl.config.files import ROOT
+from ppctl.errors import ConfigError
 
 MESH_CHOICE = re.compile(r"mesh/[1-9]\d*x[1-9]\d*(x[1-9]\d*)?")
 
@@ -84,77 +77,73 @@ class PpctlSearchPath(SearchPathPlugin):
 
 
 @dataclasses.dataclass
+class Asked:
+    """One combination of a sweep's values, composed."""
+
+    overrides: list[str]  # all of them
+    swept: list[Override]  # those that the sweep varies, with the value of this combination
+    composed: DictConfig
+    choices: dict[str, Any]
+
+
+@dataclasses.dataclass
 class Request:
     """Hydra's task function. It only takes the composed config: the command runs outside Hydra, after all checks."""
 
-    words: list[str]  # a sweep's job is these, then its overrides
     composed: DictConfig | None = None
     choices: dict[str, Any] = dataclasses.field(default_factory=dict)
-    jobs: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)  # of a sweep: job, exit code, seconds
+    sweep: DictConfig | None = None  # what all jobs of a sweep share, Hydra's own settings included
+    jobs: list[Asked] = dataclasses.field(default_factory=list)
 
     def __call__(self, cfg: DictConfig) -> None:
         self.composed, self.choices = cfg, dict(HydraConfig.get().runtime.choices)
 
 
-class ProcessLauncher(Launcher):
-    """Runs the jobs of a sweep one after another, each as a process with its own run.dir; a failing one stops none."""
+@dataclasses.dataclass
+class Side:
+    """`hydra.launcher`: how jobs of a sweep run."""
+
+    jobs: int = 1  # side by side
+
+
+class Combinations(Sweeper):
+    """Composes every job of a sweep, and like a command runs none: nothing is written before all checks are done."""
+
+    def __init__(self, params: dict[str, str] | None = None) -> None:
+        self.params = params or {}  # as overrides, for a file that describes a sweep
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         assert isinstance(task_function, Request)
-        self.request, self.config = task_function, config
+        self.request, self.loader = task_function, hydra_context.config_loader
+        self.request.sweep = self.common = config
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        fixed = self._fixed()
-        results = []
-        for idx, overrides in enumerate(job_overrides, initial_job_idx):
-            swept = [o for o in overrides if o not in fixed]
-            where = [] if any(o.startswith("run.dir=") for o in swept) else [self._run_dir(swept)]
-            print(f"ppctl: job {idx}: {' '.join(swept + where)}", file=sys.stderr, flush=True)
-            start = time.monotonic()
-            code = run_process([sys.executable, "-m", "ppctl.cli", *self.request.words, *overrides, *where])
-            self.request.jobs.append((f"{idx}: {' '.join(swept)}", code, time.monotonic() - start))
-            results.append(JobReturn(list(overrides), status=JobStatus.COMPLETED, _return_value=code))
-            if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-                raise SystemExit(code)
-        return results
-
-    def _fixed(self) -> set[str]:
-        """The overrides that all jobs share, in the words a sweeper uses for them."""
-        parsed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
-        return {f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in parsed if not o.is_sweep_override()}
-
-    def _run_dir(self, swept: list[str]) -> str:
-        """The override that puts a job below the sweep's run.dir; odd or long names get a hash."""
-        job = ",".join(swept)
-        name = re.sub(r"[^\w=.,+-]", "_", job)[:150]
-        if name != job:
-            name += "-" + hashlib.sha256(job.encode()).hexdigest()[:8]
-        return "run.dir='{}'".format(str(Path(self.config.run.dir) / name).replace("'", "\\'"))
+    def sweep(self, arguments: list[str]) -> None:
+        parser = OverridesParser.create(config_loader=self.loader)
+        said = [f"{key}={value}" for key, value in self.params.items()] + arguments
+        by_key = {override.get_key_element(): override for override in parser.parse_overrides(said)}
+        if not any(override.is_sweep_override() for override in by_key.values()):
+            raise ConfigError(
+                "--multirun runs every combination of KEY=A,B,..., but nothing here has several values. "
+                "Give some, or leave it out."
+            )
+        for words in itertools.product(*(_each(key, override) for key, override in by_key.items())):
+            overrides = list(words)
+            composed = self.loader.load_sweep_config(self.common, overrides)
+            choices = dict(composed.hydra.runtime.choices)
+            with read_write(composed), open_dict(composed):
+                del composed["hydra"]
+            parsed = parser.parse_overrides(overrides)
+            swept = [one for one in parsed if by_key[one.get_key_element()].is_sweep_override()]
+            self.request.jobs.append(Asked(overrides, swept, composed, choices))
 
 
-def run_process(command: list[str]) -> int:
-    """The exit code of `command`, 128 + n after signal n.
-
-    Ctrl-C reaches it from the terminal and SIGTERM is passed on. Either way it is waited for: it may be saving.
-    """
-    with subprocess.Popen(command) as process:
-        received: list[int] = []
-
-        def pass_on(number: int, _frame: types.FrameType | None) -> None:
-            received.append(number)
-            if number == signal.SIGTERM:
-                process.terminate()
-
-        # Handlers, not SIG_IGN: a child started later would inherit an ignored signal.
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            code = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    if received:
-        return 128 + received[0]
-    return code if code >= 0 else 128 - code
+def _each(key: str, override: Override) -> list[str]:
+    """The override for each of its values."""
+    if not override.is_sweep_override():
+        return [f"{key}={override.get_value_element_as_str()}"]
+    if not override.is_discrete_sweep():  # of hydra.sweeper.params: those of the command line were looked at before
+        raise ConfigError(f"{override.input_line}: a sweep over {key} needs a list of values: {key}=a,b.")
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
 def register() -> None:
@@ -166,12 +155,13 @@ def register() -> None:
     missing: dict[str, Any] = dict.fromkeys(PARTS, MISSING)
     store.store(name="schema_config", node=Config(**missing), provider="ppctl")
     plugins = Plugins.instance()  # imports the hydra_plugins package if some other plugin brought it
-    # Hydra takes launchers from importable modules of the hydra_plugins package only.
+    # Hydra takes sweepers from importable modules of the hydra_plugins package only.
     package = sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     package.__path__ = getattr(package, "__path__", [])
     sys.modules["hydra_plugins.ppctl"] = package.ppctl = sys.modules[__name__]  # type: ignore[attr-defined]
-    ProcessLauncher.__module__ = "hydra_plugins.ppctl"
-    target = {"_target_": "hydra_plugins.ppctl.ProcessLauncher"}
-    store.store(group="hydra/launcher", name="ppctl", node=target, provider="ppctl")
-    for plugin in (PpctlSource, PpctlSearchPath, ProcessLauncher):
+    Combinations.__module__ = "hydra_plugins.ppctl"
+    target = {"_target_": "hydra_plugins.ppctl.Combinations", "params": None}
+    store.store(group="hydra/sweeper", name="ppctl", node=target, provider="ppctl")
+    store.store(group="hydra/launcher", name="ppctl", node=Side, provider="ppctl")
+    for plugin in (PpctlSource, PpctlSearchPath, Combinations):
         plugins.register(plugin)

@@ -9,6 +9,8 @@ from ppctl.schedule.ir import Kind
 COLOURS: dict[Kind, str] = {"F": "#56b4e9", "B": "#e69f00", "I": "#22a884", "W": "#cc79a7"}
 # Hues for parts of a whole that carry dark letters too: Tol, Colour Schemes (`light`), SRON/EPS/TN/09-002, 2021.
 PARTS = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#ee8866", "#eedd88", "#ffaabb", "#dddddd")
+# Hues for lines, which stand out from light and from dark paper alike: Okabe and Ito again.
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 INK = "#10151c"  # letters in cells
 LIGHTEST = 0.55  # share of white in the last chunk
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,9 @@ from ppctl.config import Schedule as Plain
 from ppctl.draw.html import page
 from ppctl.look import draw
 from ppctl.planner import predicted
+from ppctl.sweep import page as sweep_page
+from ppctl.sweep.jobs import Job, Outcome, Sweep
+from ppctl.sweep.records import NUMBERS
 from ppctl.weigh import PARTS
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -33,6 +37,17 @@ SCRIPT = """
 <script>
 setTimeout(() => {
   const canvas = document.querySelector("canvas.gantt");
+  if (!canvas) {
+    const marks = [...document.querySelectorAll(".lines g")].map((mark) => mark.getBoundingClientRect().toJSON());
+    const texts = [...document.querySelectorAll(".lines text")].map((text) => text.getBoundingClientRect().height);
+    const hidden = document.documentElement.scrollWidth - innerWidth;
+    const said = { marks, texts, hidden, loads: performance.getEntriesByType("resource").length };
+    const box = document.createElement("pre");
+    box.id = "said";
+    box.textContent = JSON.stringify(said);
+    document.body.append(box);
+    return;
+  }
   canvas.focus();
   for (const key of KEYS) canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
   draw(charts[0]);
@@ -117,3 +132,25 @@ def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
     scale = sum(said["boxes"]) / sum(sizes)
     for wide, size in zip(said["boxes"], sizes, strict=True):
         assert wide == pytest.approx(size * scale, abs=0.1)
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
+    jobs, records, speeds = [], [], (100.0, 300.0, 150.0, 200.0)
+    for index, speed in enumerate(speeds):
+        name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]
+        config = Config(mesh=Mesh(1, 4), schedule=Plain(name, size))
+        values = {"schedule": name, "schedule.num_microbatches": size}
+        jobs.append(Job(index, (f"schedule={name}", "x" * 60), values, ("train",), Path("runs/s"), config))
+        record = dict.fromkeys(NUMBERS) | {"tokens_per_s": speed, "step_time_s": 1.0, "predicted_bubble_fraction": 0.2}
+        records.append({"job": index, **values, "status": "finished", "seconds": 3.0, **record})
+    outcomes = [Outcome("finished", 0, 3.0), *[Outcome("failed", 1, 3.0, "y" * 200)] * 3]
+    text = sweep_page.page(Sweep("train", Path("runs/s"), tuple(jobs)), outcomes, records)
+    said, _ = browse_page(tmp_path, text, [], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0
+    assert min(said["texts"]) >= 11  # pixels: letters that can be read
+    at = [mark["y"] + mark["height"] / 2 for mark in said["marks"][:4]]
+    per_token = (at[0] - at[1]) / 200
+    assert per_token > 0.2
+    assert at[2] - at[3] == pytest.approx(50 * per_token, abs=2)

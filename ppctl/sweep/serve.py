@@ -1,0 +1,35 @@
+"""`ppctl COMMAND --multirun`: checks a sweep, runs its jobs, and writes what came of them."""
+
+from __future__ import annotations
+
+from ppctl.errors import ConfigError
+from ppctl.sweep.board import Board, show_end
+from ppctl.sweep.jobs import MARK, Sweep, check
+from ppctl.sweep.records import record_of
+from ppctl.sweep.runner import run_jobs
+from ppctl.sweep.summary import write_summary
+
+
+def serve(sweep: Sweep) -> int:
+    """The exit code: 0 all jobs are finished, 1 one failed, 130 or 143 interrupted.
+
+    Raises ConfigError, before anything is started or written, for a sweep that would not do what it says.
+    """
+    check(sweep)
+    try:
+        sweep.directory.mkdir(parents=True, exist_ok=True)
+        (sweep.directory / MARK).write_text(sweep.document)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={sweep.directory} cannot be written: {error.strerror}. Use another run.dir, or make it writable."
+        ) from error
+    with Board(sweep) as board:
+        outcomes, stop = run_jobs(sweep, board)
+    records = [record_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
+    show_end(board.console, sweep, outcomes, records)
+    if sweep.trains:
+        for line in write_summary(sweep, outcomes, records):
+            board.say(line)
+    if stop is not None:
+        return 128 + stop
+    return int(any(outcome.status == "failed" for outcome in outcomes))

@@ -1,0 +1,60 @@
+"""What a sweep leaves in its directory: sweep.csv, sweep.json and sweep.html, one record a job."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppctl.report import json_safe
+from ppctl.sweep.best import best_of
+from ppctl.sweep.jobs import FILES, SHARED, Outcome, Sweep, ran_beside_others
+from ppctl.sweep.page import page
+from ppctl.sweep.records import ENDS, NUMBERS
+
+
+def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What to say of the sweep, a line each, once the files are there; where they cannot be written, why."""
+    texts = (as_csv(records), as_json(records), page(sweep, outcomes, records))
+    said = []
+    for best in best_of(sweep, records):
+        said += [best.text, f"  again: {best.command}"]
+    if ran_beside_others(sweep):
+        said.append(f"note: {SHARED}")
+    try:
+        for name, text in zip(FILES, texts, strict=True):
+            _replace(sweep.directory / name, text)
+    except OSError as error:
+        return [*said, f"the summary in {sweep.directory} cannot be written: {error.strerror}"]
+    return [*said, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
+
+
+def as_json(records: Sequence[Mapping[str, Any]]) -> str:
+    """A list of the records. Numbers that are not finite become null, because JSON has none."""
+    return json.dumps(json_safe([*map(dict, records)]), indent=1, allow_nan=False, default=str) + "\n"
+
+
+def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each record below the names of `columns`; nothing stands for what is not known."""
+    out = io.StringIO()
+    rows = csv.DictWriter(out, columns(records), lineterminator="\n")
+    rows.writeheader()
+    rows.writerows(records)
+    return out.getvalue()
+
+
+def columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys of all records in order: number, swept settings, how it ended, numbers."""
+    swept = list(dict.fromkeys(key for record in records for key in record if key not in ("job", *ENDS, *NUMBERS)))
+    return ["job", *swept, "status", *NUMBERS, *(name for name in ENDS if name != "status")]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
