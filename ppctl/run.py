@@ -28,13 +28,13 @@ from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
 from ppctl.costs import task_costs
 from ppctl.engine import Footprint
-from ppctl.errors import CheckpointError, DamagedError
+from ppctl.errors import CheckpointError, ConfigError, DamagedError
 from ppctl.foresee import foresee
 from ppctl.loop import Loop, writing
 from ppctl.members import compare, membership
 from ppctl.metrics import Metrics, NoMetrics
 from ppctl.schedule.simulate import peak_activations, simulate
-from ppctl.status import FINISHED, INTERRUPTED, NoStanding, Standing
+from ppctl.status import FINISHED, INTERRUPTED, NoStanding, Standing, held_by
 from ppctl.supervise import STOP_SIGNALS, handling
 from ppctl.watch import Watch
 
@@ -47,6 +47,12 @@ def train(config: Config, *, as_json: bool) -> int:
 
     Raises PpctlError for what the user asked wrong, NonFiniteError when the loss or a gradient is not finite.
     """
+    other = held_by(Path(config.run.dir))
+    if other is not None:  # it would lose the save that it is writing
+        raise ConfigError(
+            f"run.dir={config.run.dir} is written by process {other} now. Use another run.name, or end that run first: "
+            f"kill -INT {other}, which saves."
+        )
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
     with membership(config) as watch:
         return _train(config, watch, as_json=as_json)

@@ -75,6 +75,25 @@ def here() -> dict[str, str]:
     return {"host": platform.node()}
 
 
+def held_by(run_dir: Path) -> int | None:
+    """The process of this machine that records a run there now, or None where there is none, or nobody can tell.
+
+    One that is about to end is waited for. Of a process of another machine nothing is said: where that is lost, its
+    lock may outlive it for minutes.
+    """
+    until_s = time.monotonic() + LOCK_S
+    try:
+        while is_held(run_dir / FILE):
+            if time.monotonic() > until_s:
+                lines = [json.loads(line) for line in (run_dir / FILE).read_bytes().splitlines()]
+                started = next(line for line in reversed(lines) if line["status"] == STARTED)
+                return started["pid"] if here().items() <= started.items() else None
+            time.sleep(0.02)
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None  # no such file, or a damaged one
+    return None
+
+
 def is_held(path: Path) -> bool:
     """Whether a living process, of any machine that shares locks with this one, records a run in this file.
 

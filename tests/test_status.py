@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from ppctl import records, status
+from ppctl import cli, records, status
 from ppctl.status import FINISHED, INTERRUPTED, NoStanding, Standing
 
 
@@ -171,3 +171,36 @@ def test_a_process_that_does_not_lead_writes_nothing(tmp_path, monkeypatch):
     with NoStanding() as standing:
         standing.end(FINISHED)
     assert list(tmp_path.iterdir()) == []
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from ppctl.status import Standing
+with Standing(Path(sys.argv[1]), 0):
+    print(flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_that_another_process_writes_is_refused_and_left_alone(tmp_path, capsys, monkeypatch):
+    saving = tmp_path / "checkpoints/5.orbax-checkpoint-tmp"
+    saving.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert status.held_by(tmp_path) == process.pid
+            assert cli.main(["train", "recipes=tiny", f"run.dir={tmp_path}"]) == 2
+            said = f"run.dir={tmp_path} is written by process {process.pid} now. Use another run.name, or end that run"
+            assert said in capsys.readouterr().err
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "status.jsonl"]
+            assert saving.exists()
+            monkeypatch.setattr(status, "here", lambda: {"host": "another"})
+            assert status.held_by(tmp_path) is None
+            monkeypatch.undo()
+        finally:
+            process.kill()
+    assert status.held_by(tmp_path) is None
+    (tmp_path / "status.jsonl").unlink()
+    assert status.held_by(tmp_path) is None
