@@ -15,7 +15,7 @@ COLUMNS = 600  # of a curve: more than a window shows pixels of a figure
 TREND = 80  # medians of a curve of many points
 PER_LETTER = 8.0  # of a label
 MOST_LETTERS = 14  # of a label
-LABEL_GAP = 16  # between labels, in the units of HEIGHT
+LABEL_GAP = 18  # between labels, in the units of HEIGHT
 NUM_MARKS = 4  # on each of several curves
 
 Points = Sequence[tuple[float, float | None]]
@@ -157,8 +157,8 @@ def _drawn(
         is_alone = not is_open and (i + 1 == len(placed) or placed[i + 1][1] is None)
         parts.append(f"{'L' if is_open else 'M'}{x:g} {y:g}" + ("h.01" if is_alone else ""))
         is_open = True
-    look = 'stroke-width="1" stroke-opacity="0.4"' if trend else 'stroke-width="2"'
-    yield f'<path class="all" d="{"".join(parts)}" stroke="{colour}" {look} stroke-linecap="round"/>'
+    name, wide = ("all pale", 1) if trend else ("all", 2)
+    yield f'<path class="{name}" d="{"".join(parts)}" stroke="{colour}" stroke-width="{wide}" stroke-linecap="round"/>'
     if trend:
         path = "M" + "L".join(f"{x:g} {y:g}" for x, y in trend)
         yield f'<path class="trend" d="{path}" stroke="{colour}" stroke-width="2.5"/>'
