@@ -107,7 +107,7 @@ def summary(name: str, path: Path) -> Summary:
         num_steps = None
     ends = [_tail(str(path / file)) for file in ("metrics.jsonl", "eval.jsonl", status.FILE)]
     train, evaluation, standing = ends
-    step = _int(train.record, "step")
+    step = whole_number(train.record, "step")
     steps: tuple[int, ...] = ()
     try:
         steps = checkpoint_steps(path / "checkpoints")
@@ -128,9 +128,9 @@ def summary(name: str, path: Path) -> Summary:
         reason,
         step if step is not None else max(steps, default=0),
         num_steps,
-        _float(train.record, "loss"),
+        number(train.record, "loss"),
         train.record is None or train.record.get("loss", 0) is not None,
-        _float(evaluation.record, "eval_loss"),
+        number(evaluation.record, "eval_loss"),
         max(written) if written else _written_s(path),
         steps,
         tuple(problems),
@@ -189,8 +189,8 @@ def checkpoint_steps(directory: Path) -> tuple[int, ...]:
 def history(path: Path) -> History:
     """What all records of the run in a directory say together."""
     problems: list[str] = []
-    steps = list(_records(path / "metrics.jsonl", problems))
-    evaluations = list(_records(path / "eval.jsonl", problems))
+    steps = list(read_lines(path / "metrics.jsonl", problems))
+    evaluations = list(read_lines(path / "eval.jsonl", problems))
     unit = next((unit for unit in ("tokens_per_s", "rows_per_s") if any(unit in each for each in steps)), None)
     return History(
         _extremes(steps, "loss"),
@@ -202,30 +202,7 @@ def history(path: Path) -> History:
     )
 
 
-def disk_bytes(path: Path) -> int:
-    """What all files below a directory take on disk. A file that vanishes meanwhile takes nothing."""
-    total = 0
-    for folder, _, files in os.walk(path):
-        for file in files:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(folder, file)).st_blocks * 512
-    return total
-
-
-def _extremes(records: Sequence[Mapping[str, Any]], key: str) -> dict[str, tuple[int, float]]:
-    found = [(_int(each, "step"), _float(each, key)) for each in records]
-    pairs = [(step, loss) for step, loss in found if step is not None and loss is not None]
-    if not pairs:
-        return {}
-    return {"first": pairs[0], "last": pairs[-1], "least": min(pairs, key=lambda pair: pair[1])}
-
-
-def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [value for each in records if (value := _float(each, key)) is not None]
-    return statistics.median(values) if values else None
-
-
-def _records(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     """Every line that is a record; says in `problems` how many are not, if they are not the end of the file."""
     bad = 0
     try:
@@ -240,6 +217,41 @@ def _records(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         return  # `summary` tells
     if bad:
         problems.append(f"{bad} line{'s' if bad > 1 else ''} of {path.name} {'are' if bad > 1 else 'is'} no record")
+
+
+def whole_number(record: Mapping[str, Any] | None, key: str) -> int | None:
+    """An entry of a record, if it is a whole number."""
+    value = None if record is None else record.get(key)
+    return value if type(value) is int else None
+
+
+def number(record: Mapping[str, Any] | None, key: str) -> float | None:
+    """An entry of a record, if it is a number; it may be one that is not finite."""
+    value = None if record is None else record.get(key)
+    return float(value) if type(value) is float or (type(value) is int and abs(value) < 10**300) else None
+
+
+def disk_bytes(path: Path) -> int:
+    """What all files below a directory take on disk. A file that vanishes meanwhile takes nothing."""
+    total = 0
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, file)).st_blocks * 512
+    return total
+
+
+def _extremes(records: Sequence[Mapping[str, Any]], key: str) -> dict[str, tuple[int, float]]:
+    found = [(whole_number(each, "step"), number(each, key)) for each in records]
+    pairs = [(step, loss) for step, loss in found if step is not None and loss is not None]
+    if not pairs:
+        return {}
+    return {"first": pairs[0], "last": pairs[-1], "least": min(pairs, key=lambda pair: pair[1])}
+
+
+def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [value for each in records if (value := number(each, key)) is not None]
+    return statistics.median(values) if values else None
 
 
 def _num_steps(path: str) -> int | str:
@@ -285,16 +297,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _int(record: Mapping[str, Any] | None, key: str) -> int | None:
-    value = None if record is None else record.get(key)
-    return value if type(value) is int else None
-
-
-def _float(record: Mapping[str, Any] | None, key: str) -> float | None:
-    value = None if record is None else record.get(key)
-    return float(value) if type(value) is float or (type(value) is int and abs(value) < 10**300) else None
 
 
 def _written_s(path: Path) -> float:

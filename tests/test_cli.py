@@ -99,7 +99,7 @@ FAULTS = [
     # the command line itself
     (
         "trian",
-        r"trian is not a command. Did you mean train\? \(train, verify, .*, bench, schedule, runs, examples, init\)",
+        r"trian is not a command. Did you mean train\? \(train, .*, bench, schedule, runs, report, examples, init\)",
     ),
     ("tone", "tone is not a command. .*train, verify, doctor, plan, tune, bench"),
     ("model=mlp", "model=mlp: a command comes first, for example ppctl train model=mlp"),

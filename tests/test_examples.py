@@ -33,6 +33,11 @@ def test_every_example_composes(command, capsys):
         Path("runs/tiny/metrics.jsonl").touch()
         assert cli.main(words) == 0
         assert "tiny" in capsys.readouterr().out
+    elif words[0] == "report":
+        Path("runs/tiny").mkdir(parents=True)
+        Path("runs/tiny/metrics.jsonl").touch()
+        assert cli.main(words) == 0
+        assert Path("runs/tiny/report.html").exists()
     elif words[0] == "schedule":  # starts no JAX: it may as well run
         assert cli.main(words) == 0
         assert "bubble" in capsys.readouterr().out
@@ -46,7 +51,7 @@ def test_every_example_composes(command, capsys):
 
 def test_every_command_but_bench_has_an_example():
     commands = {command.split()[1] for _, command in EXAMPLES}
-    assert commands == {*COMMANDS, "schedule", "runs", "init"} - {"bench"}
+    assert commands == {*COMMANDS, "schedule", "runs", "report", "init"} - {"bench"}
 
 
 def test_they_are_printed_to_be_copied(capsys):

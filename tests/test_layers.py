@@ -40,6 +40,7 @@ LEVELS = {
         "launch",
         "request",
         "runs",
+        "run_report",
         "sweep",
     ),
     5: (

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ppctl.cli import examples, init, runs, schedule
+from ppctl.cli import examples, init, report, runs, schedule
 from ppctl.cli.choices import DRAWN_COSTS, did_you_mean, shown
 from ppctl.cli.help import COMMANDS, HEEDED_BY, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
@@ -30,6 +30,7 @@ from ppctl.supervise import end_with_starter
 OTHERS = {
     "schedule": schedule,
     "runs": runs,
+    "report": report,
     "examples": examples,
     "init": init,
 }  # the commands that compose no whole config
@@ -189,6 +190,8 @@ def _complete(words: list[str], *, is_query: bool) -> int:
         print(" ".join(OTHERS[before[0]].option_names() if before[0] in OTHERS else option_names()))
     elif before[0] == "runs":
         print(" ".join(runs.completions([word for word in before[1:] if not word.startswith("-")])))
+    elif before[0] == "report":
+        print(" ".join(report.completions()))
     elif before == ["schedule"]:
         print(" ".join(schedule.SUBCOMMANDS))
     elif before[0] != "examples":

@@ -11,6 +11,7 @@ EXAMPLES = (  # a test composes each
     ("train a small model on this machine, without an accelerator, in seconds", "ppctl train recipes=tiny"),
     ("go on with it after Ctrl-C or a crash, or for more steps", "ppctl train recipes=tiny run.num_steps=60"),
     ("see which runs there are, and how they ended", "ppctl runs"),
+    ("look at a run, or compare several, on a page to send to others", "ppctl report tiny"),
     ("train on a text of your own", "ppctl train data=text data.path=notes.txt run.name=notes run.num_steps=1000"),
     ("write a model and a data set of your own to start from, with a recipe that trains them", "ppctl init mine"),
     ("look at a schedule before choosing it", "ppctl schedule show schedule=zb_h1 mesh=1x4"),

@@ -72,11 +72,26 @@ def figure(lines: Sequence[Line], *, title: str, x_name: str, y_text: Callable[[
 def key(number: int, *, is_expected: bool = False) -> str:
     """The sample of a line for a legend."""
     colour = LINES[number % len(LINES)]
-    mark = "" if is_expected else _mark(number, 15, 9, is_hollow=False)
+    sample = "" if is_expected else mark(number, 15, 9, is_hollow=False)
     return (
         '<svg class="key" viewBox="0 0 30 18" aria-hidden="true">'
-        f'<path d="M1 9H29" stroke="{colour}"{_dash(is_expected)}/>{mark}</svg>'
+        f'<path d="M1 9H29" stroke="{colour}"{_dash(is_expected)}/>{sample}</svg>'
     )
+
+
+def mark(number: int, x: float, y: float, *, is_hollow: bool) -> str:
+    """The mark of a line, told by colour and shape."""
+    colour, shape = LINES[number % len(LINES)], SHAPES[(number + number // len(LINES)) % len(SHAPES)]
+    look = f'fill="{"var(--paper)" if is_hollow else colour}" stroke="{colour}" stroke-width="2"'
+    if shape == "circle":
+        return f'<circle cx="{x}" cy="{y}" r="4.5" {look}/>'
+    corners = {
+        "square": ((-4, -4), (4, -4), (4, 4), (-4, 4)),
+        "triangle": ((0, -5.5), (5.5, 4.5), (-5.5, 4.5)),
+        "diamond": ((0, -6), (6, 0), (0, 6), (-6, 0)),
+    }[shape]
+    points = " ".join(f"{x + dx:g},{y + dy:g}" for dx, dy in corners)
+    return f'<polygon points="{points}" {look}/>'
 
 
 def nice_step(largest: float, number: int) -> float:
@@ -101,23 +116,9 @@ def _drawn(
     for points, is_hollow in ((line.points, False), (line.others, True)):
         for x, y in points:
             said = escape(f"{line.label}, {x:g}: {y_text(y)}{' measured' if is_hollow else ''}")
-            drawn.append(f"<g><title>{said}</title>{_mark(number, *place(x, y), is_hollow=is_hollow)}</g>")
+            drawn.append(f"<g><title>{said}</title>{mark(number, *place(x, y), is_hollow=is_hollow)}</g>")
     return drawn
 
 
 def _dash(is_expected: bool) -> str:
     return ' stroke-dasharray="5 4" stroke-width="1.5"' if is_expected else ' stroke-width="2.5"'
-
-
-def _mark(number: int, x: float, y: float, *, is_hollow: bool) -> str:
-    colour, shape = LINES[number % len(LINES)], SHAPES[(number + number // len(LINES)) % len(SHAPES)]
-    look = f'fill="{"var(--paper)" if is_hollow else colour}" stroke="{colour}" stroke-width="2"'
-    if shape == "circle":
-        return f'<circle cx="{x}" cy="{y}" r="4.5" {look}/>'
-    corners = {
-        "square": ((-4, -4), (4, -4), (4, 4), (-4, 4)),
-        "triangle": ((0, -5.5), (5.5, 4.5), (-5.5, 4.5)),
-        "diamond": ((0, -6), (6, 0), (0, 6), (-6, 0)),
-    }[shape]
-    points = " ".join(f"{x + dx:g},{y + dy:g}" for dx, dy in corners)
-    return f'<polygon points="{points}" {look}/>'

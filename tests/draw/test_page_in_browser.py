@@ -18,6 +18,9 @@ from ppctl.config import Schedule as Plain
 from ppctl.draw.html import page
 from ppctl.look import draw
 from ppctl.planner import predicted
+from ppctl.run_report import compare
+from ppctl.run_report import page as run_page
+from ppctl.run_report.read import read
 from ppctl.sweep import page as sweep_page
 from ppctl.sweep.jobs import Job, Outcome, Sweep
 from ppctl.sweep.records import NUMBERS
@@ -154,3 +157,39 @@ def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
     per_token = (at[0] - at[1]) / 200
     assert per_token > 0.2
     assert at[2] - at[3] == pytest.approx(50 * per_token, abs=2)
+
+
+def recorded(run_dir, num_steps, spike):
+    """A run of so many steps, of which one is ten times as slow, as a report reads it."""
+    run_dir.mkdir()
+    lines = [
+        {"step": step, "loss": 1.0 + 9.0 / step, "lr": 1e-3, "step_time_s": 5.0 if step == spike else 0.5}
+        | {"tokens_per_s": 1e3 if step == spike else 1e4, "memory_bytes": 2000, "predicted_memory_bytes": 1000}
+        for step in range(1, num_steps + 1)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [])
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
+    run = recorded(tmp_path / "run", 5000, spike=2500)
+    text = run_page.page(run, tmp_path / "report.html")
+    said, _ = browse_page(tmp_path, text, [], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0
+    assert min(said["texts"]) >= 11  # pixels: letters that can be read
+    tall = sorted(mark["height"] for mark in said["marks"])  # of the histogram: one bin, and the slow step
+    assert len(tall) == 2
+    assert 0 < tall[0] < 3
+    assert tall[1] > 100
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_several_runs_fits(tmp_path, width):
+    runs = [recorded(tmp_path / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)]
+    said, _ = browse_page(tmp_path, compare.page(runs, tmp_path / "report.html"), [], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0
+    assert min(said["texts"]) >= 11
+    assert len(said["texts"]) >= 2 * (8 + 5)  # labels and ticks of losses and speeds

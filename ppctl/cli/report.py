@@ -1,0 +1,105 @@
+"""`ppctl report RUN [RUN ...]`: words in, handed to `ppctl.run_report`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppctl.cli.options import Parser, refuse_unknown
+from ppctl.cli.runs import DEFAULT_DIR
+from ppctl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ppctl.run_report.read import Run
+
+ABOUT = "one run, or several compared, as an html page to look at and to send; starts no JAX"
+EXAMPLES = ("ppctl report tiny", "ppctl report tiny runs/other --out both.html", "ppctl report runs/sweep/*/ --json")
+HELP = f"""\
+ppctl report: {ABOUT}.
+
+Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predicted beside taken
+       ppctl report RUN RUN ... [--out FILE.html] [--json]   up to 8 runs: what differs, curves drawn together
+
+RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has. The page holds all it shows: it
+can be mailed, and opens without a network. It is of the moment; write it again while a run goes on.
+
+Options:
+  --out FILE  where to write it (default: report.html in the run's directory; of several runs, here). A file that is no
+              report is not overwritten
+  --json      print its numbers as JSON on stdout, too
+  -h, --help  this text
+
+Examples:
+""" + "\n".join(f"  {line}" for line in EXAMPLES)
+
+
+def serve(words: list[str]) -> int:
+    """The exit code of `ppctl report WORDS`."""
+    asked, unknown = _parser().parse_known_intermixed_args(words)
+    refuse_unknown(unknown, option_names())
+    if asked.help:
+        print(HELP)
+        return 0
+    if not asked.words:
+        raise ConfigError("`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them.")
+    from ppctl.run_report import serve as report
+
+    if len(asked.words) > report.MOST_RUNS:
+        raise ConfigError(
+            f"{len(asked.words)} runs are too many for one page ({report.MOST_RUNS} at most). Name fewer; "
+            "`ppctl runs` lists any number."
+        )
+    found = [_find(word) for word in asked.words]
+    places: dict[Path, str] = {}
+    for word, (_, path) in zip(asked.words, found, strict=True):
+        if path.resolve() in places:
+            raise ConfigError(f"{places[path.resolve()]} and {word} are the same run. Name each once.")
+        places[path.resolve()] = word
+    file = report.place_of(asked.out, [path for _, path in found])
+    return report.serve([_read(*each) for each in found], file, as_json=asked.json)
+
+
+def _find(word: str) -> tuple[str, Path]:
+    """(name, directory) of the run that a word means."""
+    from ppctl import runs
+    from ppctl.records import find_runs, is_run
+
+    top = Path(DEFAULT_DIR)
+    if not is_run(Path(word)) and not (top.is_dir() and find_runs(top)):
+        raise ConfigError(f"{word} is no run, and none is in {DEFAULT_DIR}/ here. Give the path of one.")
+    return runs.find(word, [top])
+
+
+def _read(name: str, path: Path) -> Run:
+    from ppctl import runs
+    from ppctl.cli.asked import asked
+    from ppctl.run_report.read import read
+
+    config = runs.read_config(path)
+    if isinstance(config, str):
+        return read(name, path, {}, [], "", [config])
+    words, notes = asked(config, str(path))
+    return read(name, path, config, words, shlex.join(["ppctl", "train", *words]), notes)
+
+
+def completions() -> list[str]:
+    """The runs that may follow `ppctl report`."""
+    from ppctl.cli import runs
+
+    return runs.completions(["show"])
+
+
+def option_names() -> list[str]:
+    """Every option of `ppctl report`."""
+    return [name for action in _parser()._actions for name in action.option_strings]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="ppctl report", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out")
+    return parser

@@ -1,0 +1,81 @@
+"""The figures of a report: curves over steps, of one run or of several together, and the histogram of step times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ppctl.draw.curves import Curve, Points, figure
+from ppctl.draw.histogram import histogram, is_far
+from ppctl.run_report.read import Run
+
+SPEED_NAMES = {"tokens_per_s": "tokens/s", "rows_per_s": "rows/s"}
+FEW_EVALUATIONS = 40  # that carry a mark each
+
+
+def of_run(run: Run) -> list[str]:
+    """The figures of one run, those it has records for."""
+    drawn = [_loss(run)]
+    for name, title in (("grad_norm", "Gradient norm"), ("lr", "Learning rate")):
+        drawn.append(_figure(title, [_curve(run, name, title)], from_zero=name == "lr"))
+    if run.speed is not None:
+        unit = SPEED_NAMES[run.speed]
+        drawn.append(_figure(f"Speed, {unit}", [_curve(run, run.speed, unit)], from_zero=True))
+    drawn.append(_step_times(run))
+    return [each for each in drawn if each]
+
+
+def of_several(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
+    """Losses and speeds of runs, drawn together."""
+    drawn = [_figure("Loss", [_curve(run, "loss", label) for run, label in zip(runs, labels, strict=True)])]
+    curves = [Curve(label, run.evaluations, _lost(run.evaluations)) for run, label in zip(runs, labels, strict=True)]
+    drawn.append(_figure("Eval loss", curves))
+    for speed, unit in SPEED_NAMES.items():
+        curves = [_curve(run, speed, label) for run, label in zip(runs, labels, strict=True)]
+        drawn.append(_figure(f"Speed, {unit}", curves, from_zero=True))
+    return [each for each in drawn if each]
+
+
+def _loss(run: Run) -> str:
+    curves = [_curve(run, "loss", "train")]
+    if run.evaluations:
+        is_marked = len(run.evaluations) <= FEW_EVALUATIONS
+        curves.append(Curve("eval", run.evaluations, _lost(run.evaluations), is_marked))
+    return _figure("Loss", curves)
+
+
+def _step_times(run: Run) -> str:
+    values = [value for value in run.values("step_time_s") if value > 0]
+    median, predicted = run.median("step_time_s"), run.newest.get("predicted_step_time_s")
+    if not values or not median or median < 0:
+        return ""
+    named = [("median", median)]
+    note = "solid: the median"
+    if predicted is not None and predicted > 0:
+        named.append(("predicted", predicted))
+        far = f"; predicted: {predicted:.4g} s, too far to be drawn"
+        note += far if is_far(median, predicted) else "; dashed: as predicted"
+    drawn = histogram(values, named, title="Step times", x_name="seconds of a step")
+    return _framed("Step times, number of steps", drawn, note)
+
+
+def _curve(run: Run, name: str, label: str) -> Curve:
+    points = run.curves.get(name, ())
+    return Curve(label, points, _lost(points))
+
+
+def _lost(points: Points) -> list[float]:
+    return [x for x, y in points if y is None]
+
+
+def _figure(title: str, curves: Sequence[Curve], *, from_zero: bool = False) -> str:
+    """Empty where no curve has a finite value."""
+    if not any(y is not None for curve in curves for _, y in curve.points):
+        return ""
+    note = "crosses: not finite" if any(curve.lost for curve in curves) else ""
+    return _framed(title, figure(curves, title=title, x_name="step", from_zero=from_zero), note)
+
+
+def _framed(title: str, drawn: str, note: str) -> str:
+    soft = f'<p class="soft">{escape(note)}</p>' if note else ""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawn}{soft}</figure>"
