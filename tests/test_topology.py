@@ -15,7 +15,7 @@ from ppctl.topology import described_mesh, has_plugin, target_config
 
 GPUS = [name for name, hardware in known().items() if hardware.cuda is not None]
 REQUEST = config.Config(
-    model=config.Transformer(num_layers=8, d_model=64, num_heads=2, seq_len=64),
+    model=config.Transformer(num_layers=4, d_model=16, num_heads=2, seq_len=16),
     mesh=config.Mesh(1, 4, 1),
     schedule=config.Schedule("1f1b", 8),
     executor=config.Spmd(remat="full"),

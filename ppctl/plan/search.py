@@ -79,8 +79,7 @@ class Search:
         """The same layouts with the partitions that simulation finds faster (`cut.improved`), fastest first."""
         with uncollected():
             best = sorted(map(self._improved, found.best), key=lambda c: (c.time.total_s, c.total_bytes))
-        alone = next((c for c in best if c.mesh[1] == 1), found.without_pipeline)
-        return replace(found, best=tuple(best), without_pipeline=alone)
+        return replace(found, best=tuple(best))  # one stage has one partition
 
     def _improved(self, candidate: Candidate) -> Candidate:
         dp, _, fsdp = candidate.mesh

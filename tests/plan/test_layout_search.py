@@ -147,8 +147,7 @@ def test_partitions_by_simulation_are_no_slower_and_fit(seed):
         assert candidate.time.total_s <= before[what(candidate)].time.total_s
         assert sum(candidate.partition) == search.space.num_layers
         assert candidate.total_bytes <= limit
-    if found.without_pipeline is not None:
-        assert better.without_pipeline == found.without_pipeline
+    assert better.without_pipeline == found.without_pipeline
 
 
 def test_some_partitions_by_simulation_are_faster():
