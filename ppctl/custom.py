@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ppctl.data import Batch, DataSet
 from ppctl.errors import ConfigError
 from ppctl.model.stack import Stack
 
+T = TypeVar("T")
 ROWS = 2  # of the batch that a model is tried on
 
 
@@ -31,10 +32,7 @@ def custom_stack(target: str, num_layers: int, options: Mapping[str, Any], *, da
     ConfigError where it cannot be called so, or where what it returns is no stack that takes a row of `data`.
     """
     key = f"model.target={target}"
-    given = {"num_layers": num_layers, "dtype": dtype, "data": data}
-    stack = _called(key, _function(key, target), given, options)
-    if not isinstance(stack, Stack):
-        raise ConfigError(f"{key} returns {_kind(stack)}, not a ppctl.model.stack.Stack.")
+    stack = _made(Stack, key, target, {"num_layers": num_layers, "dtype": dtype, "data": data}, options)
     if stack.num_layers != num_layers:
         raise ConfigError(
             f"{key} returns a Stack of {stack.num_layers} layers, but model.num_layers={num_layers}. "
@@ -53,9 +51,7 @@ def custom_data(
     """
     key = f"data.target={target}"
     given = {"batch_size": batch_size, "seed": seed, "eval_fraction": eval_fraction}
-    data = _called(key, _function(key, target), given, options)
-    if not isinstance(data, DataSet):
-        raise ConfigError(f"{key} returns {_kind(data)}, not a ppctl.data.DataSet.")
+    data = _made(DataSet, key, target, given, options)
     if data.batch_size != batch_size:
         raise ConfigError(f"{key} makes batches of {data.batch_size}, but data.batch_size={batch_size}.")
     if data.num_examples < batch_size:
@@ -70,6 +66,14 @@ def source_digest(target: str) -> str:
     """sha256 of the file that a target stands in: what was measured for it is of this text."""
     file = getattr(sys.modules.get(target.rpartition(".")[0]), "__file__", None)
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _made(kind: type[T], key: str, target: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> T:
+    """What a target returns, which is of this kind; ConfigError where it is not."""
+    made = _called(key, _function(key, target), given, options)
+    if not isinstance(made, kind):
+        raise ConfigError(f"{key} returns {_kind(made)}, not a {kind.__module__}.{kind.__qualname__}.")
+    return made
 
 
 def _function(key: str, target: str) -> Callable[..., Any]:

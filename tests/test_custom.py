@@ -147,7 +147,7 @@ def test_a_target_that_cannot_be_called_is_refused(here, target, options, said):
 
 
 WRONG_DATA = {
-    "3": "returns a int, not a ppctl.data.DataSet",
+    "3": "returns a int, not a ppctl.data.dataset.DataSet",
     "rows(batch_size=2)": "makes batches of 2, but data.batch_size=4",
     "rows(num_examples=3)": "has 3 examples to train on, fewer than data.batch_size=4",
     "rows(read=lambda n: n)": "reads a ndarray; it must read a dict with inputs and targets",

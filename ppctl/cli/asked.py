@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -14,6 +16,7 @@ from ppctl.cli.choices import PARTS, PLAIN, default_option, options, schema_of, 
 from ppctl.config import Mesh
 from ppctl.config.files import ROOT
 from ppctl.launch import HOST
+from ppctl.runs import read_config
 
 PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)  # needs no quotes in Hydra
 JOINED = (
@@ -54,6 +57,15 @@ def asked(config: Mapping[str, Any], run_dir: str) -> Asked:
             words.append(f"{part}={config[part].get('name')}")
             notes.append(f"{words[-1]} is none of ppctl's own: add --config-dir, and what was set of it")
     return Asked(tuple(words), tuple(notes))
+
+
+def resuming(path: Path) -> tuple[dict[str, Any], Asked, str]:
+    """(settings of a run, what it was asked for, what goes on with it); nothing where its settings cannot be read."""
+    config = read_config(path)
+    if isinstance(config, str):
+        return {}, Asked((), (config,)), ""
+    found = asked(config, str(path))
+    return config, found, shlex.join(["ppctl", "train", *found.words])
 
 
 def _joined(run: dict[str, Any], notes: list[str]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,15 +72,11 @@ def _find(word: str) -> tuple[str, Path]:
 
 
 def _read(name: str, path: Path) -> Run:
-    from ppctl import runs
-    from ppctl.cli.asked import asked
+    from ppctl.cli.asked import resuming
     from ppctl.run_report.read import read
 
-    config = runs.read_config(path)
-    if isinstance(config, str):
-        return read(name, path, {}, [], "", [config])
-    words, notes = asked(config, str(path))
-    return read(name, path, config, words, shlex.join(["ppctl", "train", *words]), notes)
+    config, (words, notes), command = resuming(path)
+    return read(name, path, config, words, command, notes)
 
 
 def completions() -> list[str]:

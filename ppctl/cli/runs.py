@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 
 from ppctl.cli.options import Parser, refuse_unknown
@@ -56,14 +55,11 @@ def serve(words: list[str]) -> int:
 
 def _show(name: str, tops: list[Path], *, as_json: bool) -> int:
     from ppctl import runs
-    from ppctl.cli.asked import asked
+    from ppctl.cli.asked import resuming
 
     name, path = runs.find(name, tops)
-    config = runs.read_config(path)
-    if isinstance(config, str):
-        return runs.show_run(name, path, [], "", [config], as_json=as_json)
-    words, notes = asked(config, str(path))
-    return runs.show_run(name, path, words, shlex.join(["ppctl", "train", *words]), notes, as_json=as_json)
+    _, (words, notes), command = resuming(path)
+    return runs.show_run(name, path, words, command, notes, as_json=as_json)
 
 
 def completions(before: list[str]) -> list[str]:
