@@ -19,10 +19,10 @@ from rich.console import Console
 
 from ppctl.config import Config, Run
 from ppctl.errors import ConfigError
-from ppctl.sweep import runner
+from ppctl.sweep import processes
 from ppctl.sweep.board import Board, show_end
 from ppctl.sweep.ended import has_ended, other_settings
-from ppctl.sweep.jobs import LOG, Job, Sweep, check
+from ppctl.sweep.jobs import LOG, Job, Outcome, Sweep, check
 from ppctl.sweep.runner import run_jobs
 from ppctl.sweep.serve import serve
 
@@ -43,12 +43,12 @@ def sweep_of(number, *, side=1, **more):
         config = Config(run=Run(dir=str(run_dir), num_steps=NUM_STEPS, seed=index))
         swept = f"run.seed={index}"
         jobs.append(Job(index, (swept,), {"run.seed": index}, ("train", swept), run_dir, config))
-    return Sweep("train", Path("runs/s"), tuple(jobs), num_parallel=side, **more)
+    return Sweep("train", Path("runs/s"), jobs, num_parallel=side, **more)
 
 
 def programs(monkeypatch, *texts):
     """What the processes of the jobs run instead of ppctl, the last one for all others too."""
-    monkeypatch.setattr(runner, "command_of", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]])
+    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]])
 
 
 def told(sweep):
@@ -268,7 +268,7 @@ def test_a_table_larger_than_the_terminal_says_what_it_leaves_out():
     sweep = sweep_of(30, side=2)
     board = Board(sweep, Console(file=io.StringIO(), height=18, force_terminal=True))
     out = io.StringIO()
-    Console(file=out, width=100).print(board._table([runner.Outcome("waiting")] * 29 + [runner.Outcome("running")]))
+    Console(file=out, width=100).print(board._table([Outcome("waiting")] * 29 + [Outcome("running")]))
     assert "and 20 more" in out.getvalue()
     assert "29: run.seed=29" in out.getvalue()
 

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from ppctl.cli.choices import DRAWN, DRAWN_COSTS
 from ppctl.cli.faults import check_costs, check_keys, check_names, explain, parse_override, refuse
 from ppctl.cli.plugins import Asked, Request, register
 from ppctl.config import Config, ScheduleConfig
-from ppctl.config.checks import at_least
 from ppctl.config.files import ROOT
+from ppctl.config.sweep import SideBySide, SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.request import settled
 from ppctl.sweep.jobs import Job, Sweep
@@ -68,7 +69,7 @@ def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config 
     with _in_one_line(parsed):
         _run_hydra(request, [*flags, *overrides])
         if request.sweep is not None:
-            return _sweep(request.sweep, request.jobs, words)
+            return _sweep(request.sweep, request, words)
         return None if request.composed is None else _checked(request.composed, request.choices)
 
 
@@ -83,26 +84,55 @@ def _checked(composed: DictConfig, choices: dict[str, Any]) -> Config:
     return config
 
 
-def _sweep(common: DictConfig, combinations: list[Asked], words: list[str]) -> Sweep:
+def _sweep(common: DictConfig, request: Request, words: list[str]) -> Sweep:
     """The checked sweep; settings that are impossible together are one job's fault, unknown ones that of all."""
-    jobs = []
-    for index, asked in enumerate(combinations):
-        check_keys(asked.composed)
-        swept = [f"{each.get_key_element()}={each.get_value_element_as_str()}" for each in asked.swept]
-        has_own = any(each.key_or_group == "run.dir" for each in asked.swept)
-        run_dir = Path(asked.composed.run.dir) if has_own else Path(common.run.dir) / _directory_name(swept)
-        config = refusal = None
-        try:
-            config = _checked(asked.composed, asked.choices)
-            config.run.dir = str(run_dir)
-        except PpctlError as error:
-            refusal = " ".join(str(error).split())
-        values = {each.key_or_group: each.value() for each in asked.swept}
-        jobs.append(Job(index, tuple(swept), values, (*words, *asked.overrides), run_dir, config, refusal))
-    side = common.hydra.launcher.jobs
-    at_least("hydra.launcher.jobs", side, 1)
+    launcher = OmegaConf.to_object(common.hydra.launcher)
+    assert isinstance(launcher, SideBySide | SubmititLocal | SubmititSlurm)
+    launcher.check()
+    submit = None if isinstance(launcher, SideBySide) else launcher
     directory = Path(common.hydra.sweep.dir)
-    return Sweep(words[0], directory, tuple(jobs), side, "--json" in words, OmegaConf.to_yaml(common))
+    make = lambda index, asked: _job(index, asked, words, Path(common.run.dir))  # noqa: E731
+    jobs = [make(index, asked) for index, asked in enumerate(request.jobs)]
+    study = None
+    searched = request.searched
+    if submit is not None:
+        _needs("submitit", f"hydra/launcher=submitit_{submit.cluster}", "slurm")
+    if searched is not None:
+        searched.search.check()
+        _needs("optuna", "hydra/sweeper=optuna", "optuna")
+        from ppctl.sweep.study import Study
+
+        compose = searched.compose
+        study = Study(
+            searched.search, searched.space, searched.fixed, directory, lambda index, said: make(index, compose(said))
+        )
+        sample = study.sample().config
+        if searched.search.metric == "eval_loss" and sample is not None and not sample.run.eval_every:
+            raise ConfigError(
+                "hydra.sweeper.metric=eval_loss: run.eval_every=null evaluates nothing. Set run.eval_every."
+            )
+    document = OmegaConf.to_yaml(common)
+    return Sweep(words[0], directory, jobs, launcher.jobs or 1, "--json" in words, document, submit, study)
+
+
+def _job(index: int, asked: Asked, words: list[str], top: Path) -> Job:
+    check_keys(asked.composed)
+    swept = [f"{each.get_key_element()}={each.get_value_element_as_str()}" for each in asked.swept]
+    has_own = any(each.key_or_group == "run.dir" for each in asked.swept)
+    run_dir = Path(asked.composed.run.dir) if has_own else top / _directory_name(swept)
+    config = refusal = None
+    try:
+        config = _checked(asked.composed, asked.choices)
+        config.run.dir = str(run_dir)
+    except PpctlError as error:
+        refusal = " ".join(str(error).split())
+    values = {each.key_or_group: each.value() for each in asked.swept}
+    return Job(index, tuple(swept), values, (*words, *asked.overrides), run_dir, config, refusal)
+
+
+def _needs(package: str, said: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError(f"{said} needs {package}, which is not installed. Install it: pip install 'ppctl[{extra}]'.")
 
 
 def _directory_name(swept: list[str]) -> str:

@@ -34,8 +34,12 @@ from ppctl.cli.choices import (
     wrong_option,
     wrong_value,
 )
+from ppctl.cli.plugins import LAUNCHERS, SWEEPERS
 from ppctl.config import Costs, Measure, Mesh
 from ppctl.errors import ConfigError
+
+WAYS = {"hydra/launcher": tuple(LAUNCHERS), "hydra/sweeper": SWEEPERS}
+ABOUT_WAYS = " Each job of a sweep must be a process of its own, which Hydra's other ones do not start."
 
 
 def parse_override(text: str) -> Override:
@@ -81,9 +85,7 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
             f"{line} gives several values. Add --multirun for a run of each, or quote the value if it is one: "
             f"'{key}=\"a,b\"'."
         )
-    if override.is_sweep_override() and not override.is_discrete_sweep():
-        raise ConfigError(f"{line}: a sweep over {key} needs a list of values: {key}=a,b.")
-    if key in GROUPS:
+    if key in GROUPS and (not override.is_sweep_override() or override.is_discrete_sweep()):
         for value in _values(override):
             if not isinstance(value, str) and not (isinstance(value, dict) and key != "recipes"):
                 raise ConfigError(wrong_option(key, shown(value), options(key)))
@@ -93,20 +95,19 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
 
 
 def _refuse_for_sweeps(override: Override, *, multirun: bool) -> None:
-    """ConfigError for other ways to run a sweep, and for a number of jobs side by side where there are none."""
-    key, line = override.key_or_group.replace("/", "."), str(override.input_line)
-    if key == "hydra.launcher.jobs":
-        if not multirun:
-            raise ConfigError(f"{line} is for the jobs of a sweep. Add --multirun, or leave it out.")
-        if override.is_sweep_override():
-            raise ConfigError(f"{line}: a sweep runs in one way. Give hydra.launcher.jobs one number.")
-    elif key.startswith("hydra.launcher"):
-        raise ConfigError(
-            f"{line}: a sweep has one launcher, because each of its jobs must be a process of its own. "
-            "Its setting is hydra.launcher.jobs=N, for N side by side."
-        )
-    elif key == "hydra.sweeper" or key == "hydra.sweeper._target_":
-        raise ConfigError(f"{line}: a sweep has one sweeper, which runs every combination of KEY=A,B,...")
+    """ConfigError for a way to run a sweep that there is not, or that is said where there is no sweep."""
+    key, line = override.key_or_group, str(override.input_line)
+    part = next((part for part in WAYS if key.replace("/", ".").startswith(part.replace("/", "."))), None)
+    if part is None:
+        return
+    if override.is_sweep_override():
+        raise ConfigError(f"{line}: a sweep runs in one way. Give {key} one value.")
+    if key == part and override.value() not in WAYS[part]:
+        raise ConfigError(wrong_option(part, shown(override.value()), [*WAYS[part]]) + ABOUT_WAYS)
+    if key.endswith("_target_"):
+        raise ConfigError(f"{line}: choose {part}={' | '.join(WAYS[part])} instead.{ABOUT_WAYS}")
+    if not multirun:
+        raise ConfigError(f"{line} is for the jobs of a sweep. Add --multirun, or leave it out.")
 
 
 def _refuse_for_drawing(group: str, line: str) -> None:

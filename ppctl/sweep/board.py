@@ -18,7 +18,7 @@ from ppctl.report import show_table
 from ppctl.sweep.jobs import Job, Outcome, Sweep
 
 REFRESH_S = 1.0
-STATES = ("running", "waiting", "finished", "skipped", "failed", "interrupted", "not started")
+STATES = ("running", "queued", "waiting", "finished", "skipped", "failed", "interrupted", "not started")
 COLOURS = {"failed": "red", "interrupted": "yellow", "running": "bold", "finished": "green"}
 
 
@@ -31,7 +31,7 @@ class Board:
     def __init__(self, sweep: Sweep, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.sweep = sweep
-        self.is_live = sweep.num_parallel > 1 and self.console.is_interactive
+        self.is_live = self.console.is_interactive and (sweep.num_parallel > 1 or sweep.submit is not None)
         self._live = Live(console=self.console, auto_refresh=False, transient=True) if self.is_live else None
 
     def __enter__(self) -> Board:
@@ -55,8 +55,8 @@ class Board:
             self.say(f"job {job.index}: {job.name}: {where}: {outcome.error}")
         elif outcome.status == "skipped":
             self.say(f"job {job.index}: {job.name}: finished before, skipped ({job.run_dir})")
-        elif outcome.status == "running":
-            self.say(f"job {job.index}: {job.name}: running{more}")
+        elif outcome.status in ("running", "queued"):
+            self.say(f"job {job.index}: {job.name}: {outcome.status}{more}")
         else:
             self.say(f"job {job.index}: {job.name}: {outcome.status}{seconds}")
 

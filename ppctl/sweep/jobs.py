@@ -7,14 +7,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from ppctl.config import Config
+from ppctl.config.sweep import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.sweep.ended import has_ended, other_settings
 
 FILES = ("sweep.csv", "sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: what a job printed that ran beside others
+SUBMITTED_LOG = "submitted.log"  # the same of a job that was submitted to a cluster
 SHARED = "Jobs ran side by side, which slows each of them: their speeds are not those of a run alone"
 MARK = "multirun.yaml"  # what a sweep leaves in its directory before its first job starts
 
@@ -42,10 +44,12 @@ class Sweep:
 
     command: str
     directory: Path
-    jobs: tuple[Job, ...]
+    jobs: list[Job]  # a search adds to them
     num_parallel: int = 1
     as_json: bool = False
     document: str = ""  # what all jobs share, as yaml
+    submit: SubmititLocal | SubmititSlurm | None = None  # None: jobs are processes of this one
+    study: Study | None = None  # chooses further jobs
 
     @property
     def trains(self) -> bool:
@@ -53,11 +57,58 @@ class Sweep:
         return self.command == "train"
 
 
+class Choices(NamedTuple):
+    """A search chooses one of these values, as one types them."""
+
+    texts: tuple[str, ...]
+
+
+class Span(NamedTuple):
+    """A search chooses a number from `low` to `high`, both included; a whole one where all here are."""
+
+    low: float
+    high: float
+    step: float | None = None  # None: 1 of whole numbers, any of others
+    is_log: bool = False
+
+
+class Study(Protocol):
+    """Chooses jobs by how those before them ended."""
+
+    def sample(self) -> Job:
+        """A job that might be chosen."""
+        ...
+
+    def check(self) -> None:
+        """Nothing, or ConfigError where the directory holds the study of another search."""
+        ...
+
+    def open(self) -> None:
+        """Nothing; what stands in the directory is read, or begun."""
+        ...
+
+    def ask(self) -> Job | None:
+        """The next job, or None where there is none."""
+        ...
+
+    def tell(self, job: Job, outcome: Outcome) -> None:
+        """Nothing; notes how a job ended."""
+        ...
+
+
+class Moved(NamedTuple):
+    """An event of a job that was submitted."""
+
+    child: int
+    state: str  # queued | running
+    more: str  # for the line that says so
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended, or why it did not begin."""
 
-    status: str  # waiting | running | finished | skipped | failed | interrupted | not started
+    status: str  # waiting | queued | running | finished | skipped | failed | interrupted | not started
     code: int | None = None  # exit code as in a shell
     seconds: float | None = None  # that its process lived
     error: str | None = None  # one line, of a job that failed
@@ -71,18 +122,23 @@ def ran_beside_others(sweep: Sweep) -> bool:
 
 def check(sweep: Sweep) -> None:
     """Nothing, or ConfigError for a sweep of which nothing should be started."""
-    if not sweep.jobs:
+    if not sweep.jobs and sweep.study is None:
         raise ConfigError("This sweep is empty: a list or range has no values. Give each KEY at least one.")
-    if sweep.num_parallel > 1 and not sweep.trains:
+    if (sweep.num_parallel > 1 or sweep.submit is not None) and not sweep.trains:
+        how = f"hydra.launcher.jobs={sweep.num_parallel}" if sweep.submit is None else "hydra/launcher=submitit"
         raise ConfigError(
-            f"hydra.launcher.jobs={sweep.num_parallel}: only jobs of `ppctl train` run side by side, which have a "
-            f"run.dir for their output. Leave it out, and jobs of `ppctl {sweep.command}` follow one another."
+            f"{how}: only jobs of `ppctl train` run so, which have a run.dir for their output. "
+            f"Leave it out, and jobs of `ppctl {sweep.command}` follow one another."
         )
+    if sweep.study is not None and not sweep.trains:
+        raise ConfigError(f"hydra/sweeper=optuna searches by what runs record, and `ppctl {sweep.command}` makes none.")
     refused = [job.refusal for job in sweep.jobs if job.refusal is not None]
-    if len(refused) == len(sweep.jobs):
+    if sweep.jobs and len(refused) == len(sweep.jobs):
         raise ConfigError(refused[0] if len(refused) == 1 else f"All {len(refused)} jobs are refused. {refused[0]}")
     if sweep.trains:
         _check_directories(sweep)
+    if sweep.study is not None:
+        sweep.study.check()
 
 
 def _check_directories(sweep: Sweep) -> None:

@@ -16,9 +16,15 @@ def serve(sweep: Sweep) -> int:
     Raises ConfigError, before anything is started or written, for a sweep that would not do what it says.
     """
     check(sweep)
+    if sweep.submit is not None:
+        from ppctl.sweep import submitted  # needs submitit
+
+        submitted.check(sweep.submit)
     try:
         sweep.directory.mkdir(parents=True, exist_ok=True)
         (sweep.directory / MARK).write_text(sweep.document)
+        if sweep.study is not None:
+            sweep.study.open()
     except OSError as error:
         raise ConfigError(
             f"run.dir={sweep.directory} cannot be written: {error.strerror}. Use another run.dir, or make it writable."
@@ -32,4 +38,4 @@ def serve(sweep: Sweep) -> int:
             board.say(line)
     if stop is not None:
         return 128 + stop
-    return int(any(outcome.status == "failed" for outcome in outcomes))
+    return int(any(outcome.status in ("failed", "interrupted") for outcome in outcomes))

@@ -27,7 +27,7 @@ def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[M
         said.append(f"note: {SHARED}")
     try:
         for name, text in zip(FILES, texts, strict=True):
-            _replace(sweep.directory / name, text)
+            replace_text(sweep.directory / name, text)
     except OSError as error:
         return [*said, f"the summary in {sweep.directory} cannot be written: {error.strerror}"]
     return [*said, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
@@ -53,7 +53,7 @@ def columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["job", *swept, "status", *NUMBERS, *(name for name in ENDS if name != "status")]
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
