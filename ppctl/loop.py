@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from ppctl import distributed, profile, timeline
+from ppctl import distributed, profile, spans, timeline
 from ppctl.assemble import Parts, model_flops
 from ppctl.checkpoint import Checkpoints
 from ppctl.engine import Footprint
@@ -227,7 +227,7 @@ class Loop:
         if not distributed.is_lead():
             return state, numbers
         with writing(directory):
-            for line in timeline.write(directory, measured):
+            for line in spans.write(directory, measured):
                 self.metrics.note(line)
         return state, numbers
 

@@ -49,6 +49,7 @@ LEVELS = {
         "metrics",
         "profile",
         "timeline",
+        "spans",
         "report",
         "draw",
         "certify",

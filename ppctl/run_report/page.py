@@ -15,6 +15,7 @@ from ppctl.draw.html import whole
 from ppctl.records import RUNNING
 from ppctl.report import size_text
 from ppctl.run_report.figures import SPEED_NAMES, of_run
+from ppctl.run_report.gantt import picture
 from ppctl.run_report.read import SLOW, Run
 from ppctl.status import FAILED, FINISHED
 
@@ -34,6 +35,7 @@ def page(run: Run, file: Path) -> str:
         _numbers(run),
         _warnings(run),
         _figures(run),
+        section("The step, rank by rank", picture(run.standing.path, run.pipeline).html),
         _predicted(run),
         section("Asked for", _asked(run)),
         section("What it left", _left(run, file)),

@@ -13,6 +13,7 @@ from typing import Any
 
 from ppctl import status
 from ppctl.records import Summary, number, read_lines, summary, whole_number
+from ppctl.request import Pipeline
 from ppctl.sweep.records import measured_bubble
 
 CURVES = ("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "rows_per_s", "mfu_fraction")
@@ -46,6 +47,7 @@ class Run:
     versions: Mapping[str, str]  # as its newest checkpoint has them
     starts: Sequence[Mapping[str, Any]]  # of status.jsonl
     problems: Sequence[str]
+    pipeline: Pipeline | str  # that its settings ask for, or why nobody knows
 
     @property
     def speed(self) -> str | None:
@@ -75,7 +77,13 @@ class Run:
 
 
 def read(
-    name: str, path: Path, config: Mapping[str, Any], words: Sequence[str], command: str, notes: Sequence[str]
+    name: str,
+    path: Path,
+    config: Mapping[str, Any],
+    words: Sequence[str],
+    command: str,
+    notes: Sequence[str],
+    pipeline: Pipeline | str,
 ) -> Run:
     """The run in a directory. What is wrong with its files is among its problems, and no exception."""
     standing, problems = summary(name, path), []
@@ -94,6 +102,7 @@ def read(
         _versions(path, standing.checkpoints),
         [line for line in lines if line.get("status") == status.STARTED],
         list(dict.fromkeys((*standing.problems, *problems, *notes))),
+        pipeline,
     )
 
 
