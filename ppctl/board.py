@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tensorboardX import SummaryWriter
 
 from ppctl.draw.drawing import Drawing
@@ -68,7 +69,7 @@ class Board:
 
     def step_times(self, seconds: Sequence[float], step: int) -> None:
         """Nothing; adds a histogram of the seconds that steps took."""
-        self._writer.add_histogram("speed/step_times_s", seconds, step)
+        self._writer.add_histogram("speed/step_times_s", np.asarray(list(seconds)), step)
 
     def close(self) -> None:
         """Nothing, once all is written."""

@@ -42,7 +42,7 @@ class Standing:
         if is_locked:
             _drop_torn_line(self._file)
         started = {"status": STARTED, "step": step, **here(), "pid": os.getpid(), "is_locked": is_locked}
-        self._write(facts | started)
+        self._write(started | facts)
 
     def __enter__(self) -> Standing:
         return self
