@@ -121,11 +121,11 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
     assert [event.step for event in events.Scalars("eval/loss")] == [3, 6]
     assert set(events.Tags()["scalars"]) >= {"train/lr", "train/grad_norm", f"speed/{speed}", "speed/step_time_s"}
     assert events.Tags()["images"] == ["memory/ranks", "schedule/predicted"]
-    [(_, step, found)] = events.Histograms("speed/step_times_s")
-    assert (step, found.num) == (6, 6)
-    [(_, step, asked)] = events.Tensors("run/asked/text_summary")
-    assert step == 1
-    assert "    run.num_steps=6\n" in asked.string_val[0].decode()
+    [times] = events.Histograms("speed/step_times_s")
+    assert (times.step, times.histogram_value.num) == (6, 6)
+    [asked] = events.Tensors("run/asked/text_summary")
+    assert asked.step == 1
+    assert "    run.num_steps=6\n" in asked.tensor_proto.string_val[0].decode()
 
     started = records(run_dir, "status.jsonl")[0]
     assert started["versions"]["jax"] == jax.__version__
