@@ -61,6 +61,8 @@ class Board:
     def memory(self, of_ranks: Sequence[int], predicted_bytes: int) -> None:
         """Nothing; adds bars of what a device of each rank takes as compiled, 0 where nobody here knows."""
         known = [(f"rank {rank}", size / MIB) for rank, size in enumerate(of_ranks) if size]
+        if not known:
+            return
         title = "Memory of a device of each rank, as compiled"
         if len(known) > MOST_BARS:
             known, title = sorted(known, key=lambda each: -each[1])[:MOST_BARS], f"{title}: the fullest {MOST_BARS}"

@@ -278,7 +278,7 @@ def _starts(run: Run) -> str:
     earlier = (
         f"<p class='soft'>{len(rows) - len(shown)} earlier starts are left out.</p>" if len(rows) > len(shown) else ""
     )
-    return f'<div class="stages">{table("starts of the run", columns, shown)}</div>{earlier}'
+    return f'<div class="starts">{table("starts of the run", columns, shown)}</div>{earlier}'
 
 
 def _devices(start: Mapping[str, Any]) -> str:
