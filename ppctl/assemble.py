@@ -37,7 +37,7 @@ from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
 from ppctl.partition import Partition, balanced, explicit, stage_costs, uniform
 from ppctl.plan.roofline import ModelWork
-from ppctl.request import schedule_of
+from ppctl.request import pipeline_of
 from ppctl.runtime.flops import end_costs, matmul_flops
 from ppctl.runtime.layout import Layout
 from ppctl.runtime.mpmd.tasks import Model
@@ -118,14 +118,8 @@ def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
 
     With partition=balanced the partition is that of a model whose embedding and head cost nothing.
     """
-    settings, executor = config.schedule, config.executor
-    costs = task_costs(executor.remat)
-    most_chunks = max(1, config.model.num_layers // config.mesh.pp)
-    lower = partial(ticks, costs=costs, **Options(remat=executor.remat).lowering)
-    in_lockstep = (lambda schedule: lower(schedule).makespan_s(costs)) if executor.name == "spmd" else None
-    schedule = schedule_of(settings, config.mesh.pp, costs, most_chunks, in_lockstep).schedule
-    partition = divide(config, schedule)
-    return schedule, lower(schedule) if executor.name == "spmd" else None, partition
+    found = pipeline_of(config.schedule, config.executor, config.mesh.pp, config.model.num_layers)
+    return found.schedule, found.ticks, divide(config, found.schedule)
 
 
 def divide(config: Config, schedule: Schedule, *, embed: float = 0.0, head: float = 0.0) -> Partition:

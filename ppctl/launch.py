@@ -5,19 +5,17 @@ The processes are `ppctl train` with the same overrides; each learns its number 
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ppctl.config import Config
 from ppctl.config.launch import not_launched
 from ppctl.errors import ConfigError, LostError, NonFiniteError
-from ppctl.records import checkpoint_steps
+from ppctl.records import checkpoint_steps, last_record
 from ppctl.supervise import LEFT, Child, Ending, run_group, stop_requests
 
 HOST = "127.0.0.1"
@@ -128,21 +126,6 @@ def last_step(run_dir: Path, *, since_s: float) -> int | None:
     """The last step in metrics.jsonl if that was written to since then."""
     record = last_record(run_dir, since_s=since_s)
     return None if record is None else record["step"]
-
-
-def last_record(run_dir: Path, *, since_s: float) -> dict[str, Any] | None:
-    """The last record in metrics.jsonl if that was written to since then. A line may be half written."""
-    path = run_dir / "metrics.jsonl"
-    try:
-        if path.stat().st_mtime < since_s:
-            return None
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
-            lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-        record = json.loads(lines[-1])
-        return record if "step" in record else None
-    except (OSError, IndexError, ValueError, TypeError):
-        return None  # no more than a hint
 
 
 def _free_port() -> int:

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ppctl import config as settings
 from ppctl.costs import Costs
-from ppctl.draw.drawing import Drawing, Row, document, number, row
+from ppctl.draw.drawing import Drawing, Row, document, number, priced, row
 from ppctl.draw.html import page
 from ppctl.draw.image import image
 from ppctl.draw.perfetto import trace
@@ -27,9 +27,6 @@ from ppctl.report import write_file
 from ppctl.request import label, read, schedule_of
 from ppctl.schedule.auto import Choice
 from ppctl.schedule.bounds import (
-    makespan_bound_s,
-    peak_activations_bound,
-    period_bound_s,
     split_makespan_bound_s,
     whole_makespan_bound_s,
 )
@@ -228,16 +225,8 @@ def formulas(family: str) -> str:
 def price(schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None) -> Drawing:
     """The drawing of a schedule with these costs."""
     seconds = _seconds(costs)
-    timeline = simulate(schedule, seconds)
-    return Drawing(
-        label,
-        timeline,
-        lower_bound_s=makespan_bound_s(schedule, seconds),
-        period_bound_s=period_bound_s(schedule, seconds),
-        peak_bounds=peak_activations_bound(schedule, seconds, timeline.period_s),
-        advice=advice(schedule, seconds),
-        choice=choice,
-    )
+    drawing = priced(label, simulate(schedule, seconds))
+    return replace(drawing, advice=advice(schedule, seconds), choice=choice)
 
 
 def _seconds(costs: settings.Costs) -> Costs:

@@ -6,25 +6,28 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ppctl import distributed, profile, timeline
+from ppctl import distributed, profile, spans, timeline
 from ppctl.assemble import Parts, model_flops
 from ppctl.checkpoint import Checkpoints
+from ppctl.draw.drawing import Drawing
 from ppctl.engine import Footprint
-from ppctl.errors import ConfigError, NonFiniteError, SaveError
+from ppctl.environment import versions
+from ppctl.errors import ConfigError, NonFiniteError, PpctlError, SaveError
 from ppctl.foresee import Foreseen
 from ppctl.hardware import mfu_peak_flops
 from ppctl.metrics import Metrics
 from ppctl.price import unit_of_work
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.simulate import Timeline
 from ppctl.watch import Watch
 
 Tree = Any
@@ -79,20 +82,25 @@ class Loop:
                 if step == window.start:
                     self._read()  # no step before the window in its trace
                 dispatched_s = time.perf_counter()
+                measured = None
                 if config.timeline and step == min(start + TIMELINE_AFTER, config.num_steps - 1):
                     self._read()
-                    state, numbers = self._measure(state, batch)
+                    engine: Any = self.parts.engine  # config.check asks for one whose tasks are programs
+                    state, numbers, measured = timeline.timed_step(engine, self.parts.schedule, state, batch)
                 else:
                     with window.step(step):
                         state, numbers = self.parts.engine.step(state, batch)
                 self._read(dispatched_s)
                 self._unread = (step + 1, numbers, dispatched_s)
                 finished = step + 1
+                if measured is not None and distributed.is_lead():
+                    self._read()  # what is written of it is no part of the step
+                    self._show_timeline(measured, finished)
                 with self._saving(finished):
                     self.checkpoints.poll()
                 if window.is_due(finished):
                     self._read()
-                    self._show_profile(window.finish())
+                    self._show_profile(window.finish(), finished)
                 if eval_every is not None and finished % eval_every == 0:
                     self._read()
                     self.watch.note("evaluate", finished)
@@ -197,7 +205,7 @@ class Loop:
             "config": asdict(self.parts.config),
             "data": {"fingerprint": data.fingerprint, "source": data.source, "next_step": finished},
             "rng": {"seed": self.parts.config.run.seed, "data_order": "a function of seed and step"},
-            "versions": {name: version(name) for name in ("ppctl", "jax", "orbax-checkpoint")},
+            "versions": versions(),
         }
         with self._saving(finished, is_last=is_last):
             if not self.checkpoints.save(finished, self.parts.engine.to_natural(state), meta):
@@ -219,21 +227,27 @@ class Loop:
                 ) from error
             self.metrics.note(f"note: {error} The next save tries again (run.checkpoint.on_failure=continue).")
 
-    def _measure(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        """A step of which every task is timed; writes and shows the timeline."""
-        engine: Any = self.parts.engine  # config.check asks for one whose tasks are programs
-        state, numbers, measured = timeline.timed_step(engine, self.parts.schedule, state, batch)
+    def _show_timeline(self, measured: Timeline, finished: int) -> None:
+        """Nothing; writes and shows a measured step."""
         directory = Path(self.parts.config.run.dir) / "timeline"
-        if not distributed.is_lead():
-            return state, numbers
         with writing(directory):
-            for line in timeline.write(directory, measured):
+            for line in spans.write(directory, measured):
                 self.metrics.note(line)
-        return state, numbers
+        self._show_gantt(measured.schedule, lambda: spans.beside(measured), finished)
 
-    def _show_profile(self, directory: Path) -> None:
-        written = None
-        if self.parts.ticks is not None:
-            written = profile.write_tasks(directory, self.footprint.text, self.parts.ticks, self.parts.mesh)
+    def _show_profile(self, directory: Path, finished: int) -> None:
+        """Nothing; says where a trace is, and writes and shows its tasks where it tells them."""
+        written, ticks = None, self.parts.ticks
+        if ticks is not None:
+            written = profile.write_tasks(directory, self.footprint.text, ticks, self.parts.mesh)
         tasks = "" if written is None else f"; tasks by rank for Perfetto in {written}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")
+        if written is None or ticks is None:
+            return
+        with suppress(ValueError, PpctlError):  # several processes: not all ranks are in it, and the report says so
+            measured, _ = spans.read_profile(written, ticks.schedule)
+            self._show_gantt(ticks.schedule, lambda: spans.beside(measured, ticks), finished)
+
+    def _show_gantt(self, schedule: Schedule, draw: Callable[[], Sequence[Drawing]], finished: int) -> None:
+        if self.metrics.board is not None:
+            self.metrics.board.gantt("schedule/measured", schedule, draw, finished)

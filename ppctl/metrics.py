@@ -1,20 +1,20 @@
-"""What a run records and shows: `metrics.jsonl`, `eval.jsonl`, TensorBoard scalars, and progress on the terminal."""
+"""What a run records and shows: `metrics.jsonl`, `eval.jsonl`, `tensorboard/`, and progress on the terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
 
+from ppctl.board import Board
 from ppctl.errors import ConfigError
+from ppctl.report import replace_file
 
 Record = Mapping[str, float | int | None]
 
@@ -29,7 +29,7 @@ class Metrics:
         start_step: Finished steps at the start: 0, or the step of the checkpoint resumed from. Lines of later steps,
             and what a kill left of a last line, are dropped, so that a resumed run has each step exactly once.
         log_every: Steps between lines on a terminal that cannot show a progress bar; the first and last step are shown.
-        tensorboard: Whether to write TensorBoard scalars. A kill loses up to ten seconds of them; the files are whole.
+        tensorboard: Whether to write what TensorBoard shows.
         console: Where progress is shown; None: standard output.
 
     Raises:
@@ -38,6 +38,8 @@ class Metrics:
     Each line is on disk (as far as a kill of the process goes) when `log` returns. A number that is not finite is
     written as null, because JSON has none, and its key stays; a value of None is left out.
     """
+
+    board: Board | None = None  # for text and figures
 
     def __init__(
         self,
@@ -63,15 +65,8 @@ class Metrics:
             raise ConfigError(
                 f"run.dir={run_dir} cannot be written: {error.strerror}. Use another run.dir, or make it writable."
             ) from error
-        self._writer = None
         if tensorboard:
-            # TensorBoard hides what an interrupted run wrote of the steps that are now done again.
-            self._writer = SummaryWriter(
-                str(run_dir / "tensorboard"),
-                purge_step=self._first_step,
-                flush_secs=10,
-                filename_suffix=f".{self._first_step}",  # a resume within the same second must not overwrite
-            )
+            self.board = Board(run_dir / "tensorboard", self._first_step)
         self._progress = None
         if self._console.is_interactive:
             self._progress = _progress_bar(self._console)
@@ -91,7 +86,8 @@ class Metrics:
         """
         step = int(_step(record))
         self._train_file.write(_line(record))
-        self._add_scalars(record, step, _train_tag)
+        if self.board is not None:
+            self.board.scalars(record, step, _train_tag)
         if self._progress is not None:
             self._progress.update(self._bar, completed=step, shown=_shown(record, _ON_BAR))
             return
@@ -103,7 +99,8 @@ class Metrics:
     def log_eval(self, step: int, record: Record) -> None:
         """Nothing; writes and shows one evaluation, after `step` finished steps. Keys start with `eval_`."""
         self._eval_file.write(_line({"step": step, **record}))
-        self._add_scalars(record, step, _eval_tag)
+        if self.board is not None:
+            self.board.scalars(record, step, _eval_tag)
         self.note(f"eval {self._counted(step)}  {_shown(record)}")
 
     def note(self, text: str) -> None:
@@ -114,21 +111,14 @@ class Metrics:
         """Nothing, once everything is written and the terminal is given back. May be called again."""
         if self._progress is not None:
             self._progress.stop()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self.board is not None:
+            self.board.close()
+            self.board = None
         self._train_file.close()
         self._eval_file.close()
 
     def _counted(self, step: int) -> str:
         return f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
-
-    def _add_scalars(self, record: Record, step: int, tag: Callable[[str], str]) -> None:
-        if self._writer is None:
-            return
-        for key, value in record.items():
-            if key != "step" and value is not None:
-                self._writer.add_scalar(tag(key), value, step)
 
 
 class NoMetrics(Metrics):
@@ -148,16 +138,14 @@ class NoMetrics(Metrics):
 def _continue_file(path: Path, last_step: int) -> FileIO:
     """The file opened for appending, after every line that is no record of a step up to `last_step` is dropped.
 
-    The file is replaced by rename, so that a kill leaves the old or the new one. Writes are not buffered: each line is
+    A kill meanwhile leaves the old or the new one. Writes are not buffered: each line is
     one write, which a kill of the process cannot lose.
     """
     if path.exists():
         lines = path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _is_kept(line, last_step)]
         if len(kept) < len(lines):
-            replacement = path.with_suffix(".tmp")
-            replacement.write_bytes(b"".join(kept))
-            os.replace(replacement, path)
+            replace_file(path, b"".join(kept))
     return path.open("ab", buffering=0)
 
 

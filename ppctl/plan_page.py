@@ -10,14 +10,13 @@ from html import escape
 from ppctl.assemble import Parts
 from ppctl.config import Config
 from ppctl.draw.bars import stacked, swatch
-from ppctl.draw.drawing import Drawing
+from ppctl.draw.drawing import Drawing, priced
 from ppctl.draw.elements import exact, section, table
 from ppctl.draw.html import charts, whole
 from ppctl.plan_report import ABOUT, PARTS, better, shown_ranks, total_name, verdict
 from ppctl.prediction import Prediction
 from ppctl.price import prices_of
 from ppctl.report import size_text
-from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.extrapolate import MOST_TASKS
 from ppctl.schedule.simulate import Timeline, duration_s
 from ppctl.step import timeline_of
@@ -63,10 +62,7 @@ def picture_of(parts: Parts, unknown: str | None) -> Drawing | str:
     num_tasks = sum(map(len, schedule.ranks))
     if num_tasks > MOST_TASKS:
         return f"Not drawn: {num_tasks:,} tasks are too many for a chart ({MOST_TASKS:,} at most)."
-    timeline = timeline_of(parts, prices_of(parts, parts.config.costs))
-    bounds = makespan_bound_s(schedule, timeline.costs), period_bound_s(schedule, timeline.costs)
-    peaks = peak_activations_bound(schedule, timeline.costs, timeline.period_s)
-    return Drawing(schedule.name, timeline, *bounds, peaks)
+    return priced(schedule.name, timeline_of(parts, prices_of(parts, parts.config.costs)))
 
 
 def _numbers(found: Prediction, config: Config) -> str:

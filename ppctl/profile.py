@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 from ppctl.runtime.device import SCOPES
 from ppctl.schedule.ir import Task
 from ppctl.schedule.ticks import Ticks
-
-TASKS_FILE = "tasks.perfetto.json"
+from ppctl.spans import TASKS_FILE
 
 
 class Window:

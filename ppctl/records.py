@@ -186,6 +186,14 @@ def checkpoint_steps(directory: Path) -> tuple[int, ...]:
     return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
 
+def last_record(run_dir: Path, *, since_s: float) -> dict[str, Any] | None:
+    """The last record in metrics.jsonl, if that was written to since then and the record has a step."""
+    record, written_s, _ = _tail(str(run_dir / "metrics.jsonl"))
+    return (
+        record if written_s is not None and written_s >= since_s and whole_number(record, "step") is not None else None
+    )
+
+
 def history(path: Path) -> History:
     """What all records of the run in a directory say together."""
     problems: list[str] = []

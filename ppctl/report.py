@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -78,10 +79,31 @@ def check_file(option: str, path: Path) -> None:
 def write_file(option: str, path: Path, content: str | bytes) -> None:
     """Nothing; writes a file that `option` names, and says so on stderr. ConfigError where that fails."""
     try:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        replace_file(path, content)
     except OSError as error:
         raise ConfigError(f"{option} cannot be written: {error.strerror}.") from None
     print(f"ppctl: wrote {path} ({path.stat().st_size:,} bytes)", file=sys.stderr)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Nothing; writes a file whole or not at all, by rename, so that a kill leaves the old or the new one.
+
+    What a link leads to is replaced. What is no plain file, such as /dev/stdout, and what stands in a directory that is
+    not the user's, is written as it is. Raises OSError.
+    """
+    data, target = content.encode() if isinstance(content, str) else content, path.resolve()
+    if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
+        target.write_bytes(data)
+        return
+    part = target.with_name(f".{target.name}.part")
+    try:
+        part.write_bytes(data)
+        if target.exists():
+            shutil.copymode(target, part)
+        os.replace(part, target)
+    except OSError:
+        part.unlink(missing_ok=True)  # a full disk keeps none of it
+        raise
 
 
 def json_safe(value: Any) -> Any:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ppctl import config as settings
-from ppctl.costs import Costs
+from ppctl.costs import Costs, task_costs
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.auto import Choice, choose
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.registry import build
 from ppctl.schedule.text import from_csv
+from ppctl.schedule.ticks import Ticks, keeping, ticks
 
 KINDS: dict[str, type[settings.Schedule]] = {  # of the families with knobs of their own
     "eager_1f1b": settings.Eager1F1B,
@@ -31,6 +34,16 @@ class Requested:
     schedule: Schedule
     label: str
     choice: Choice | None = None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule as an executor runs it, and what its tasks cost beside each other."""
+
+    schedule: Schedule
+    label: str
+    ticks: Ticks | None  # of executor=spmd
+    costs: Costs
 
 
 def schedule_of(
@@ -63,6 +76,16 @@ def schedule_of(
         return Requested(choice.best.schedule, f"auto: {choice.best.label}", choice)
     schedule = build(asked.name, num_ranks, asked.num_microbatches, **asked.knobs())
     return Requested(schedule, label(asked))
+
+
+def pipeline_of(schedule: settings.Schedule, executor: Any, num_ranks: int, num_layers: int) -> Pipeline:
+    """The schedule that a run asks for, as its executor runs it. ScheduleError or ConfigError for what cannot be."""
+    costs = task_costs(executor.remat)
+    lower = partial(ticks, costs=costs, **keeping(executor.remat))
+    is_lockstep = executor.name == "spmd"
+    in_lockstep = (lambda each: lower(each).makespan_s(costs)) if is_lockstep else None
+    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), in_lockstep)
+    return Pipeline(found.schedule, found.label, lower(found.schedule) if is_lockstep else None, costs)
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,15 +24,19 @@ from rich.console import Console
 
 from ppctl import distributed
 from ppctl.assemble import DEFAULT_DTYPE, Parts, assemble, partition_text, start_jax
+from ppctl.board import Board
 from ppctl.checkpoint import Checkpoints
 from ppctl.config import Config
 from ppctl.costs import task_costs
+from ppctl.draw.drawing import priced
 from ppctl.engine import Footprint
+from ppctl.environment import environment
 from ppctl.errors import CheckpointError, ConfigError, DamagedError
-from ppctl.foresee import foresee
+from ppctl.foresee import Foreseen, foresee
 from ppctl.loop import Loop, writing
 from ppctl.members import compare, membership
 from ppctl.metrics import Metrics, NoMetrics
+from ppctl.plan.step_timeline import timeline_at
 from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.status import FINISHED, INTERRUPTED, NoStanding, Standing, held_by
 from ppctl.supervise import STOP_SIGNALS, handling
@@ -42,8 +46,10 @@ Tree = Any
 LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by more than this
 
 
-def train(config: Config, *, as_json: bool) -> int:
+def train(config: Config, words: Sequence[str], *, as_json: bool) -> int:
     """The exit code: 0 trained to run.num_steps, 130 or 143 interrupted after saving.
+
+    words: what the config asks for beside the defaults.
 
     Raises PpctlError for what the user asked wrong, NonFiniteError when the loss or a gradient is not finite.
     """
@@ -55,10 +61,10 @@ def train(config: Config, *, as_json: bool) -> int:
         )
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
     with membership(config) as watch:
-        return _train(config, watch, as_json=as_json)
+        return _train(config, words, watch, as_json=as_json)
 
 
-def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
+def _train(config: Config, words: Sequence[str], watch: Watch, *, as_json: bool) -> int:
     is_lead = distributed.is_lead()
     console = Console(stderr=as_json, quiet=not is_lead)
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
@@ -78,7 +84,8 @@ def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
         foreseen = foresee(parts)
         for line in (*describe(parts, start), foreseen.line()):
             say(line)
-        with _recorded(config, start) if is_lead else NoStanding() as standing:
+        where = environment(parts.mesh)
+        with _recorded(config, start, where) if is_lead else NoStanding() as standing:
             footprint, compile_time_s = compile_steps(parts, console)
             say(f"compiled in {compile_time_s:.1f} s")
             watch.note("start", start)
@@ -86,9 +93,13 @@ def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
             state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
             del restored
             with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
+                if metrics.board is not None:
+                    show_start(metrics.board, parts, words, where, footprint, foreseen)
                 loop = Loop(parts, footprint, compile_time_s, checkpoints, metrics, watch, foreseen)
                 with _stop_requests(console) as asked_to_leave:
                     exit_code = loop.run(state, start, asked_to_leave)
+                if metrics.board is not None:
+                    metrics.board.step_times(loop.step_times_s, loop.last["step"])
             with writing(run_dir):
                 standing.end(**_ending(exit_code, loop.last["step"]))
     summary = loop.summary(exit_code)
@@ -100,12 +111,28 @@ def _train(config: Config, watch: Watch, *, as_json: bool) -> int:
     return exit_code
 
 
-def _recorded(config: Config, start: int) -> Standing:
+def _recorded(config: Config, start: int, where: Mapping[str, Any]) -> Standing:
     """The record of this start of the run, beside the settings it starts with."""
     run_dir = Path(config.run.dir)
     with writing(run_dir):
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-        return Standing(run_dir, start)
+        (run_dir / "config.yaml").write_text(as_yaml(config))
+        return Standing(run_dir, start, **where)
+
+
+def as_yaml(config: Config) -> str:
+    return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
+def show_start(
+    board: Board, parts: Parts, words: Sequence[str], where: Mapping[str, Any], footprint: Footprint, foreseen: Foreseen
+) -> None:
+    """Nothing; shows what is known of a start before its first step: request, place, schedule and memory."""
+    board.request(words, as_yaml(parts.config), where)
+    board.memory(footprint.total_bytes, foreseen.memory_bytes)
+    if parts.bubble_fraction is not None:
+        schedule, costs = parts.schedule, task_costs(parts.config.executor.remat)
+        draw = lambda: [priced(f"{schedule.name}, predicted", timeline_at(schedule, parts.ticks, costs))]  # noqa: E731
+        board.gantt("schedule/predicted", schedule, draw, board.first_step)
 
 
 def _ending(exit_code: int, step: int) -> dict[str, Any]:

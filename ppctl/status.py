@@ -27,6 +27,7 @@ class Standing:
     Args:
         run_dir: Holds `status.jsonl`. Lines of earlier starts stay.
         step: Finished training steps at the start.
+        facts: What else there is to say of this start.
 
     Raises:
         OSError: `run_dir` cannot be written.
@@ -34,13 +35,14 @@ class Standing:
     Each line is one write. It is on disk, as far as a kill of the process goes, when a method returns.
     """
 
-    def __init__(self, run_dir: Path, step: int):
+    def __init__(self, run_dir: Path, step: int, **facts: Any):
         self._has_ended = False
         self._file = (run_dir / FILE).open("ab+", buffering=0)
         is_locked = _lock(self._file)
         if is_locked:
             _drop_torn_line(self._file)
-        self._write({"status": STARTED, "step": step, **here(), "pid": os.getpid(), "is_locked": is_locked})
+        started = {"status": STARTED, "step": step, **here(), "pid": os.getpid(), "is_locked": is_locked}
+        self._write(started | facts)
 
     def __enter__(self) -> Standing:
         return self

@@ -25,7 +25,7 @@ PPCTL = str(Path(sys.executable).parent / "ppctl")
 STAND_IN = """
 import json, signal, sys, time, types
 
-def train(config, *, as_json):
+def train(config, words, *, as_json):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         print(json.dumps({"layers": config.model.num_layers, "dir": config.run.dir, "as_json": as_json}), flush=True)
@@ -55,7 +55,7 @@ def served(monkeypatch):
     calls: list[tuple[str, Config, bool]] = []
 
     def stand_in(command):
-        def serve(config, *, as_json):
+        def serve(config, words=(), *, as_json):
             calls.append((command, config, as_json))
             return 0
 
@@ -314,7 +314,7 @@ def test_a_users_options_and_recipes_are_found(served, empty_directory):
 
 
 def raising(error):
-    def serve(config, *, as_json):
+    def serve(config, words=(), *, as_json):
         raise error
 
     return serve

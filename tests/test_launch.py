@@ -378,7 +378,7 @@ def test_run_resume_never_holds_for_what_was_there_before():
 STAND_IN = """
 import json, os, pathlib, sys, types
 
-def train(config, *, as_json):
+def train(config, words, *, as_json):
     run_dir = pathlib.Path(config.run.dir)
     start = len(list(run_dir.glob("checkpoints/*")))
     (run_dir / "checkpoints" / str(10 * (start + 1))).mkdir(parents=True)

@@ -10,6 +10,7 @@ from ppctl import cli, timeline
 from ppctl.schedule import build
 from ppctl.schedule.ir import Task
 from ppctl.schedule.simulate import simulate
+from ppctl.spans import mean_costs, measured
 
 TINY = (
     "mesh=1x2 data=regression data.batch_size=8 data.num_rows=4096 model=mlp model.num_layers=2 model.d_model=16 "
@@ -41,7 +42,7 @@ def test_each_task_is_measured_in_program_order_beside_its_prediction(tmp_path, 
             starts[task], ends[task] = float(row["start_s"]), float(row["end_s"])
             assert 0 <= starts[task] < ends[task]
         assert [starts[task] for task in tasks] == sorted(starts[task] for task in tasks)
-    costs = timeline.mean_costs(schedule, {task: ends[task] - starts[task] for task in starts})
+    costs = mean_costs(schedule, {task: ends[task] - starts[task] for task in starts})
     predicted = simulate(schedule, costs)
     for rank, tasks in enumerate(schedule.ranks):
         for task, row in zip(tasks, found[rank], strict=True):
@@ -70,7 +71,7 @@ def test_where_the_trace_tells_nothing_tasks_are_timed_one_by_one(tmp_path, monk
 def test_a_task_without_a_program_takes_no_time_and_means_are_those_of_a_stage():
     schedule = build("gpipe", 1, 2)
     f0, f1, b0, b1 = (Task(0, kind, m) for kind, m in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))
-    line = timeline.measured(schedule, {f0: (5.0, 6.0), b1: (8.0, 12.0), b0: (12.0, 14.0)})
+    line = measured(schedule, {f0: (5.0, 6.0), b1: (8.0, 12.0), b0: (12.0, 14.0)})
     assert (line.start_s[f1], line.end_s[f1]) == (1.0, 1.0)
     assert (line.makespan_s, line.bubble_fractions) == (9.0, (pytest.approx(2 / 9),))
     assert line.costs.seconds("B", 0, 1) == 3.0

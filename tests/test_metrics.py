@@ -85,7 +85,7 @@ def test_a_resumed_run_has_each_step_exactly_once(tmp_path, torn):
         file.write(torn)
     run(tmp_path, 5, 9)
     assert steps(tmp_path) == list(range(1, 10))
-    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+    assert [path.name for path in tmp_path.iterdir() if path.suffix in (".tmp", ".part")] == []
 
 
 def test_a_file_with_nothing_to_drop_is_not_rewritten(tmp_path):

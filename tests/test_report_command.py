@@ -134,13 +134,18 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_beside_taken(capsys)
         "checkpoints steps 4, 8",
         "tensorboard --logdir runs/a/tensorboard",
         "jax 0.99.1",
-        "host node7",
-        "started 2027-01-15 08:00 UTC from step 0",
+        "started from host on 2027-01-15 08:00 UTC step 0 node7",
     ):
         assert expected in seen, expected
     assert '<a href="timeline/timeline.html">' in text
     assert '<a href="profile">' in text
-    for title in ("Loss", "Gradient norm", "Learning rate", "Speed, tokens/s", "Step times, number of steps"):
+    for title in (
+        "Loss",
+        "Gradient norm",
+        "Learning rate",
+        "Speed, tokens/s, over 5 steps",
+        "Step times, number of steps",
+    ):
         assert f"<figcaption>{title}</figcaption><svg" in text
     assert "MFU" not in seen  # it is not recorded
     assert said["file"] == "runs/a/report.html"

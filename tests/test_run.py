@@ -119,6 +119,17 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose([event.value for event in events.Scalars("train/loss")], losses(run_dir), rtol=1e-6)
     assert [event.step for event in events.Scalars("eval/loss")] == [3, 6]
+    assert set(events.Tags()["scalars"]) >= {"train/lr", "train/grad_norm", f"speed/{speed}", "speed/step_time_s"}
+    assert events.Tags()["images"] == ["memory/ranks", "schedule/predicted"]
+    [times] = events.Histograms("speed/step_times_s")
+    assert (times.step, times.histogram_value.num) == (6, 6)
+    [asked] = events.Tensors("run/asked/text_summary")
+    assert asked.step == 1
+    assert "    run.num_steps=6\n" in asked.tensor_proto.string_val[0].decode()
+
+    started = records(run_dir, "status.jsonl")[0]
+    assert started["versions"]["jax"] == jax.__version__
+    assert (started["platform"], started["num_devices"], started["num_processes"]) == ("cpu", 2, 1)
 
 
 def test_config_yaml_is_the_composed_config(train, tmp_path, capsys):

@@ -12,6 +12,7 @@ import threading
 import traceback
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ppctl.cli import examples, init, report, runs, schedule
+from ppctl.cli.asked import asked as words_of
 from ppctl.cli.choices import DRAWN_COSTS, did_you_mean, shown
 from ppctl.cli.help import COMMANDS, HEEDED_BY, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
@@ -168,7 +170,10 @@ def _dispatch(command: str, config: Config, *, as_json: bool) -> int:
             f"ppctl {command} runs in one process, but run.distributed={config.run.distributed}. "
             "Use run.distributed=off; simulated devices stand in for those of other processes."
         )
-    return getattr(import_module(COMMANDS[command][0]), command)(config, as_json=as_json)
+    function = getattr(import_module(COMMANDS[command][0]), command)
+    if command == "train":
+        function = partial(function, words=words_of(asdict(config), config.run.dir).words)
+    return function(config, as_json=as_json)
 
 
 def _complete(words: list[str], *, is_query: bool) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ppctl.cli.choices import schema_of
 from ppctl.cli.options import Parser, refuse_unknown
 from ppctl.cli.runs import DEFAULT_DIR
-from ppctl.errors import ConfigError
+from ppctl.config import Mesh
+from ppctl.errors import ConfigError, PpctlError
 
 if TYPE_CHECKING:
+    from ppctl.request import Pipeline
     from ppctl.run_report.read import Run
 
 ABOUT = "one run, or several compared, as an html page to look at and to send; starts no JAX"
@@ -57,7 +61,8 @@ def serve(words: list[str]) -> int:
             raise ConfigError(f"{places[path.resolve()]} and {word} are the same run. Name each once.")
         places[path.resolve()] = word
     file = report.place_of(asked.out, [path for _, path in found])
-    return report.serve([_read(*each) for each in found], file, as_json=asked.json)
+    runs = [_read(*each, is_alone=len(found) == 1) for each in found]
+    return report.serve(runs, file, as_json=asked.json)
 
 
 def _find(word: str) -> tuple[str, Path]:
@@ -71,12 +76,33 @@ def _find(word: str) -> tuple[str, Path]:
     return runs.find(word, [top])
 
 
-def _read(name: str, path: Path) -> Run:
+def _read(name: str, path: Path, *, is_alone: bool) -> Run:
     from ppctl.cli.asked import resuming
     from ppctl.run_report.read import read
 
     config, (words, notes), command = resuming(path)
-    return read(name, path, config, words, command, notes)
+    pipeline = _pipeline(config, words) if is_alone else "Not drawn beside other runs."
+    return read(name, path, config, words, command, notes, pipeline)
+
+
+def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
+    """The schedule of a run as its settings have it, or why it cannot be drawn."""
+    from ppctl.request import pipeline_of
+    from ppctl.run_report.gantt import too_large
+
+    try:
+        parts = {part: schema_of(part, config[part]["name"])(**config[part]) for part in ("schedule", "executor")}
+        mesh, num_layers = Mesh(**config["mesh"]), config["model"]["num_layers"]
+        for part in (mesh, *parts.values()):
+            part.check()
+        if parts["executor"].name == "reference":
+            return "executor=reference has no pipeline to draw."
+        large = too_large(mesh.pp, parts["schedule"].num_microbatches, words)
+        return large or pipeline_of(**parts, num_ranks=mesh.pp, num_layers=num_layers)
+    except PpctlError as error:
+        return f"The schedule cannot be drawn: {' '.join(str(error).split())}"
+    except (KeyError, TypeError, ValueError, AttributeError, OSError):
+        return "The schedule cannot be drawn: the settings of the run are not such as there are now."
 
 
 def completions() -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ppctl.schedule.auto import Candidate, Choice
+from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.ir import KINDS, Kind, Schedule
 from ppctl.schedule.simulate import Timeline
 
@@ -57,6 +58,13 @@ class Drawing:
             f"period {number(timeline.period_s)} s, bubble {timeline.bubble_fraction:.1%}, "
             f"peak {number(max(timeline.peak_activations))} activations"
         )
+
+
+def priced(label: str, timeline: Timeline) -> Drawing:
+    """The drawing of a timeline, with what bounds its schedule at its costs."""
+    schedule, costs = timeline.schedule, timeline.costs
+    bounds = makespan_bound_s(schedule, costs), period_bound_s(schedule, costs)
+    return Drawing(label, timeline, *bounds, peak_activations_bound(schedule, costs, timeline.period_s))
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from ppctl.draw.drawing import KIND_NAMES, Drawing, number
-from ppctl.draw.palette import INK, shade
+from ppctl.draw.palette import INK, PARTS, shade
 from ppctl.errors import ConfigError
-from ppctl.schedule.ir import Kind
+from ppctl.schedule.ir import KINDS, Kind
 
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
+SCREEN_DPI = 100  # of a figure that is only looked at
 MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches
 MAX_VECTORS = 20_000  # tasks of an svg drawn one by one; more become one picture inside it
 POINTS_PER_CHARACTER = 4.6  # of the letters in cells, whose size is 7
@@ -19,16 +21,78 @@ POINTS_PER_CHARACTER = 4.6  # of the letters in cells, whose size is 7
 
 def image(drawing: Drawing, form: str) -> bytes:
     """The bytes of a figure WIDTH_IN wide, with a row of ROW_IN for each rank; `form` is png or svg."""
+    import matplotlib
+
+    if drawing.schedule.num_ranks > MAX_RANKS:
+        raise ConfigError(
+            f"mesh.pp={drawing.schedule.num_ranks}: a {form} has {MAX_RANKS} rows at most. Use --format html."
+        )
+    figure, out = _gantt([drawing], DPI), io.BytesIO()
+    # a fixed date and fixed ids: the same schedule gives the same bytes
+    with matplotlib.rc_context({"svg.hashsalt": "ppctl", "svg.fonttype": "none"}):
+        figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else {})
+    return out.getvalue()
+
+
+def gantt_pixels(drawings: Sequence[Drawing]) -> Any:
+    """Drawings below each other on one time axis, as an array of [height, width, RGB] bytes."""
+    return _pixels(_gantt(drawings, SCREEN_DPI))
+
+
+def bar_pixels(title: str, sizes: Sequence[tuple[str, float]], unit: str, marks: Sequence[tuple[str, float]]) -> Any:
+    """A bar for each (name, size), and a dashed line at each of `marks`, as an array of [height, width, RGB] bytes."""
+    figure = _figure(MARGIN_IN + ROW_IN * len(sizes), SCREEN_DPI)
+    axes = figure.subplots()
+    names, values = [name for name, _ in sizes], [size for _, size in sizes]
+    bars = axes.barh(names, values, color=PARTS[0])
+    axes.bar_label(bars, [f"{value:.4g}" for value in values], padding=3, fontsize=8)
+    for (name, value), style in zip(marks, ("--", ":"), strict=False):
+        axes.axvline(value, color=INK, linestyle=style, label=f"{name} {value:.4g} {unit}")
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    axes.set(xlabel=unit)
+    axes.set_title(title, loc="left", fontsize=10)
+    if marks:
+        figure.legend(loc="outside lower center", ncols=len(marks), fontsize=8, frameon=False)
+    return _pixels(figure)
+
+
+def _figure(height_in: float, dpi: int) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window system is asked for
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _pixels(figure: Any) -> Any:
+    import numpy as np
+
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[:, :, :3].copy()
+
+
+def _gantt(drawings: Sequence[Drawing], dpi: int) -> Any:
+    """The figure of drawings below each other on one time axis."""
     from matplotlib.patches import Patch
 
+    heights = [MARGIN_IN + ROW_IN * drawing.schedule.num_ranks for drawing in drawings]
+    figure = _figure(sum(heights), dpi)
+    rows = figure.subplots(len(drawings), squeeze=False, height_ratios=heights)
+    end_s = max(drawing.timeline.makespan_s for drawing in drawings)
+    for (axes,), drawing in zip(rows, drawings, strict=True):
+        _ranks(axes, drawing, end_s)
+    kinds: list[Kind] = [kind for kind in KINDS if any(kind in drawing.kinds for drawing in drawings)]
+    names = [f"{kind} {KIND_NAMES[kind]}" for kind in kinds]
+    handles = [Patch(color=shade(kind, 0, 1)) for kind in kinds]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
+    return figure
+
+
+def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
+    """Draws a row for each rank, with its bubble and peak to the right; time runs to `end_s`."""
     timeline, schedule = drawing.timeline, drawing.schedule
-    if schedule.num_ranks > MAX_RANKS:
-        raise ConfigError(f"mesh.pp={schedule.num_ranks}: a {form} has {MAX_RANKS} rows at most. Use --format html.")
-    figure = Figure(figsize=(WIDTH_IN, MARGIN_IN + ROW_IN * schedule.num_ranks), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
     boxes: dict[tuple[Kind, int, int], list[tuple[float, float]]] = defaultdict(list)
     for task, start_s in timeline.start_s.items():
         place = (task.kind, schedule.chunk_of[task.stage], schedule.rank_of[task.stage])
@@ -40,24 +104,14 @@ def image(drawing: Drawing, form: str) -> bytes:
         axes.broken_barh(
             spans, (rank - 0.45, 0.9), facecolors=colour, edgecolors=edge, linewidths=0.4, rasterized=not few
         )
-    _letters(axes, drawing, points_per_s=0.8 * WIDTH_IN * 72 / timeline.makespan_s)
+    _letters(axes, drawing, points_per_s=0.8 * WIDTH_IN * 72 / end_s)
     for rank, (bubble, peak) in enumerate(zip(timeline.bubble_fractions, timeline.peak_activations, strict=True)):
         text = f"{bubble:.1%}, {number(peak)}"
         axes.text(1.005, rank, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
     axes.text(1.005, -0.75, "bubble, peak", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
-    axes.set(xlim=(0, timeline.makespan_s), ylim=(schedule.num_ranks - 0.5, -0.5), xlabel="seconds", ylabel="rank")
+    axes.set(xlim=(0, end_s), ylim=(schedule.num_ranks - 0.5, -0.5), xlabel="seconds", ylabel="rank")
     axes.set_yticks(range(0, schedule.num_ranks, 1 if schedule.num_ranks <= 64 else 8))
     axes.set_title(f"{drawing.title}\n{drawing.verdict}", loc="left", fontsize=10)
-    names = [f"{kind} {KIND_NAMES[kind]}" for kind in drawing.kinds]
-    handles = [Patch(color=shade(kind, 0, 1)) for kind in drawing.kinds]
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
-    out = io.BytesIO()
-    # a fixed date and fixed ids: the same schedule gives the same bytes
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": "ppctl", "svg.fonttype": "none"}):
-        figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else {})
-    return out.getvalue()
 
 
 def _letters(axes: Any, drawing: Drawing, points_per_s: float) -> None:

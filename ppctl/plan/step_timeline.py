@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 
 from ppctl.costs import Costs
 from ppctl.plan.prices import Prices, masked_cells
@@ -22,9 +23,16 @@ def step_timeline(
     In lockstep the last tick ends with a transfer, after the last task.
     """
     capacity = prices.capacity / copies
+    if ticks is None or not masked:
+        return timeline_at(schedule, ticks, costs, capacity)
+    return lockstep(ticks, costs, masked_cells(prices, ticks, costs), capacity)
+
+
+def timeline_at(schedule: Schedule, ticks: Ticks | None, costs: Costs, capacity: float = inf) -> Timeline:
+    """The timeline of a schedule at these costs: in its ticks, or of free-running ranks where it has none."""
     if ticks is None:
         return free_running(schedule, costs, capacity)
-    return lockstep(ticks, costs, masked_cells(prices, ticks, costs) if masked else _cells(ticks, costs), capacity)
+    return lockstep(ticks, costs, _cells(ticks, costs), capacity)
 
 
 def lockstep(ticks: Ticks, costs: Costs, spans: Spans, capacity: float) -> Timeline:

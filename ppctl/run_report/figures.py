@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from html import escape
 
@@ -10,7 +11,9 @@ from ppctl.draw.histogram import histogram, is_far
 from ppctl.run_report.read import Run
 
 SPEED_NAMES = {"tokens_per_s": "tokens/s", "rows_per_s": "rows/s"}
+SPEED_STEPS = 5  # over which speed is drawn
 FEW_EVALUATIONS = 40  # that carry a mark each
+_SPEED = f"Speed, {{}}, over {SPEED_STEPS} steps"
 
 
 def of_run(run: Run) -> list[str]:
@@ -20,7 +23,7 @@ def of_run(run: Run) -> list[str]:
         drawn.append(_figure(title, [_curve(run, name, title)], from_zero=name == "lr"))
     if run.speed is not None:
         unit = SPEED_NAMES[run.speed]
-        drawn.append(_figure(f"Speed, {unit}", [_curve(run, run.speed, unit)], from_zero=True))
+        drawn.append(_figure(_SPEED.format(unit), [_speed(run, run.speed, unit)], from_zero=True))
     drawn.append(_step_times(run))
     return [each for each in drawn if each]
 
@@ -31,8 +34,8 @@ def of_several(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
     curves = [Curve(label, run.evaluations, _lost(run.evaluations)) for run, label in zip(runs, labels, strict=True)]
     drawn.append(_figure("Eval loss", curves))
     for speed, unit in SPEED_NAMES.items():
-        curves = [_curve(run, speed, label) for run, label in zip(runs, labels, strict=True)]
-        drawn.append(_figure(f"Speed, {unit}", curves, from_zero=True))
+        curves = [_speed(run, speed, label) for run, label in zip(runs, labels, strict=True)]
+        drawn.append(_figure(_SPEED.format(unit), curves, from_zero=True))
     return [each for each in drawn if each]
 
 
@@ -57,6 +60,34 @@ def _step_times(run: Run) -> str:
         note += far if is_far(median, predicted) else "; dashed: as predicted"
     drawn = histogram(values, named, title="Step times", x_name="seconds of a step")
     return _framed("Step times, number of steps", drawn, note)
+
+
+def over_steps(speeds: Points, step_times_s: Points, num_steps: int) -> Points:
+    """The speed over the newest `num_steps` recorded steps, at each: their work by their time.
+
+    A host that is late makes one step too short and the next one too long, which evens out. At a step without
+    speed or time it begins anew.
+
+    >>> over_steps([(1, 4.0), (2, 8.0), (3, 3.0)], [(1, 1.5), (2, 0.5), (3, 1.5)], 2)
+    [(1, 4.0), (2, 5.0), (3, 4.25)]
+    """
+    seconds = dict(step_times_s)
+    window: deque[tuple[float, float]] = deque(maxlen=num_steps)  # (work, seconds)
+    found: list[tuple[float, float | None]] = []
+    for step, speed in speeds:
+        taken_s = seconds.get(step)
+        if speed is None or taken_s is None or taken_s <= 0:
+            window.clear()
+            found.append((step, speed))
+            continue
+        window.append((speed * taken_s, taken_s))
+        found.append((step, sum(work for work, _ in window) / sum(taken for _, taken in window)))
+    return found
+
+
+def _speed(run: Run, name: str, label: str) -> Curve:
+    points = over_steps(run.curves.get(name, ()), run.curves.get("step_time_s", ()), SPEED_STEPS)
+    return Curve(label, points, _lost(points))
 
 
 def _curve(run: Run, name: str, label: str) -> Curve:

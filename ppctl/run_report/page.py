@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from collections.abc import Mapping
 from html import escape
+from math import nan
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from ppctl.draw.bars import stacked
@@ -15,12 +18,14 @@ from ppctl.draw.html import whole
 from ppctl.records import RUNNING
 from ppctl.report import size_text
 from ppctl.run_report.figures import SPEED_NAMES, of_run
-from ppctl.run_report.read import SLOW, Run
+from ppctl.run_report.gantt import picture
+from ppctl.run_report.read import SLOW, Run, versions_of
 from ppctl.status import FAILED, FINISHED
 
 MARK = '<main data-by="ppctl report">'  # what tells a page of ours from other files
 STYLES = ("plan.css", "sweep.css", "report.css")
 MOST_SLOW = 5  # steps that are named
+MOST_STARTS = 10  # that are listed
 NUM_ROWS = 20  # of the table of numbers, about
 NUMBERS = {"loss": ".4f", "grad_norm": ".4g", "lr": ".3e", "step_time_s": ".4g", "tokens_per_s": ",.0f"}
 NUMBERS |= {"rows_per_s": ",.0f"}
@@ -34,6 +39,7 @@ def page(run: Run, file: Path) -> str:
         _numbers(run),
         _warnings(run),
         _figures(run),
+        section("The step, rank by rank", picture(run.standing.path, run.pipeline).html),
         _predicted(run),
         section("Asked for", _asked(run)),
         section("What it left", _left(run, file)),
@@ -237,26 +243,57 @@ def link(place: Path, file: Path) -> str:
 
 def _environment(run: Run) -> str:
     rows = [[escape(name), escape(version)] for name, version in run.versions.items()]
-    starts = [start for start in run.starts if isinstance(start.get("at"), float)]
-    hosts = dict.fromkeys(str(start["host"]) for start in run.starts if "host" in start)
-    if hosts:
-        rows.append(["host", escape(printable(", ".join(hosts)))])
-    if starts:
-        told = ", ".join(f"{_utc(start['at'])} from step {start.get('step', '?')}" for start in starts[-MOST_SLOW:])
-        more = f"{len(starts) - MOST_SLOW} earlier, " if len(starts) > MOST_SLOW else ""
-        rows.append(["started", escape(printable(f"{more}{told}"))])
     for part, keys in (("mesh", ("dp", "pp", "fsdp")), ("hardware", ("name",)), ("executor", ("name",))):
         values = run.config.get(part)
         if isinstance(values, dict):
             told = " ".join(f"{key}={values[key]}" for key in keys if key in values)
             rows.append([part, escape(printable(told.removeprefix("name=")))])
-    if not rows:
+    if not rows and not run.starts:
         return "<p>Not recorded.</p>"
-    return f'<div class="stages">{table("where it ran", [], rows)}</div>'
+    settings = f'<div class="stages">{table("versions and settings", [], rows)}</div>' if rows else ""
+    return settings + _starts(run)
 
 
-def _utc(seconds: float) -> str:
+def _starts(run: Run) -> str:
+    """Each start of the run: when, from which step, on what, and where its versions are others than before."""
+    if not run.starts:
+        return ""
+    rows, before = [], {}
+    for start in run.starts:
+        versions = versions_of(start)
+        changed = {name: version for name, version in versions.items() if before and before.get(name) != version}
+        before = versions or before
+        told = (
+            _utc(start.get("at")),
+            f"step {start.get('step', '?')}",
+            str(start.get("host", "")),
+            _devices(start),
+            ", ".join(f"{name} {version}" for name, version in changed.items()),
+        )
+        rows.append([escape(printable(text)) for text in told])
+    shown = rows[-MOST_STARTS:]
+    columns = ["started", "from", "host", "on", "versions that changed"]
+    if not any(row[-1] for row in shown):
+        columns, shown = columns[:-1], [row[:-1] for row in shown]
+    earlier = (
+        f"<p class='soft'>{len(rows) - len(shown)} earlier starts are left out.</p>" if len(rows) > len(shown) else ""
+    )
+    return f'<div class="starts">{table("starts of the run", columns, shown)}</div>{earlier}'
+
+
+def _devices(start: Mapping[str, Any]) -> str:
+    """`8 x cpu, 2 processes, Linux-6.8`."""
+    kind, number, processes = start.get("device_kind"), start.get("num_devices"), start.get("num_processes")
+    if kind is None or number is None:
+        return ""
+    name = kind if kind == start.get("platform") else f"{kind} ({start.get('platform')})"
+    of_several = f", {processes} processes" if processes != 1 else ""
+    system = f", {start['system']}" if "system" in start else ""
+    return f"{number} x {name}{of_several}{system}"
+
+
+def _utc(seconds: object) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds if isinstance(seconds, float) else nan))
     except (OverflowError, ValueError, OSError):
         return "at an unknown time"

@@ -13,6 +13,7 @@ from typing import Any
 
 from ppctl import status
 from ppctl.records import Summary, number, read_lines, summary, whole_number
+from ppctl.request import Pipeline
 from ppctl.sweep.records import measured_bubble
 
 CURVES = ("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "rows_per_s", "mfu_fraction")
@@ -43,9 +44,10 @@ class Run:
     evaluations: Points
     newest: Mapping[str, float]  # of NEWEST, as last recorded
     measured_bubble: float | None  # 0..1, of its timeline
-    versions: Mapping[str, str]  # as its newest checkpoint has them
+    versions: Mapping[str, str]  # as its newest start has them, else its newest checkpoint
     starts: Sequence[Mapping[str, Any]]  # of status.jsonl
     problems: Sequence[str]
+    pipeline: Pipeline | str  # that its settings ask for, or why nobody knows
 
     @property
     def speed(self) -> str | None:
@@ -75,13 +77,20 @@ class Run:
 
 
 def read(
-    name: str, path: Path, config: Mapping[str, Any], words: Sequence[str], command: str, notes: Sequence[str]
+    name: str,
+    path: Path,
+    config: Mapping[str, Any],
+    words: Sequence[str],
+    command: str,
+    notes: Sequence[str],
+    pipeline: Pipeline | str,
 ) -> Run:
     """The run in a directory. What is wrong with its files is among its problems, and no exception."""
     standing, problems = summary(name, path), []
     curves, newest = _training(path / "metrics.jsonl", problems)
     evaluations = _ordered(_evaluations(path / "eval.jsonl", problems), "eval.jsonl", problems)
-    lines = list(read_lines(path / status.FILE, problems))
+    lines = read_lines(path / status.FILE, problems)
+    starts = [line for line in lines if line.get("status") == status.STARTED]
     return Run(
         standing,
         config,
@@ -91,9 +100,10 @@ def read(
         evaluations,
         newest,
         measured_bubble(path / "timeline" / "timeline.csv"),
-        _versions(path, standing.checkpoints),
-        [line for line in lines if line.get("status") == status.STARTED],
+        versions_of(starts[-1]) if starts and versions_of(starts[-1]) else _versions(path, standing.checkpoints),
+        starts,
         list(dict.fromkeys((*standing.problems, *problems, *notes))),
+        pipeline,
     )
 
 
@@ -140,6 +150,12 @@ def _step(record: Mapping[str, Any]) -> int | None:
 def _finite(record: Mapping[str, Any], name: str) -> float | None:
     value = number(record, name)
     return value if value is not None and abs(value) < LARGEST else None
+
+
+def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
+    """The versions that a start ran with; none where it does not say."""
+    found = start.get("versions")
+    return {str(name): str(version) for name, version in found.items()} if isinstance(found, dict) else {}
 
 
 def _versions(path: Path, checkpoints: Sequence[int]) -> dict[str, str]:

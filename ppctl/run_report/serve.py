@@ -60,6 +60,7 @@ def document(run: Run) -> dict[str, Any]:
         "checkpoints": list(said.checkpoints),
         "slow_steps": [{"step": step, "step_time_s": seconds} for step, seconds in run.slow_steps()[: page.MOST_SLOW]],
         "versions": dict(run.versions),
+        "starts": list(run.starts),
         "warnings": page.warnings(run),
     }
 

@@ -28,7 +28,7 @@ from ppctl.errors import ConfigError
 from ppctl.supervise import ALIVE_FD, Exit
 from ppctl.sweep.jobs import SUBMITTED_LOG, Job, Moved, Sweep
 from ppctl.sweep.processes import command_of, read_tail
-from ppctl.sweep.summary import replace_text
+from ppctl.report import replace_file
 
 FOLDER = ".submitit"  # in the sweep's directory: what submitit writes
 FILE = "submitted.json"  # in a run.dir: as what its job was submitted
@@ -155,7 +155,7 @@ class Submitted:
             with self.lock:
                 self.known[job.index] = Known(each, state)
             record = {"cluster": self.settings.cluster, "id": each.job_id, "tasks": each.num_tasks}
-            replace_text(job.run_dir / FILE, json.dumps(record) + "\n")
+            replace_file(job.run_dir / FILE, json.dumps(record) + "\n")
             where = f" as {self._name(each)}, output in {job.run_dir / SUBMITTED_LOG}"
             self.events.put(Moved(job.index, state, where))
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ppctl.report import json_safe
+from ppctl.report import json_safe, replace_file
 from ppctl.sweep.best import best_of
 from ppctl.sweep.jobs import FILES, SHARED, Outcome, Sweep, ran_beside_others
 from ppctl.sweep.page import page
@@ -27,7 +25,7 @@ def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[M
         said.append(f"note: {SHARED}")
     try:
         for name, text in zip(FILES, texts, strict=True):
-            replace_text(sweep.directory / name, text)
+            replace_file(sweep.directory / name, text)
     except OSError as error:
         return [*said, f"the summary in {sweep.directory} cannot be written: {error.strerror}"]
     return [*said, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
@@ -51,10 +49,3 @@ def columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys of all records in order: number, swept settings, how it ended, numbers."""
     swept = list(dict.fromkeys(key for record in records for key in record if key not in ("job", *ENDS, *NUMBERS)))
     return ["job", *swept, "status", *NUMBERS, *(name for name in ENDS if name != "status")]
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

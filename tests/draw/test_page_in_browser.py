@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from ppctl import plan_page
+from ppctl import plan_page, spans
 from ppctl.assemble import assemble
 from ppctl.config import Config, Costs, Mesh, Mpmd, ScheduleConfig, Synthetic, Transformer
 from ppctl.config import Schedule as Plain
 from ppctl.draw.html import page
 from ppctl.look import draw
 from ppctl.planner import predicted
+from ppctl.request import pipeline_of
 from ppctl.run_report import compare
 from ppctl.run_report import page as run_page
 from ppctl.run_report.read import read
+from ppctl.schedule.simulate import simulate
 from ppctl.sweep import page as sweep_page
 from ppctl.sweep.jobs import Job, Outcome, Sweep
 from ppctl.sweep.records import NUMBERS
@@ -159,7 +161,7 @@ def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
     assert at[2] - at[3] == pytest.approx(50 * per_token, abs=2)
 
 
-def recorded(run_dir, num_steps, spike):
+def recorded(run_dir, num_steps, spike, pipeline=""):
     """A run of so many steps, of which one is ten times as slow, as a report reads it."""
     run_dir.mkdir()
     lines = [
@@ -168,7 +170,7 @@ def recorded(run_dir, num_steps, spike):
         for step in range(1, num_steps + 1)
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return read(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [])
+    return read(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [], pipeline)
 
 
 @pytest.mark.parametrize("width", [500, 1200])
@@ -183,6 +185,20 @@ def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
     assert len(tall) == 2
     assert 0 < tall[0] < 3
     assert tall[1] > 100
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_path, width):
+    pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
+    run = recorded(tmp_path / "run", 50, 3, pipeline)
+    spans.write(run.standing.path / "timeline", simulate(pipeline.schedule, pipeline.costs))
+    said, dom = browse_page(tmp_path, run_page.page(run, tmp_path / "report.html"), ["ArrowRight", "ArrowRight"], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0
+    assert {"86,180,233", "34,168,132", "204,121,167"} <= set(said["colours"])
+    assert said["tip"].splitlines()[0] == "0F1"
+    titles = re.findall(r"<h2>(zb_h1, \w+)", dom)
+    assert titles == ["zb_h1, measured", "zb_h1, predicted"]
 
 
 @pytest.mark.parametrize("width", [500, 1200])

@@ -1,0 +1,30 @@
+"""What a run runs on: versions of what computes and saves, and the devices."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+PACKAGES = ("ppctl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of PACKAGES, by name."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def environment(mesh: Mesh) -> dict[str, Any]:
+    """What a start of a run records of the place where it runs. Names of devices are JAX's."""
+    device = mesh.devices.flat[0]
+    return {
+        "versions": versions(),
+        "system": platform.platform(),
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "num_devices": mesh.size,
+        "num_processes": jax.process_count(),
+    }
