@@ -29,18 +29,18 @@ FILE_WIDTH = 200  # columns of a summary that goes to a file
 def inspect(config: Config, *, as_json: bool) -> int:
     """The exit code 0, after showing what inspect.what asks for, or writing it below inspect.out."""
     asked = config.inspect
-    out = None if asked.out is None else _new_directory(asked.out)
     parts = assemble(config, default_dtype=DEFAULT_DTYPE)
     found = programs_of(parts)
-    wanted = [asked.what] if asked.what else ["summary", "program", *(FORMS if out else ())]
+    wanted = [asked.what] if asked.what else ["summary", "program", *(FORMS if asked.out else ())]
     if config.executor.name == "reference" and "program" in wanted:
         wanted.remove("program")
-    if asked.what in FORMS and out is None and not as_json and len(found.programs) > 1:
+    if asked.what in FORMS and asked.out is None and not as_json and len(found.programs) > 1:
         names = ", ".join(program.name for program in found.programs)
         raise ConfigError(
             f"inspect.what={asked.what} is the text of one program, and there are {len(found.programs)} ({names}). "
             "Choose with inspect.stage and inspect.task, or write all with inspect.out=DIR."
         )
+    out = None if asked.out is None else _new_directory(asked.out)
     if "summary" in wanted or "hlo" in wanted:
         compile_all(found.programs)
     files = None if out is None else write_files(f"inspect.out={out}", out, _texts(wanted, parts, found))

@@ -210,6 +210,11 @@ def test_a_wrong_request_is_one_line(words, message, capsys):
     assert len(said.splitlines()) == 1
 
 
+def test_a_refused_request_leaves_no_directory(tmp_path, capsys):
+    ask(capsys, f"{MPMD} inspect.stage=9 inspect.out={tmp_path / 'new'}", code=2)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_are_not_overwritten(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("mine")
     said = ask(capsys, f"{SPMD} inspect.out={tmp_path}", code=2)
