@@ -35,9 +35,9 @@ from ppctl.schedule.formulas import makespan_formula_s, peak_formula
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.registry import FAMILIES, advice, build
 from ppctl.schedule.simulate import simulate
-from ppctl.schedule.text import to_csv
+from ppctl.schedule.text import task_lists, to_csv
 
-SHOW_FORMATS = ("text", "html", "svg", "png", "json", "csv", "perfetto")
+SHOW_FORMATS = ("text", "html", "svg", "png", "json", "csv", "perfetto", "tasks")
 COMPARE_FORMATS = ("text", "html", "json")
 LIST_FORMATS = ("text", "json")
 FILE_WIDTH = 200  # columns of a text that goes to a file
@@ -66,6 +66,8 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
         content = page([drawing])
     elif form == "csv":
         content = to_csv(drawing.schedule.ranks)
+    elif form == "tasks":
+        content = f"{drawing.title}\n{task_lists(drawing.schedule)}"
     else:
         content = json.dumps(document(drawing) if form == "json" else trace(drawing)) + "\n"
     return _deliver(content, out)

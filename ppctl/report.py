@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,18 @@ def replace_file(path: Path, content: str | bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)  # a full disk keeps none of it
         raise
+
+
+def write_files(option: str, directory: Path, contents: Mapping[str, str]) -> list[str]:
+    """The paths of text files by name, written into a directory that `option` names; says so on stderr in one line."""
+    try:
+        for name, content in contents.items():
+            (directory / name).write_text(content)
+    except OSError as error:
+        raise ConfigError(f"{option} cannot be written: {error.strerror}.") from None
+    size = sum(len(content.encode()) for content in contents.values())
+    print(f"ppctl: wrote {len(contents)} files to {directory} ({size:,} bytes)", file=sys.stderr)
+    return [str(directory / name) for name in contents]
 
 
 def json_safe(value: Any) -> Any:

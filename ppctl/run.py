@@ -22,7 +22,7 @@ import jax
 import yaml
 from rich.console import Console
 
-from ppctl import distributed
+from ppctl import distributed, placement
 from ppctl.assemble import DEFAULT_DTYPE, Parts, assemble, partition_text, start_jax
 from ppctl.board import Board
 from ppctl.checkpoint import Checkpoints
@@ -92,6 +92,11 @@ def _train(config: Config, words: Sequence[str], watch: Watch, *, as_json: bool)
             compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
             state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
             del restored
+            shown = {}
+            if config.run.show_placement:
+                placed = placement.placement(parts.engine.parameters(state), parts.states.layout, distributed.gather)
+                placement.show(console, placed)
+                shown = {"placement": asdict(placed)}
             with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
                 if metrics.board is not None:
                     show_start(metrics.board, parts, words, where, footprint, foreseen)
@@ -107,7 +112,7 @@ def _train(config: Config, words: Sequence[str], watch: Watch, *, as_json: bool)
         say(foreseen.compared(loop.step_times_s, max(footprint.total_bytes)))
     say(f"{summary['status']} at step {summary['step']}; checkpoints, metrics and logs are in {run_dir}")
     if as_json and is_lead:
-        print(json.dumps(summary))
+        print(json.dumps(summary | shown))
     return exit_code
 
 

@@ -99,9 +99,9 @@ FAULTS = [
     # the command line itself
     (
         "trian",
-        r"trian is not a command. Did you mean train\? \(train, .*, bench, schedule, runs, report, examples, init\)",
+        r"trian is not a command. Did you mean train\? \(train, .*, inspect, bench, sched.*, report, examples, init\)",
     ),
-    ("tone", "tone is not a command. .*train, verify, doctor, plan, tune, bench"),
+    ("tone", "tone is not a command. .*train, verify, doctor, plan, tune, inspect, bench"),
     ("model=mlp", "model=mlp: a command comes first, for example ppctl train model=mlp"),
     ("train --jsn", "--jsn is not an option. Did you mean --json"),
     ("train --json=1", "argument --json: ignored explicit argument '1'"),

@@ -14,7 +14,7 @@ from ppctl.schedule.ticks import ticks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = sorted(set(re.findall(r"`(ppctl (?:train|verify|bench|plan|tune) [^`]*)`", README)))
+COMMANDS = sorted(set(re.findall(r"`(ppctl (?:train|verify|bench|plan|tune|inspect) [^`]*)`", README)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -151,7 +151,7 @@ def test_a_file_of_something_else_stays():
 
 
 def test_a_number_that_runs_do_not_record():
-    with pytest.raises(ConfigError, match="metric=rows_per_s: job 0 .optim.lr=.*. has finished without it"):
+    with pytest.raises(ConfigError, match=r"metric=rows_per_s: job 0 .optim.lr=.*. has finished without it"):
         searched(n_trials=3, metric="rows_per_s")
 
 

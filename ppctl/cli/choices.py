@@ -17,10 +17,11 @@ from types import UnionType
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Launch, Mesh, Plan, Run, Tune
+from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Run, Tune
 from ppctl.config.files import ROOT
 
-PLAIN: dict[str, type] = {"run": Run, "launch": Launch, "plan": Plan, "tune": Tune}  # the parts of which there is one
+# the parts of which there is one
+PLAIN: dict[str, type] = {"run": Run, "launch": Launch, "plan": Plan, "tune": Tune, "inspect": Inspect}
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)  # the parts that are chosen by name
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on

@@ -37,6 +37,10 @@ EXAMPLES = (  # a test composes each
         "train with several processes that start again after a crash",
         "ppctl train recipes=tiny launch.processes=2 launch.max_restarts=3",
     ),
+    (
+        "look into the program before it runs: what each rank does in every tick, and what they say to each other",
+        "ppctl inspect mesh=1x4 schedule=eager_1f1b",
+    ),
     ("record what every rank does when, for xprof and Perfetto", "ppctl train recipes=tiny run.profile.start=10"),
 )
 

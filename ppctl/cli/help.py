@@ -28,6 +28,10 @@ COMMANDS = {  # command: module that serves it, one line
     "doctor": ("ppctl.doctor", "check that a request would train here, and measure the links between devices"),
     "plan": ("ppctl.planner", "say what a request takes before it trains: stages, bubble and memory of each rank"),
     "tune": ("ppctl.tune", "find the fastest mesh, schedule, partition, microbatches and remat for so many devices"),
+    "inspect": (
+        "ppctl.inspection",
+        "show the programs that would run: ticks or tasks of each rank, collectives, jaxpr, StableHLO, HLO",
+    ),
     "bench": ("ppctl.bench", "time the training step beside its prediction and the un-pipelined model"),
 }
 EXAMPLES = {
@@ -58,6 +62,11 @@ EXAMPLES = {
         "ppctl tune hardware=h100 tune.devices=64 model.num_layers=64 model.d_model=8192 data.batch_size=512",
         "ppctl tune executor=mpmd tune.schedules=[1f1b,zb_h1] tune.remat=[none]",
     ),
+    "inspect": (
+        "ppctl inspect mesh=1x4 schedule=eager_1f1b",
+        "ppctl inspect mesh=2x4x2 inspect.out=inspected",
+        "ppctl inspect mesh=1x4 schedule=1f1b executor=mpmd inspect.stage=2 inspect.task=F inspect.what=hlo",
+    ),
     "bench": (
         "ppctl bench mesh=1x4 schedule=gpipe",
         "ppctl bench --multirun schedule=gpipe,interleaved --json",
@@ -74,6 +83,7 @@ HEEDED_BY = {  # the commands that heed a part; any other part is heeded by all 
     "launch": ("train", "doctor"),
     "plan": ("plan",),
     "tune": ("tune",),
+    "inspect": ("inspect",),
 }
 MOST_USED = (
     "model.num_layers",
@@ -95,6 +105,7 @@ MOST_USED = (
     "run.eval_every",
     "run.checkpoint.every",
     "run.profile.start",
+    "run.show_placement",
     "launch.processes",  # launch: of `ppctl train` and `doctor`
     "launch.max_restarts",
     "plan.compile",  # plan: of `ppctl plan`
@@ -104,6 +115,10 @@ MOST_USED = (
     "tune.devices",  # tune: of `ppctl tune`
     "tune.measure",
     "tune.recipe",
+    "inspect.what",  # inspect: of `ppctl inspect`
+    "inspect.stage",
+    "inspect.task",
+    "inspect.out",
 )
 FLAGS = """\
   --json            print the result as JSON on stdout

@@ -29,6 +29,7 @@ EXAMPLES = (
     "ppctl schedule list mesh=1x8 schedule.num_microbatches=32 costs.transfer_s=0.1",
     "ppctl schedule compare gpipe 1f1b interleaved:num_chunks=4 mesh=1x8 schedule.num_microbatches=32",
     "ppctl schedule show schedule=gpipe mesh=1x4 --format csv --out gpipe.csv",
+    "ppctl schedule show schedule=eager_1f1b mesh=1x4 --format tasks",
     "ppctl schedule check gpipe.csv",
     "ppctl schedule show schedule=auto schedule.max_activations=3 mesh=1x4",
 )
@@ -40,8 +41,9 @@ Usage: ppctl schedule show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...] 
        ppctl schedule certify [GROUP=OPTION ...] [SETTING=VALUE ...] [--seconds S] [--format F] [--out FILE]
        ppctl schedule check   FILE.csv"""
 FLAGS = """\
-  --format F        text (default), html, svg, png, json, csv or perfetto (compare: text, html, json; list,
-                    certify: text, json)
+  --format F        text (default), html, svg, png, json, csv, perfetto or tasks: each rank's list in JaxPP's words
+                    (fwd_2__0, bwd_2__0; bwd_i, bwd_w where the backward is split; on the last stage a forward and its
+                    own backward right after it are a FusedTask). compare: text, html, json; list, certify: text, json
   --json            the same as --format json
   --seconds S       how long certify may search (default 60)
   --out FILE        write to FILE instead of stdout; its ending chooses the format if --format does not

@@ -12,6 +12,7 @@ from typing import Any
 
 from ppctl.config.costs import Analytic, Costs, Measure
 from ppctl.config.hardware import AutoHardware, Hardware
+from ppctl.config.inspection import Inspect
 from ppctl.config.launch import Launch
 from ppctl.config.model import MLP, CustomModel, Transformer
 from ppctl.config.plan import Plan
@@ -69,6 +70,7 @@ __all__ = [
     "Gis",
     "Hanayo",
     "Hardware",
+    "Inspect",
     "Interleaved",
     "Launch",
     "Measure",
@@ -111,6 +113,7 @@ class Config:
     launch: Launch = field(default_factory=Launch)
     plan: Plan = field(default_factory=Plan)
     tune: Tune = field(default_factory=Tune)
+    inspect: Inspect = field(default_factory=Inspect)
 
 
 @dataclass
@@ -186,6 +189,7 @@ def check(config: Config) -> None:
             f"run.timeline=true and run.profile.start={config.run.profile.start} both trace, and one trace can run "
             "at a time. Leave one of them out."
         )
+    _check_inspected(config)
     profile = config.run.profile
     if profile.start is not None and profile.start + profile.num_steps > config.run.num_steps:
         raise ConfigError(
@@ -193,6 +197,21 @@ def check(config: Config) -> None:
             f"(run.num_steps={config.run.num_steps}). "
             f"Use run.profile.start={max(0, config.run.num_steps - profile.num_steps)} at most, or fewer "
             "run.profile.num_steps."
+        )
+
+
+def _check_inspected(config: Config) -> None:
+    asked, executor = config.inspect, config.executor.name
+    chosen = [f"inspect.{key}={getattr(asked, key)}" for key in ("stage", "task") if getattr(asked, key) is not None]
+    if chosen and executor != "mpmd":
+        raise ConfigError(
+            f"{' '.join(chosen)} chooses among the programs of executor=mpmd, but executor={executor} is one program. "
+            "Leave it out, or use executor=mpmd."
+        )
+    if asked.what == "program" and executor == "reference":
+        raise ConfigError(
+            "inspect.what=program shows what ranks run, but executor=reference has neither ticks nor tasks. "
+            "Use inspect.what=jaxpr, stablehlo or hlo, or executor=spmd or mpmd."
         )
 
 

@@ -206,6 +206,7 @@ class Run:
     eval_every: int | None = 100  # steps; None: no evaluation
     eval_batches: int = 4  # of data.batch_size each
     tensorboard: bool = True
+    show_placement: bool = False  # say where each parameter lies before the first step: layer, rank, devices, sharding
     timeline: bool = False  # measure when each task of one step runs (executor=mpmd): run.dir/timeline/
     distributed: str = (
         "off"  # off: one process | explicit: of several, by the three settings below | auto: by Slurm, ...

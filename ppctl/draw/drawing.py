@@ -9,6 +9,7 @@ from ppctl.schedule.auto import Candidate, Choice
 from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.ir import KINDS, Kind, Schedule
 from ppctl.schedule.simulate import Timeline
+from ppctl.schedule.text import task_names
 
 KIND_NAMES: dict[Kind, str] = {
     "F": "forward",
@@ -160,6 +161,7 @@ def document(drawing: Drawing) -> dict[str, Any]:
         "peak_activations_lower_bound": drawing.peak_bounds,
         "rank_of": schedule.rank_of,
         "ranks": [list(map(str, tasks)) for tasks in schedule.ranks],
+        "tasks": [task_names(tasks, schedule.num_stages) for tasks in schedule.ranks],
         "start_s": [[timeline.start_s[task] for task in tasks] for tasks in schedule.ranks],
         "end_s": [[timeline.end_s[task] for task in tasks] for tasks in schedule.ranks],
     }

@@ -37,6 +37,10 @@ class Engine(Protocol):
         """The state that such a one is."""
         ...
 
+    def parameters(self, state: Tree) -> Sequence[Tree]:
+        """The arrays of a state's parameters, staged: one tree, or one for each rank, of None if other processes'."""
+        ...
+
     @property
     def rows(self) -> Sequence[int]:
         """The rows of a global batch that this process's devices work on, ascending."""

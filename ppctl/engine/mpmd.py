@@ -82,6 +82,9 @@ class Mpmd:
         self.machine.connect()
         return jax.block_until_ready(whole())
 
+    def parameters(self, state: Tree) -> Sequence[Tree]:
+        return tuple(of_rank["params"] for of_rank in state)
+
     @property
     def rows(self) -> Sequence[int]:
         return self._rows

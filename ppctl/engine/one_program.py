@@ -43,6 +43,9 @@ class OneProgram:
     def from_natural(self, state: Tree) -> Tree:
         return self.states.to_staged(state)
 
+    def parameters(self, state: Tree) -> Sequence[Tree]:
+        return (state["params"],)
+
     @property
     def rows(self) -> Sequence[int]:
         return self._rows
@@ -72,11 +75,15 @@ class OneProgram:
     def train_step(self) -> Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]:
         return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
 
-    def lower_train_step(self) -> jax.stages.Lowered:
-        """The traced train step (state, batch) -> (state, metrics), state donated, ready to compile."""
+    def trace_train_step(self) -> jax.stages.Traced:
+        """The train step (state, batch) -> (state, metrics), state donated."""
         out = (shardings_of(self.states.staged), NamedSharding(self.states.layout.mesh, P()))
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
-        return step.lower(self.states.staged, self.placed_batch)
+        return step.trace(self.states.staged, self.placed_batch)
+
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """The same, ready to compile."""
+        return self.trace_train_step().lower()
 
     def compile(self, *, evaluate: bool) -> Footprint:
         self.compiled["step"] = step = self.lower_train_step().compile()

@@ -53,6 +53,9 @@ class PostValidated:
     def from_natural(self, state: Tree) -> Attempt:
         return Attempt(self.engine.from_natural(state))
 
+    def parameters(self, state: Attempt) -> Sequence[Tree]:
+        return self.engine.parameters(self.settled(state))
+
     @property
     def rows(self) -> Sequence[int]:
         return self.engine.rows

@@ -24,7 +24,7 @@ from ppctl.partition import Partition
 Tree = Any
 
 
-def _is_layer(path: tuple) -> bool:
+def is_layer(path: tuple) -> bool:
     """Whether a leaf of a parameter tree, or of an optimizer state that mirrors one, belongs to the layer stack."""
     return any(getattr(key, "key", None) == "layers" for key in path)
 
@@ -77,13 +77,20 @@ class Layout:
             place[layers.start : layers.stop] = i * longest + np.arange(len(layers))
         return layer.reshape(*self.counts.shape, longest), place
 
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """For each layer in model order its (chunk, rank, row) in staged form."""
+        layer, place = self._index
+        chunks, ranks, rows = np.unravel_index(place, layer.shape)
+        return list(zip(chunks.tolist(), ranks.tolist(), rows.tolist(), strict=True))
+
     def to_staged(self, tree: Tree) -> Tree:
         """The staged form of a tree in natural order; other leaves unchanged."""
         layer, _ = self._index
         valid = np.arange(layer.shape[2]) < self.counts[..., None]
 
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
-            if not _is_layer(path):
+            if not is_layer(path):
                 return leaf
             if self._is_in_order:
                 return leaf.reshape(*layer.shape, *leaf.shape[1:])
@@ -97,7 +104,7 @@ class Layout:
         _, place = self._index
 
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
-            if not _is_layer(path):
+            if not is_layer(path):
                 return leaf
             layers = leaf.reshape(-1, *leaf.shape[3:])
             return layers if self._is_in_order else layers[place]
@@ -108,7 +115,7 @@ class Layout:
         """PartitionSpec of each leaf of a staged tree: layers over pp and fsdp, ends over both together."""
 
         def spec(path: tuple, leaf: jax.Array) -> P:
-            if _is_layer(path):
+            if is_layer(path):
                 return P(None, "pp", None, *self.over(leaf.shape[3:], ("fsdp",)))
             return P(*self.over(leaf.shape, ("pp", "fsdp")))
 
@@ -118,7 +125,7 @@ class Layout:
         """PartitionSpec of each leaf of a natural tree: layers over pp where L is a multiple of it."""
 
         def spec(path: tuple, leaf: jax.Array) -> P:
-            if _is_layer(path):
+            if is_layer(path):
                 over_pp = "pp" if leaf.shape[0] % self.mesh.shape["pp"] == 0 else None
                 return P(over_pp, *self.over(leaf.shape[1:], ("fsdp",)))
             return P(*self.over(leaf.shape, ("pp", "fsdp")))

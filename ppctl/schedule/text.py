@@ -1,15 +1,19 @@
-"""A schedule as text: CSV both ways, and the grid that errors print. One row a rank, one column a step."""
+"""A schedule as text: CSV both ways, the grid that errors print, and the lists of tasks in JaxPP's words."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.grid import grid
-from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.validate import validate
 
-__all__ = ["from_csv", "grid", "to_csv"]
+__all__ = ["from_csv", "grid", "task_lists", "task_name", "task_names", "to_csv"]
+
+WORDS: dict[Kind, str] = {"F": "fwd", "B": "bwd", "I": "bwd_i", "W": "bwd_w"}
+WIDTH = 120
 
 
 def to_csv(ranks: Sequence[Sequence[Task]]) -> str:
@@ -53,3 +57,42 @@ def from_csv(text: str, name: str) -> Schedule:
     num_microbatches = 1 + max(task.microbatch for tasks in ranks for task in tasks)
     placed = tuple(rank_of[stage] for stage in range(len(rank_of)))
     return validate(Schedule(name, tuple(ranks), placed, num_microbatches))
+
+
+def task_name(task: Task) -> str:
+    """A task as JaxPP prints it: WORD_STAGE__MICROBATCH. The halves of a split backward are bwd_i and bwd_w.
+
+    >>> task_name(Task(2, "F", 0)), task_name(Task(0, "W", 3))
+    ('fwd_2__0', 'bwd_w_0__3')
+    """
+    return f"{WORDS[task.kind]}_{task.stage}__{task.microbatch}"
+
+
+def task_names(tasks: Sequence[Task], num_stages: int) -> list[str]:
+    """A rank's tasks in order; on the last stage a forward and its own backward (B or I) right after it are fused.
+
+    >>> task_names([Task(1, "F", 0), Task(1, "B", 0), Task(1, "F", 1)], num_stages=2)
+    ['FusedTask(fwd_1__0, bwd_1__0)', 'fwd_1__1']
+    """
+    names: list[str] = []
+    fused: Task | None = None  # the forward that the next task may belong to
+    for task in tasks:
+        if fused is not None and task.kind in "BI" and task[::2] == fused[::2]:
+            names[-1] = f"FusedTask({names[-1]}, {task_name(task)})"
+        else:
+            names.append(task_name(task))
+        fused = task if task.kind == "F" and task.stage == num_stages - 1 else None
+    return names
+
+
+def task_lists(schedule: Schedule) -> str:
+    """For each rank a heading with its stages, and the list of its tasks in JaxPP's words."""
+    lines = []
+    for rank, (tasks, stages) in enumerate(zip(schedule.ranks, schedule.stages_of, strict=True)):
+        held = f"stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}"
+        names = task_names(tasks, schedule.num_stages)
+        # a fused task is not broken over lines: the wrap knows no other space than these
+        atoms = " ".join(name.replace(" ", "\xa0") for name in names)
+        wrapped = textwrap.wrap(atoms, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        lines += [f"rank {rank}, {held}: {len(names)} tasks", *(line.replace("\xa0", " ") for line in wrapped)]
+    return "\n".join(lines) + "\n"

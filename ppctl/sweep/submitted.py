@@ -25,10 +25,10 @@ from submitit.core.utils import FailedJobError
 
 from ppctl.config.sweep import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
+from ppctl.report import replace_file
 from ppctl.supervise import ALIVE_FD, Exit
 from ppctl.sweep.jobs import SUBMITTED_LOG, Job, Moved, Sweep
 from ppctl.sweep.processes import command_of, read_tail
-from ppctl.report import replace_file
 
 FOLDER = ".submitit"  # in the sweep's directory: what submitit writes
 FILE = "submitted.json"  # in a run.dir: as what its job was submitted
@@ -91,7 +91,7 @@ class Start:
         return process
 
     def _wait(self) -> int:
-        """The exit code. `checkpoint` calls this while a call of this is waiting, which Popen's own lock would not bear."""
+        """The exit code. `checkpoint` calls this while a call of this is waiting, as Popen may not be asked."""
         _, status = os.waitpid(self.process.pid, 0)
         self.process.returncode = os.waitstatus_to_exitcode(status)
         return self.process.returncode

@@ -173,7 +173,7 @@ class Machine:
 
     def compile(self, ops: Sequence[Op], given: Mapping[Key, Tree], kept: Collection[Key]) -> Walk:
         """The walk over `ops`, from values of these shapes to those that are kept."""
-        shapes = self._shapes(ops, given)
+        shapes = self.shapes(ops, given)
         freed = last_uses(ops, {*kept, *given})
         here = [(op, drop) for op, drop in zip(ops, freed, strict=True) if any(self.is_mine[r] for r in op.ranks)]
         mine = tuple(op for op, _ in here)
@@ -199,11 +199,11 @@ class Machine:
         temps: the "temporaries" of each op; None: those of programs that are compiled. `ops` are traced only.
         """
         temps = self._temps(ops) if temps is None else temps
-        return self._held(ops, last_uses(ops, {*kept, *given}), self._shapes(ops, given), given, temps)
+        return self._held(ops, last_uses(ops, {*kept, *given}), self.shapes(ops, given), given, temps)
 
     def weigh(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> list[int]:
         """The temporaries of each op on CPU, from its program compiled once for all ranks to be weighed alone."""
-        self._shapes(ops, given)
+        self.shapes(ops, given)
         rank_of = {op.program: op.rank for op in ops if op.program is not None}
 
         def weighed(lowered: jax.stages.Lowered, rank: int) -> int:
@@ -211,22 +211,29 @@ class Machine:
             return temp_bytes(lowered.compile(cpu_options("once"), device_assignment=devices))
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            weights = threads.map(weighed, map(self._lower, rank_of), rank_of.values())
+            weights = threads.map(weighed, map(self.lower, rank_of), rank_of.values())
             found = dict(zip(rank_of, weights, strict=True))
         return [0 if op.program is None else found[op.program] for op in ops]
+
+    def compiled_first(self, ops: Sequence[Op]) -> dict[Program, jax.stages.Compiled]:
+        """Each program of `ops`, which were traced, as compiled for the first rank that runs it."""
+        first = {op.program: op for op in reversed(ops) if op.program is not None}
+        self._compile(list(first.values()), {})
+        return {program: self.compiled[program, op.rank] for program, op in first.items()}
 
     def _temps(self, ops: Sequence[Op]) -> list[int]:
         """The temporaries of each op whose program is compiled."""
         compiled = (None if op.program is None else self.compiled.get((op.program, op.rank)) for op in ops)
         return [0 if each is None else temp_bytes(each) for each in compiled]
 
-    def _lower(self, program: Program) -> jax.stages.Lowered:
+    def lower(self, program: Program) -> jax.stages.Lowered:
+        """A program that was traced, ready to compile."""
         if program not in self.lowered:
             traced, _ = self.traced[program]
             self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
         return self.lowered[program]
 
-    def _shapes(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
+    def shapes(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
         """The shapes of all values of a plan."""
         shapes: dict[Key, Tree] = dict(given)
         for op in ops:
@@ -279,7 +286,7 @@ class Machine:
         missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, Program | None]] = {}
         for op in ops:
             if op.program is not None and (op.program, op.rank) not in self.compiled:
-                lowered, devices = self._lower(op.program), self.submeshes[op.rank]
+                lowered, devices = self.lower(op.program), self.submeshes[op.rank]
                 missing[op.program, op.rank] = self.compiled, lowered, devices, op.program
             elif op.sender is not None and self._crosses(op):
                 parts = parts_of(shapes[op.reads[0]])

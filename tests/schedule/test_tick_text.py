@@ -1,0 +1,68 @@
+"""The table of ticks as people read it says what the schedule does: which tasks, and where their outputs go."""
+
+import re
+
+import pytest
+
+from ppctl.costs import task_costs
+from ppctl.schedule import build
+from ppctl.schedule.ir import Task
+from ppctl.schedule.registry import ON_RING
+from ppctl.schedule.tick_text import ran, tick_text
+from ppctl.schedule.ticks import forward_only, keeping, ticks
+
+SIZES = ((4, 8), (2, 4), (1, 2))
+cases = pytest.mark.parametrize("remat", ["full", "none"])
+
+
+def lowered(name, sizes, remat):
+    return ticks(build(name, *sizes), task_costs(remat), **keeping(remat))
+
+
+def goes_to(schedule, task):
+    """The rank that reads what a task writes for another stage."""
+    stage = {"F": task.stage + 1, "B": task.stage - 1, "I": task.stage - 1, "W": -1}[task.kind]
+    return schedule.rank_of[stage] if 0 <= stage < schedule.num_stages else None
+
+
+@cases
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", ON_RING)
+def test_every_task_is_there_in_order_and_sends_to_the_rank_that_reads_it(name, sizes, remat):
+    table = lowered(name, sizes, remat)
+    schedule, rows = table.schedule, ran(table)
+    last = schedule.num_stages - 1
+    for rank, tasks in enumerate(schedule.ranks):
+        mine = [one for row in rows for one in row[rank]]
+        assert tuple(one.task for one in mine) == tasks
+        for task, is_run, to in mine:
+            is_last_forward = task.kind == "F" and task.stage == last
+            assert is_run == (not is_last_forward or remat != "full")
+            if is_last_forward and is_run and table.program == "single":
+                assert to == rank  # the gradient of its output, for its own backward
+            else:
+                assert to == goes_to(schedule, task), task
+
+
+@pytest.mark.parametrize("name", ["eager_1f1b", "interleaved", "zb_v"])
+def test_the_text_can_be_read_back(name):
+    table = lowered(name, (4, 8), "full")
+    header, *lines = tick_text(table).split("\n\n")[0].splitlines()
+    assert header.split("  ")[0] == "tick"
+    starts = [match.start() for match in re.finditer(r"rank \d+", header)]
+    assert len(lines) == table.num_ticks
+    for t, line in enumerate(lines):
+        assert int(line[: starts[0]]) == t
+        for rank, (low, high) in enumerate(zip(starts, [*starts[1:], None], strict=True)):
+            cells = re.findall(r"\d+[FBIW]\d+", line[low:high])
+            assert [Task.parse(cell) for cell in cells] == [task for task in table.cells[t][rank] if task is not None]
+
+
+def test_forwards_alone_have_a_table_too():
+    table = ticks(forward_only(build("1f1b", 2, 2)), task_costs("none"), **keeping("none"))
+    assert tick_text(table).splitlines()[:4] == [
+        "tick  rank 0  rank 1",
+        "   0  0F0>1",
+        "   1  0F1>1   1F0",
+        "   2          1F1",
+    ]
