@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.assemble import Parts, worth_of_ends
+from ppctl.assemble import Parts, worth_of
 from ppctl.costs import Costs, task_costs
 from ppctl.errors import ConfigError
-from ppctl.partition import Partition, stage_costs
+from ppctl.partition import Partition
 from ppctl.plan.cut import cut, improved
 from ppctl.plan.work import Layers, Memory, fitting
+from ppctl.runtime.flops import Worth
 from ppctl.runtime.memory import tree_bytes
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.simulate import simulate
@@ -44,8 +45,8 @@ def propose(parts: Parts, limit_bytes: int | None) -> Proposal | None:
     max_prices = min(MOST_PRICES, TASKS_PRICED // sum(map(len, schedule.ranks)))
     if parts.config.executor.name == "reference" or not max_prices:
         return None
-    ends = worth_of_ends(parts.config, parts.stack, parts.data)
-    layers = Layers((1.0,) * parts.stack.num_layers, embed_s=ends["embed"], head_s=ends["head"])
+    worth = worth_of(parts.config, parts.stack, parts.data)
+    layers = Layers(worth.layers, embed_s=worth.embed, head_s=worth.head)
     memory, fits = None, lambda _: True
     if limit_bytes is not None and parts.config.executor.name == "mpmd":
         layers, memory = _with_memory(parts, layers, limit_bytes)
@@ -54,7 +55,7 @@ def propose(parts: Parts, limit_bytes: int | None) -> Proposal | None:
         first = cut(layers, schedule.rank_of, memory)
     except ConfigError:
         return None  # nothing fits
-    price = _price(parts, ends)
+    price = _price(parts, worth)
     starts = [p for p in (asked, first) if fits(p)]
     best = improved(min(starts, key=price), price, max_prices=max_prices, fits=fits)
     ratio = price(best) / price(asked)
@@ -63,12 +64,12 @@ def propose(parts: Parts, limit_bytes: int | None) -> Proposal | None:
     return Proposal(tuple(map(len, best)), ratio)
 
 
-def _price(parts: Parts, ends: dict[str, float]) -> Callable[[Partition], float]:
+def _price(parts: Parts, worth: Worth) -> Callable[[Partition], float]:
     """The makespan of a partition, in units of a forward through a layer."""
     costs, ticks, schedule = task_costs(parts.config.executor.remat), parts.ticks, parts.schedule
 
     def price(partition: Partition) -> float:
-        units = stage_costs(partition, **ends)
+        units = worth.of_stages(partition)
         forward, input_grad, weight_grad = (tuple(costs.seconds(kind, 0, 1) * n for n in units) for kind in "FIW")
         priced = Costs(forward, input_grad, weight_grad)
         return simulate(schedule, priced).makespan_s if ticks is None else ticks.makespan_s(priced)

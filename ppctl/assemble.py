@@ -35,10 +35,10 @@ from ppctl.mesh import make_mesh
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
-from ppctl.partition import Partition, balanced, explicit, stage_costs, uniform
+from ppctl.partition import Partition, explicit, uniform
 from ppctl.plan.roofline import ModelWork
 from ppctl.request import pipeline_of
-from ppctl.runtime.flops import end_costs, matmul_flops
+from ppctl.runtime.flops import Worth, matmul_flops, worth
 from ppctl.runtime.layout import Layout
 from ppctl.runtime.mpmd.tasks import Model
 from ppctl.runtime.reference import reference
@@ -122,40 +122,40 @@ def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
     return found.schedule, found.ticks, divide(config, found.schedule)
 
 
-def divide(config: Config, schedule: Schedule, *, embed: float = 0.0, head: float = 0.0) -> Partition:
-    """The layers of each stage. embed, head: what partition=balanced is to count for the ends, in layers."""
+def divide(config: Config, schedule: Schedule, costs: Worth | None = None) -> Partition:
+    """The layers of each stage. costs: what partition=balanced is to count; None: equal layers and no ends."""
     num_layers = config.model.num_layers
     if config.partition.name == "explicit":
         return explicit(num_layers, schedule.num_stages, config.partition.layers)
     if config.partition.name == "balanced":
-        return balanced(num_layers, schedule.rank_of, embed=embed, head=head)
+        return (costs or Worth((1.0,) * num_layers, 0.0, 0.0)).balanced(schedule.rank_of)
     return uniform(num_layers, schedule.num_stages)
 
 
 def partition_text(parts: Parts) -> str | None:
     """The layers of each stage and how even their costs are, in a line; None for even stages nobody asked for."""
     name, partition = parts.config.partition.name, parts.states.layout.partition
-    ends = worth_of_ends(parts.config, parts.stack, parts.data)
+    pieces = worth_of(parts.config, parts.stack, parts.data)
 
     def unevenness(partition: Partition) -> float:
-        costs = stage_costs(partition, **ends)
+        costs = pieces.of_stages(partition)
         return max(costs) * len(costs) / sum(costs)
 
     text = f"largest stage {unevenness(partition):.2f} times the mean"
     if name == "uniform":
         if parts.states.layout.is_even and unevenness(partition) <= UNEVEN_NOTICE:
             return None
-        best = unevenness(balanced(parts.stack.num_layers, parts.schedule.rank_of, **ends))
+        best = unevenness(pieces.balanced(parts.schedule.rank_of))
         text += f", {best:.2f} with partition=balanced" if best < unevenness(partition) else ""
     return (
-        f"{' '.join(str(len(layers)) for layers in partition)} layers ({name}; embedding worth {ends['embed']:.1f}, "
-        f"head {ends['head']:.1f} layers; {text})"
+        f"{' '.join(str(len(layers)) for layers in partition)} layers ({name}; embedding worth {pieces.embed:.1f}, "
+        f"head {pieces.head:.1f} layers; {text})"
     )
 
 
-def worth_of_ends(config: Config, stack: Stack, data: DataSet) -> dict[str, float]:
-    """What "embed" and "head" cost, in layers."""
-    return end_costs(stack, _batch_shapes(data), recompute=config.executor.remat != "none")
+def worth_of(config: Config, stack: Stack, data: DataSet) -> Worth:
+    """What the pieces of the model cost, in layers."""
+    return worth(stack, _batch_shapes(data), recompute=config.executor.remat != "none")
 
 
 def _batch_shapes(data: DataSet) -> Tree:
@@ -217,9 +217,9 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
         mesh = described_mesh(*sizes, topology, of_topology(config.hardware, topology))
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
-    stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))
+    stack = make_stack(config, data, dtype)
     if config.partition.name == "balanced":
-        partition = divide(config, schedule, **worth_of_ends(config, stack, data))
+        partition = divide(config, schedule, worth_of(config, stack, data))
     layout = Layout(mesh, partition, schedule.rank_of)
     optimizer, lr_schedule = make_optimizer(config)
     states = States(layout, lambda: init_state(init(stack, config.run.seed), optimizer))
@@ -244,13 +244,14 @@ def open_data(config: Config) -> DataSet:
     return custom_data(**settings) if name == "custom" else BUILDERS[name](**settings)
 
 
-def make_stack(config: Config, data: DataSet, dtype: jnp.dtype) -> Stack:
-    """The model that the config names, of the size that the data needs. `dtype` is that of the parameters."""
+def make_stack(config: Config, data: DataSet, compute: jnp.dtype) -> Stack:
+    """The model that the config names, of the size that the data needs. `compute` is the dtype of compute."""
+    dtype = jnp.promote_types(compute, jnp.float32)  # of parameters
     settings = asdict(config.model)
     name = settings.pop("name")
     if name == "custom":
         settings.pop("seq_len")
-        return custom_stack(**settings, data=data, dtype=dtype)
+        return custom_stack(**settings, data=data, dtype=dtype, compute=compute)
     if name == "mlp":
         input_dim, target_dim = data.input_dim, data.target_dim
         if input_dim is None or target_dim is None:
@@ -279,11 +280,13 @@ def _check_split(parts: Parts) -> None:
         if not layers[s]:
             continue
         try:
-            _ = parts.model.stage.split
+            for l in layers[s]:
+                _ = parts.model.stage.layers[0 if parts.stack.are_alike else l].split
         except ConfigError as error:
             which = f"layer {layers[s][0]}" if len(layers[s]) == 1 else f"layers {layers[s][0]}-{layers[s][-1]}"
             raise ConfigError(f"stage {s} ({which}): {error}") from error
-        return  # all stages run the same layer
+        if parts.stack.are_alike:
+            return  # all stages run the same layer
 
 
 def _one_program(parts: Parts) -> OneProgram:

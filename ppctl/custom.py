@@ -11,6 +11,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,19 +21,38 @@ import numpy as np
 
 from ppctl.data import Batch, DataSet
 from ppctl.errors import ConfigError
+from ppctl.model.network import Network
 from ppctl.model.stack import Stack
+from ppctl.pieces import Pieces, stack_of
 
 T = TypeVar("T")
 ROWS = 2  # of the batch that a model is tried on
 
 
-def custom_stack(target: str, num_layers: int, options: Mapping[str, Any], *, data: DataSet, dtype: jnp.dtype) -> Stack:
-    """The model that model.target returns for (num_layers, dtype, data, **options); `dtype` is that of parameters.
+def custom_stack(
+    target: str,
+    num_layers: int,
+    options: Mapping[str, Any],
+    *,
+    data: DataSet,
+    dtype: jnp.dtype,
+    layers: str = "marks",
+    compute: jnp.dtype | None = None,
+) -> Stack:
+    """The model that model.target returns for (num_layers, dtype, data, **options), a network as a stack.
 
-    ConfigError where it cannot be called so, or where what it returns is no stack that takes a row of `data`.
+    dtype, compute: of parameters, and of compute with them. ConfigError where it cannot be called so, or where what it
+    returns takes no row of `data`, or cannot be cut.
     """
-    key = f"model.target={target}"
-    stack = _made(Stack, key, target, {"num_layers": num_layers, "dtype": dtype, "data": data}, options)
+    key, auto = f"model.target={target}", layers == "auto"
+    stack = _made((Stack, Network), key, target, {"num_layers": num_layers, "dtype": dtype, "data": data}, options)
+    if isinstance(stack, Network):
+        network, inputs = stack, data.read(np.arange(ROWS))["inputs"]
+        shape = jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)
+        made = partial(Pieces, network, num_layers, auto=auto, inputs=shape, dtype=dtype, compute=compute or dtype)
+        stack = stack_of(_tried(key, "cutting it into layers", made))
+    elif auto:
+        raise ConfigError(f"{key} returns a Stack, which has its layers: model.layers=auto is for a ppctl.Network.")
     if stack.num_layers != num_layers:
         raise ConfigError(
             f"{key} returns a Stack of {stack.num_layers} layers, but model.num_layers={num_layers}. "
@@ -68,11 +88,15 @@ def source_digest(target: str) -> str:
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _made(kind: type[T], key: str, target: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> T:
+def _made(
+    kind: type[T] | tuple[type[T], ...], key: str, target: str, given: Mapping[str, Any], options: Mapping[str, Any]
+) -> T:
     """What a target returns, which is of this kind; ConfigError where it is not."""
     made = _called(key, _function(key, target), given, options)
     if not isinstance(made, kind):
-        raise ConfigError(f"{key} returns {_kind(made)}, not a {kind.__module__}.{kind.__qualname__}.")
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        expected = " or ".join(f"a {each.__module__}.{each.__qualname__}" for each in kinds)
+        raise ConfigError(f"{key} returns {_kind(made)}, not {expected}.")
     return made
 
 
@@ -117,6 +141,8 @@ def _tried(key: str, what: str, call: Callable[[], Any]) -> Any:
     """What `call` returns; ConfigError for whatever the user's own lines raise."""
     try:
         return call()
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{key}: {what} fails: {_said(error)}") from error
 
@@ -145,7 +171,8 @@ def _try_on(key: str, stack: Stack, rows: Batch) -> None:
     random = jax.eval_shape(lambda: jax.random.key(0))
 
     def shaped(what: str, *args: Any) -> Any:
-        return _tried(key, what, lambda: jax.eval_shape(getattr(stack, what), *args))
+        functions = stack.layer if what == "layer" and isinstance(stack.layer, tuple) else (getattr(stack, what),)
+        return [_tried(key, what, lambda f=f: jax.eval_shape(f, *args)) for f in functions][-1]
 
     ends, layer = shaped("init_ends", random), shaped("init_layer", random)
     for what, tree in (("init_ends", ends), ("init_layer", layer)):

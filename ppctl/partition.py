@@ -35,13 +35,17 @@ def uniform(num_layers: int, num_stages: int) -> Partition:
     return _ranges([size + (s < extra) for s in range(num_stages)])
 
 
-def stage_costs(partition: Partition, *, embed: float, head: float) -> tuple[float, ...]:
+def stage_costs(
+    partition: Partition, *, embed: float, head: float, layers: Sequence[float] | None = None
+) -> tuple[float, ...]:
     """What each stage costs, in layers; embed, head: what the first and the last one do besides theirs.
+
+    layers: what each layer costs; None: 1.
 
     >>> stage_costs(uniform(4, 2), embed=0.0, head=1.5)
     (2.0, 3.5)
     """
-    costs = [float(len(layers)) for layers in partition]
+    costs = [float(len(held)) if layers is None else sum(layers[l] for l in held) for held in partition]
     costs[0] += embed
     costs[-1] += head
     return tuple(costs)

@@ -63,7 +63,7 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
         )
     dtype = jnp.dtype(dtype_name)
     data = open_data(config)
-    stack = make_stack(config, data, jnp.promote_types(dtype, jnp.float32))
+    stack = make_stack(config, data, dtype)
     state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), make_optimizer(config)[0]))
     row = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in next(data.batches(rows=(0,))).items()}
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state["params"]["layers"])

@@ -6,9 +6,8 @@ from itertools import pairwise, product
 import pytest
 
 from ppctl import advise, config, planner
-from ppctl.assemble import assemble, worth_of_ends
+from ppctl.assemble import assemble, worth_of
 from ppctl.costs import Costs
-from ppctl.partition import stage_costs
 from ppctl.schedule.simulate import simulate
 
 ASKED = config.Config(
@@ -33,11 +32,11 @@ def partitions(num_layers, num_stages):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_proposal_is_the_fastest_of_all_partitions(remat):
     parts = assemble(replace(ASKED, executor=config.Mpmd(remat=remat)))
-    ends = worth_of_ends(parts.config, parts.stack, parts.data)
+    pieces = worth_of(parts.config, parts.stack, parts.data)
     again = 1.0 + (remat == "full")  # I runs the forward again
 
     def seconds(partition):
-        units = stage_costs(partition, **ends)
+        units = pieces.of_stages(partition)
         costs = Costs(units, tuple(again * n for n in units), units)
         return simulate(parts.schedule, costs).makespan_s
 
@@ -76,11 +75,11 @@ def test_lockstep_ticks_are_priced_as_such():
     asked = replace(ASKED, executor=config.Spmd(remat="none"), schedule=config.Interleaved(num_microbatches=8))
     parts = assemble(asked)
     found = advise.propose(parts, None)
-    ends = worth_of_ends(parts.config, parts.stack, parts.data)
+    pieces = worth_of(parts.config, parts.stack, parts.data)
 
     def seconds(sizes):
         bounds = [sum(sizes[:s]) for s in range(len(sizes) + 1)]
-        units = stage_costs(tuple(range(low, high) for low, high in pairwise(bounds)), **ends)
+        units = pieces.of_stages(tuple(range(low, high) for low, high in pairwise(bounds)))
         return parts.ticks.makespan_s(Costs(units, units, units))
 
     assert found.time_ratio == pytest.approx(seconds(found.partition) / seconds((1,) * 8), rel=1e-12)

@@ -63,7 +63,7 @@ LEVELS = {
         "status",
         "records",
     ),
-    4: ("custom", "checksum", "engine", "train", "optim", "data"),
+    4: ("custom", "pieces", "checksum", "engine", "train", "optim", "data"),
     3: ("runtime",),
     2: ("mesh", "topology", "model", "plan", "hardware", "distributed", "native"),
     1: ("schedule", "costs", "partition"),

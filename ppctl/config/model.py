@@ -76,15 +76,22 @@ class MLP:
 
 @dataclass
 class CustomModel:
-    """A model of one's own: a function (num_layers, dtype, data, **options) that returns a ppctl.model.stack.Stack."""
+    """A model of one's own: a function (num_layers, dtype, data, **options) that returns a ppctl.model.stack.Stack,
+
+    or a ppctl.Network, any function of a batch, which is cut into layers.
+    """
 
     name: str = "custom"
     target: str = "???"  # the function: package.module.function, looked for in the current directory first
     num_layers: int = 8  # divided over the stages
+    layers: str = "marks"  # of a Network: marks (between its stage_boundary) | auto (clustered, whatever its marks)
     seq_len: int | None = None  # tokens a sequence, of data that are text
     options: dict[str, Any] = field(default_factory=dict)  # its other arguments: +model.options.NAME=VALUE
 
+    LAYERS: ClassVar[tuple[str, ...]] = ("marks", "auto")
+
     def check(self) -> None:
         dotted("model.target", self.target)
+        choice("model.layers", self.layers, self.LAYERS)
         at_least("model.num_layers", self.num_layers, 1)
         at_least("model.seq_len", self.seq_len, 1)

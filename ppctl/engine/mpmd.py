@@ -54,8 +54,8 @@ class Mpmd:
         layout = states.layout
         self.states, self.batch_shapes, self.model, self.layout = states, batch_shapes, model, layout
         self.training, self.evaluation = schedules
-        self.sizes = [len(layers) for layers in layout.partition]
-        self.roles = rank_roles(model, layout, roles(self.training[0], self.sizes))
+        self.stage_roles = roles(layout.partition, are_alike=model.stack.are_alike)
+        self.roles = rank_roles(model, layout, self.stage_roles)
         self.ranks = range(len(self.roles))
         self.first, self.last = layout.rank_of[0], layout.rank_of[-1]
         used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
@@ -200,7 +200,7 @@ class Mpmd:
             return self._updates("update", "numbers"), self.state_keys
         schedule, order = self.evaluation if what == "loss" else self.training
         before, after = rank_ops(self.layout, self.roles, with_grads=what != "loss")
-        tasks = task_ops(schedule, order, self.sizes, keeps_input=self.model.stage.keeps_input)
+        tasks = task_ops(schedule, order, self.stage_roles, keeps_input=self.model.stage.keeps_input)
         ops = [*before, *tasks, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
         if what == "loss":
             return ops + self._sent("loss"), [("loss", self.read_at)]

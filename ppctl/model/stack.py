@@ -1,7 +1,8 @@
 """The stack protocol: all that the executors know of a model.
 
-A model is `ends` (embedding and head, possibly sharing weights) around `num_layers` equal layers. Parameters are
-`{"ends": tree, "layers": tree}`; every leaf of "layers" has a leading axis of length L in model order.
+A model is `ends` (embedding and head, possibly sharing weights) around `num_layers` layers, whose parameters have the
+same shapes. Parameters are `{"ends": tree, "layers": tree}`; every leaf of "layers" has a leading axis of length L in
+model order. Layers that differ, such as the parts that a function was cut into, are padded to the largest.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Stack:
     """Pure functions on pytrees. x is the activation between layers, [batch, ...]; its shape never changes.
 
     embed(ends, inputs) -> x; layer(layer, x) -> x; head(ends, x, targets) -> (sum of losses, number of losses).
+    `layer` is one function for all layers, or one for each where they differ.
     Losses are summed in at least float32; the training loss is sum / number over the global batch.
     """
 
@@ -28,12 +30,25 @@ class Stack:
     init_ends: Callable[[jax.Array], Tree]
     init_layer: Callable[[jax.Array], Tree]
     embed: Callable[[Tree, jax.Array], jax.Array]
-    layer: Callable[[Tree, jax.Array], jax.Array]
+    layer: Callable[[Tree, jax.Array], jax.Array] | tuple[Callable[[Tree, jax.Array], jax.Array], ...]
     head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    initial: Callable[[jax.Array], Tree] | None = None  # all initial parameters of a key at once, where not by layer
+    export: Callable[[Tree], Tree] | None = None  # parameters in the form that the model's author knows
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all layers are the same function."""
+        return not isinstance(self.layer, tuple)
+
+    def layer_of(self, l: int) -> Callable[[Tree, jax.Array], jax.Array]:
+        """The function of layer l."""
+        return self.layer[l] if isinstance(self.layer, tuple) else self.layer
 
 
 def init(stack: Stack, seed: int) -> Tree:
     """Initial parameters. Layer l's weights depend on the seed and l only, never on L or on the layout."""
+    if stack.initial is not None:
+        return stack.initial(jax.random.key(seed))
     ends_key, layers_key = jax.random.split(jax.random.key(seed))
     layer_keys = jax.vmap(lambda l: jax.random.fold_in(layers_key, l))(jnp.arange(stack.num_layers))
     return {"ends": stack.init_ends(ends_key), "layers": jax.vmap(stack.init_layer)(layer_keys)}

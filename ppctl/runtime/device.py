@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.model.stack import Stack
+from ppctl.runtime.layers import zeros_like
 from ppctl.runtime.layout import gather
-from ppctl.runtime.stage import Stage, zeros_like
+from ppctl.runtime.stage import Rows, Stage
 from ppctl.schedule.ir import Kind
 from ppctl.schedule.ticks import Ticks, keeping
 
@@ -55,10 +56,17 @@ class Device:
     """
 
     def __init__(
-        self, stack: Stack, ticks: Ticks, options: Options, params: Tree, specs: Tree, microbatches: Tree, counts: Any
+        self,
+        stack: Stack,
+        ticks: Ticks,
+        options: Options,
+        params: Tree,
+        specs: Tree,
+        microbatches: Tree,
+        rows: Sequence[Rows | None],  # of each chunk
     ):
         self.stack, self.ticks, self.options = stack, ticks, options
-        self.params, self.specs, self.microbatches, self.counts = params, specs, microbatches, counts
+        self.params, self.specs, self.microbatches, self.rows = params, specs, microbatches, rows
         self.num_ranks, self.num_chunks = ticks.schedule.num_ranks, ticks.schedule.num_chunks
         self.ends = self._compute(gather(params["ends"], specs["ends"]))
         self.chunks = self._gathered(params["layers"])
@@ -81,13 +89,13 @@ class Device:
             return [take(v, 0) for v in range(num_chunks)]
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
 
-    def chunk(self, v: int) -> tuple[Any, Any]:
-        """(layers, their number where there is padding) of chunk v: the first arguments of every task of a stage."""
+    def chunk(self, v: int) -> tuple[Any, Rows | None]:
+        """(layers, what these rows are) of chunk v: the first arguments of every task of a stage."""
         if self.options.gather_each_tick:
             (layers,) = self._gathered(jax.tree.map(lambda a: a[v : v + 1], self.params["layers"]))
         else:
             layers = self.chunks[v]
-        return layers, None if self.counts is None else self.counts[v]
+        return layers, self.rows[v]
 
     def on_chunk(self, chunk: jax.Array, run: Callable[[int], Any]) -> Any:
         """run(v) for the chunk that a tick names."""

@@ -5,7 +5,8 @@ The compiler's own count is no use here: it counts the body of a scan once, what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -14,8 +15,12 @@ import jax
 from jax.extend import core
 
 from ppctl.model.stack import Stack, init
+from ppctl.partition import Partition, balanced, stage_costs
+from ppctl.plan.cut import cut
+from ppctl.plan.work import Layers
 
 Tree = Any
+PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def matmul_flops(function: Callable, *args: Any) -> int:
@@ -28,8 +33,27 @@ def matmul_flops(function: Callable, *args: Any) -> int:
     return _flops(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def end_costs(stack: Stack, batch: Tree, *, recompute: bool) -> dict[str, float]:
-    """What "embed" and "head" cost, in layers: FLOPs of matrix products, forward and backward; nothing is compiled.
+@dataclass(frozen=True)
+class Worth:
+    """What the pieces of a model cost, in layers: in means of them, where they differ."""
+
+    layers: tuple[float, ...]
+    embed: float
+    head: float
+
+    def of_stages(self, partition: Partition) -> tuple[float, ...]:
+        """What each stage costs."""
+        return stage_costs(partition, **vars(self))
+
+    def balanced(self, rank_of: Sequence[int]) -> Partition:
+        """The partition whose dearest stage costs least; rank_of: the rank of each stage."""
+        if len(set(self.layers)) == 1:
+            return balanced(len(self.layers), rank_of, embed=self.embed, head=self.head)
+        return cut(Layers(self.layers, embed_s=self.embed, head_s=self.head), rank_of)
+
+
+def worth(stack: Stack, batch: Tree, *, recompute: bool) -> Worth:
+    """What the pieces cost by FLOPs of matrix products, forward and backward; nothing is compiled.
 
     recompute: a layer's forward counts twice, since its backward runs it again. Looking up an embedding counts nothing.
     """
@@ -47,31 +71,49 @@ def end_costs(stack: Stack, batch: Tree, *, recompute: bool) -> dict[str, float]
     def head(ends: Tree, x: Any, targets: Any) -> Tree:
         return there_and_back(lambda ends, x: stack.head(ends, x, targets)[0], ends, x)
 
-    one = matmul_flops(partial(there_and_back, stack.layer), layer, x)
-    one += matmul_flops(stack.layer, layer, x) if recompute else 0
-    return {
-        "embed": matmul_flops(embed, ends, batch["inputs"]) / one,
-        "head": matmul_flops(head, ends, x, batch["targets"]) / one,
-    }
+    def cost(function: Callable) -> int:
+        again = matmul_flops(function, layer, x) if recompute else 0
+        return matmul_flops(partial(there_and_back, function), layer, x) + again
+
+    if stack.are_alike:
+        costs = [cost(stack.layer_of(0))] * stack.num_layers
+    else:
+        costs = [cost(stack.layer_of(l)) for l in range(stack.num_layers)]
+    one = sum(costs) / len(costs) or 1.0  # without products all cost the same: nothing
+    return Worth(
+        layers=tuple(cost / one for cost in costs) if any(costs) else (1.0,) * len(costs),
+        embed=matmul_flops(embed, ends, batch["inputs"]) / one,
+        head=matmul_flops(head, ends, x, batch["targets"]) / one,
+    )
 
 
 def _flops(jaxpr: core.Jaxpr) -> int:
-    total = 0
-    for equation in jaxpr.eqns:
-        inner = [_flops(sub) for value in equation.params.values() for sub in _jaxprs(value)]
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left: Any = equation.invars[0].aval
-            out: Any = equation.outvars[0].aval
-            total += 2 * prod(left.shape[dim] for dim in contracted) * prod(out.shape)
-        elif equation.primitive.name == "cond":
-            total += max(inner, default=0)
-        else:
-            total += equation.params.get("length", 1) * sum(inner)
-    return total
+    return sum(map(equation_flops, jaxpr.eqns))
 
 
-def _jaxprs(value: Any) -> list[core.Jaxpr]:
-    values = value if isinstance(value, tuple | list) else (value,)
+def equation_flops(equation: core.JaxprEqn) -> int:
+    """FLOPs of the matrix products that an equation is or holds, convolutions included."""
+    if equation.primitive.name in PRODUCTS:
+        return product_flops(equation)
+    inner = [_flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
+    if equation.primitive.name == "cond":
+        return max(inner, default=0)
+    return equation.params.get("length", 1) * sum(inner)
+
+
+def product_flops(equation: core.JaxprEqn) -> int:
+    """FLOPs of one of PRODUCTS. A convolution is a product with each position of its kernel."""
+    left, right = (v.aval.shape for v in equation.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
+    out: Any = equation.outvars[0].aval
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return 2 * prod(left[dim] for dim in contracted) * prod(out.shape)
+    features = equation.params["dimension_numbers"].rhs_spec[0]
+    return 2 * prod(out.shape) * prod(right) // right[features]
+
+
+def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The programs that an equation holds."""
+    values = [v for value in equation.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
     closed = (v.jaxpr if isinstance(v, core.ClosedJaxpr) else v for v in values)
     return [v for v in closed if isinstance(v, core.Jaxpr)]

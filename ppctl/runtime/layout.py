@@ -78,6 +78,17 @@ class Layout:
         return layer.reshape(*self.counts.shape, longest), place
 
     @property
+    def numbers(self) -> np.ndarray:
+        """The layer that each staged place holds, int [V, P, K]; 0 where padded."""
+        return self._index[0]
+
+    def among(self, chunk: int) -> tuple[tuple[int, ...], ...]:
+        """For each row of a chunk the layers that it is on the ranks; where it is padding on all, layer 0."""
+        _, num_ranks, num_rows = self.numbers.shape
+        of_row = lambda k: {int(self.numbers[chunk, r, k]) for r in range(num_ranks) if k < self.counts[chunk, r]}  # noqa: E731
+        return tuple(tuple(sorted(of_row(k))) or (0,) for k in range(num_rows))
+
+    @property
     def places(self) -> list[tuple[int, int, int]]:
         """For each layer in model order its (chunk, rank, row) in staged form."""
         layer, place = self._index

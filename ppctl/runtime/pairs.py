@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.runtime.device import SCOPES, Device, Place, add_layers, arrive, read, write
-from ppctl.runtime.stage import zeros_like
+from ppctl.runtime.layers import zeros_like
 
 Tree = Any
 

@@ -22,19 +22,22 @@ def reference(
     """(loss, gradients) of parameters in natural order and a batch {"inputs", "targets"}: [batch, ...] each.
 
     The loss is the mean over the batch. `dtype` is that of compute; gradients have the parameters'. remat: none | layer
-    (each layer is recomputed in the backward) | full (the whole model is). Layers are unrolled up to `unroll` of them.
+    (each layer is recomputed in the backward) | full (the whole model is). Layers are unrolled up to `unroll` of them,
+    and where they differ.
     Without with_grads the gradients are None.
     """
-    layer = jax.checkpoint(stack.layer) if remat == "layer" else stack.layer
+
+    def layer(l: int) -> Callable[[Tree, jax.Array], jax.Array]:
+        return jax.checkpoint(stack.layer_of(l)) if remat == "layer" else stack.layer_of(l)
 
     def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
         params = jax.tree.map(lambda a: a.astype(dtype), params)
         x = stack.embed(params["ends"], microbatch["inputs"])
-        if stack.num_layers <= unroll:
+        if stack.num_layers <= unroll or not stack.are_alike:
             for l in range(stack.num_layers):
-                x = layer(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
+                x = layer(l)(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
         else:
-            x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["layers"])
+            x, _ = jax.lax.scan(lambda x, w: (layer(0)(w, x), None), x, params["layers"])
         return stack.head(params["ends"], x, microbatch["targets"])
 
     if remat == "full":

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from ppctl.runtime.device import SCOPES, Device, Place, add_layers, arrive, read, write
-from ppctl.runtime.stage import zeros_like
+from ppctl.runtime.layers import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.single import HOPS
 

@@ -22,6 +22,7 @@ from ppctl.runtime.device import Device, Options
 from ppctl.runtime.layout import Layout, scatter
 from ppctl.runtime.pairs import run_pairs
 from ppctl.runtime.singles import run_singles
+from ppctl.runtime.stage import Rows
 from ppctl.schedule.ticks import Ticks
 
 Tree = Any
@@ -49,11 +50,12 @@ def spmd(
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         specs = layout.staged_specs(params)
 
-        def local(params: Tree, batch: Tree, table: jax.Array, counts: jax.Array) -> tuple[jax.Array, Tree]:
+        def local(
+            params: Tree, batch: Tree, table: jax.Array, counts: jax.Array, numbers: jax.Array
+        ) -> tuple[jax.Array, Tree]:
             microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
-            device = Device(
-                stack, ticks, options, params, specs, microbatches, None if layout.is_even else counts[:, 0]
-            )
+            rows = [_rows(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in range(layout.num_chunks)]
+            device = Device(stack, ticks, options, params, specs, microbatches, rows)
             loss, number, grads = device.results(run(device, table[0]))
             loss, number = jax.lax.psum((loss, number), AXES)
             if grads is None:
@@ -67,9 +69,16 @@ def spmd(
         return jax.shard_map(
             local,
             mesh=layout.mesh,
-            in_specs=(specs, P(DATA_AXES), P("pp"), P(None, "pp")),
+            in_specs=(specs, P(DATA_AXES), P("pp"), P(None, "pp"), P(None, "pp")),
             out_specs=(P(), specs if ticks.has_backward else None),
             check_vma=False,
-        )(params, batch, jnp.asarray(table), jnp.asarray(layout.counts))
+        )(params, batch, jnp.asarray(table), jnp.asarray(layout.counts), jnp.asarray(layout.numbers))
 
     return loss_and_grads
+
+
+def _rows(stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array) -> Rows | None:
+    """What the rows of chunk v are on this rank, which holds so many layers with these numbers."""
+    if stack.are_alike:
+        return None if layout.is_even else Rows(count)
+    return Rows(None if layout.is_even else count, numbers, layout.among(v))

@@ -18,10 +18,11 @@ from jax.extend import core
 
 from ppctl.plan.roofline import ModelWork, Op, PieceWork
 from ppctl.runtime.device import add
+from ppctl.runtime.flops import PRODUCTS, product_flops
 from ppctl.runtime.jaxprs import flatten
 from ppctl.runtime.memory import tree_bytes
 from ppctl.runtime.mpmd.tasks import Model
-from ppctl.runtime.stage import Stage
+from ppctl.runtime.stage import Rows, Stage
 
 Tree = Any
 ROWS = (2, 4)  # everything grows with the rows of a microbatch by equal steps; one row alone is traced otherwise
@@ -30,15 +31,33 @@ ROWS = (2, 4)  # everything grows with the rows of a microbatch by equal steps; 
 def work_of(model: Model) -> ModelWork:
     """The work of `model`'s pieces, whatever its rows and remat."""
     few, many = (_with_rows(model, rows) for rows in ROWS)
-    pieces = {}
-    for name in ("embed", "layer", "head"):
-        tasks = [_tasks(each, name) for each in (few, many)]
-        pieces[name] = PieceWork(*(_affine(a, b) for a, b in zip(*tasks, strict=True)))
+    number = 1 if model.stack.are_alike else model.stack.num_layers
+    layers = [_piece(_tasks(few, "layer", l), _tasks(many, "layer", l)) for l in range(number)]
+    pieces = {
+        "embed": _piece(_tasks(few, "embed"), _tasks(many, "embed")),
+        "layer": layers[0] if number == 1 else _mean(layers),
+        "head": _piece(_tasks(few, "head"), _tasks(many, "head")),
+    }
     stash, pending = {}, {}
     for remat in ("none", "layer", "full"):
         kept = [_kept_bytes(each, remat) for each in (few, many)]
         stash[remat], pending[remat] = ((high - low) // (ROWS[1] - ROWS[0]) for low, high in zip(*kept, strict=True))
     return ModelWork(**pieces, x_bytes=tree_bytes(few.x) // ROWS[0], stash_bytes=stash, pending_bytes=pending)
+
+
+def _piece(few: tuple[list[Op], ...], many: tuple[list[Op], ...]) -> PieceWork:
+    return PieceWork(*(_affine(a, b) for a, b in zip(few, many, strict=True)))
+
+
+def _mean(layers: list[PieceWork]) -> PieceWork:
+    """A layer that takes the mean of these, whatever the rows."""
+
+    def part(ops: tuple[Op, ...]) -> list[Op]:
+        count = len(layers)
+        return [Op(op.flops / count, op.bytes / count, fixed_bytes=op.fixed_bytes / count) for op in ops]
+
+    kinds = zip(*((layer.forward, layer.input_grad, layer.weight_grad) for layer in layers), strict=True)
+    return PieceWork(*(tuple(op for ops in kind for op in part(ops)) for kind in kinds))
 
 
 def _kept_bytes(model: Model, remat: str) -> tuple[int, int]:
@@ -60,21 +79,27 @@ def _computed(model: Model, tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(model.dtype)), tree)
 
 
-def _tasks(model: Model, piece: str) -> tuple[list[Op], ...]:
-    """The operations of F, I and W of a piece; numbers are those of all rows.
+def _layer_tasks(model: Model, l: int) -> tuple[list[Op], ...]:
+    """The operations of F, I and W of layer l, as `_tasks`."""
+    stage, w, x = _stage(model, "none"), [_computed(model, model.layer)], model.x
+    rows = None if model.stack.are_alike else Rows(numbers=range(l, l + 1))
+    stash, pending = stage.stash_shapes(w, rows), stage.pending_shapes(w, rows)
+    return (
+        _ops(lambda w, x: stage.forward(w, rows, x), w, x),
+        _ops(lambda w, s, gy: stage.input_grad(w, rows, s, lambda _: (gy, None))[:2], w, stash, x),
+        _ops(lambda w, p, acc: add(acc, stage.weight_grad(w, rows, p)), w, pending, [model.layer]),
+    )
+
+
+def _tasks(model: Model, piece: str, l: int = 0) -> tuple[list[Op], ...]:
+    """The operations of F, I and W of a piece, of layer l if it is a layer; numbers are those of all rows.
 
     As the executors run them: gradients are added to sums, and the backward of the embedding runs it again.
     """
+    if piece == "layer":
+        return _layer_tasks(model, l)
     stack, x, microbatch = model.stack, model.x, model.microbatch
     inputs, targets = microbatch["inputs"], microbatch["targets"]
-    if piece == "layer":
-        stage, w = _stage(model, "none"), [_computed(model, model.layer)]
-        stash = stage.stash_shapes(w)
-        return (
-            _ops(lambda w, x: stage.forward(w, None, x), w, x),
-            _ops(lambda w, s, gy: stage.input_grad(w, None, s, lambda _: (gy, None))[:2], w, stash, x),
-            _ops(lambda w, p, acc: add(acc, stage.weight_grad(w, None, p)), w, stage.pending_shapes(w), [model.layer]),
-        )
     used = model.uses[0] if piece == "embed" else model.uses[1]
     acc = model.keep(model.ends, used)
     ends = _computed(model, acc)
@@ -109,26 +134,19 @@ def _ops(function: Callable, *args: Tree) -> list[Op]:
 
 
 def _of_jaxpr(jaxpr: core.Jaxpr) -> list[Op]:
-    products = {id(v) for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general" for v in eqn.invars}
+    products = {id(v) for eqn in jaxpr.eqns if eqn.primitive.name in PRODUCTS for v in eqn.invars}
     written = products | {id(v) for v in jaxpr.outvars}
     ops = []
     for eqn in jaxpr.eqns:
         made = sum(_size(v) for v in eqn.outvars if id(v) in written)
-        if eqn.primitive.name == "dot_general":
-            ops.append(Op(_flops(eqn), sum(map(_size, (*eqn.invars, *eqn.outvars)))))
+        if eqn.primitive.name in PRODUCTS:
+            ops.append(Op(float(product_flops(eqn)), sum(map(_size, (*eqn.invars, *eqn.outvars)))))
         elif eqn.primitive.name == "scan":
             inner = _of_jaxpr(eqn.params["jaxpr"].jaxpr)
             ops += [Op(eqn.params["length"] * op.flops, eqn.params["length"] * op.bytes) for op in inner]
         else:
             ops.append(Op(0.0, 2.0 * made))
     return ops
-
-
-def _flops(eqn: core.JaxprEqn) -> float:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    left: Any = eqn.invars[0].aval
-    out: Any = eqn.outvars[0].aval
-    return 2.0 * prod(left.shape[dim] for dim in contracted) * prod(out.shape)
 
 
 def _size(v: Any) -> int:

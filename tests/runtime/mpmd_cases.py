@@ -49,9 +49,14 @@ def make_optimizer(clip_norm=CLIP_NORM):
 
 def make_engine(case, clip_norm=CLIP_NORM):
     """An engine of float64 whose initial state has `make_params`, and a batch of the case."""
-    stack, schedule = make_stack(case.model, case.num_layers), case.program()
-    params = make_params(stack)
+    stack = make_stack(case.model, case.num_layers)
     batch = make_batch(case.model, case.batch_size)
+    return engine_of(case, stack, make_params(stack), batch, clip_norm), batch
+
+
+def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
+    """The same of this stack, which starts with these parameters."""
+    schedule = case.program()
     layout = Layout(make_mesh(*case.mesh), case.partition(), schedule.rank_of)
     dp, _, fsdp = case.mesh
     rows = case.batch_size // (dp * fsdp * case.num_microbatches)
@@ -64,8 +69,7 @@ def make_engine(case, clip_norm=CLIP_NORM):
     schedules = tuple((each, dispatch_order(each, case.remat)) for each in (schedule, forward_only(schedule)))
     optimizer = make_optimizer(clip_norm)
     states = States(layout, lambda: init_state(jax.tree.map(jnp.asarray, params), optimizer))
-    engine = Mpmd(states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST)
-    return engine, batch
+    return Mpmd(states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST)
 
 
 def run_mpmd(case):

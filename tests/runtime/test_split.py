@@ -11,7 +11,7 @@ from cases import COMPILE_FAST, MODELS, make_params, make_stack
 from ppctl.errors import ConfigError
 from ppctl.model.transformer import transformer
 from ppctl.runtime.flops import matmul_flops
-from ppctl.runtime.stage import Stage
+from ppctl.runtime.stage import Rows, Stage
 
 WIDTH = 16
 
@@ -123,13 +123,13 @@ class Halves:
             self.w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *self.w)
         x, gy = (jnp.asarray(a, dtype) for a in np.random.default_rng(1).standard_normal((2, *shape)))
         self.stage = stage = Stage(layer, remat, w0, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        count = None if count is None else jnp.int32(count)
+        rows = None if count is None else Rows(jnp.int32(count))
         cotangent = lambda gy: lambda y: (gy, y)  # noqa: E731
-        self.stash = jax.jit(lambda w: stage.forward(w, count, x)[1])(self.w)
-        self.whole = self.compile(lambda w, stash, gy: stage.backward(w, count, stash, cotangent(gy)), self.stash, gy)
-        self.first = self.compile(lambda w, stash, gy: stage.input_grad(w, count, stash, cotangent(gy)), self.stash, gy)
+        self.stash = jax.jit(lambda w: stage.forward(w, rows, x)[1])(self.w)
+        self.whole = self.compile(lambda w, stash, gy: stage.backward(w, rows, stash, cotangent(gy)), self.stash, gy)
+        self.first = self.compile(lambda w, stash, gy: stage.input_grad(w, rows, stash, cotangent(gy)), self.stash, gy)
         gx, self.pending, aux = self.first(self.w, self.stash, gy)
-        self.second = self.compile(lambda w, pending: stage.weight_grad(w, count, pending), self.pending)
+        self.second = self.compile(lambda w, pending: stage.weight_grad(w, rows, pending), self.pending)
         self.found = gx, self.second(self.w, self.pending), aux
         self.expected = self.whole(self.w, self.stash, gy)
 
@@ -174,15 +174,15 @@ def split_of(name):
     """(whole backward, its split, arguments of the whole) of a block, as functions of saved residuals."""
     layer, w, shape = BLOCKS[name]()
     x = jnp.ones(shape)
-    residuals = Stage(layer, "none", w, jax.ShapeDtypeStruct(shape, x.dtype))
-    return residuals.residuals.pull, residuals.split, (w, residuals.residuals.shapes, x)
+    programs = Stage(layer, "none", w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0]
+    return programs.pull, programs.split, (w, programs.saved, x)
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "mlp"])
 def test_a_backward_that_recomputes_nothing_runs_no_matrix_product_of_the_forward(model):
     layer, w, shape = of_model(model)
     x = jax.ShapeDtypeStruct(shape, jnp.float64)
-    residuals = Stage(layer, "none", w, x).residuals
+    residuals = Stage(layer, "none", w, x).layers[0].residuals
     assert matmul_flops(residuals.pull, w, residuals.shapes, x) == 2 * matmul_flops(layer, w, x)
 
 
@@ -190,7 +190,7 @@ def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once(
     layer, w, shape = of_model("untied gelu")
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
     B, T, D = shape
-    residuals = Stage(layer, "none", w, jax.ShapeDtypeStruct(shape, x.dtype)).residuals
+    residuals = Stage(layer, "none", w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0].residuals
     hidden = 2 * D  # of the MLP
     # x; query, key, value, what they mix to, its projection; the hidden values; the weights of 4 heads
     expected = [(B, T, D), *5 * [(B * T, D)], (B * T, hidden), (B, 4, T, T)]
@@ -203,7 +203,7 @@ def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once(
 @pytest.mark.parametrize(("dtype", "rounds"), [("float32", False), ("float64", False), ("bfloat16", True)])
 def test_residuals_are_rounded_where_a_compiler_would_keep_more_of_them(dtype, rounds):
     w, x = {"a": jnp.ones((WIDTH, WIDTH), dtype), "b": jnp.ones((WIDTH, WIDTH), dtype)}, jnp.ones((8, WIDTH), dtype)
-    residuals = Stage(dense, "none", w, jax.ShapeDtypeStruct(x.shape, x.dtype)).residuals
+    residuals = Stage(dense, "none", w, jax.ShapeDtypeStruct(x.shape, x.dtype)).layers[0].residuals
     assert ("reduce_precision" in str(jax.make_jaxpr(residuals.save)(w, x))) is rounds
 
 
@@ -281,7 +281,7 @@ def test_an_operation_that_gives_both_gradients_is_refused(name):
     layer, w, shape = synthetic(with_backward(backward))
     stage = Stage(layer, "none", w, jax.ShapeDtypeStruct(shape, jnp.float64))
     with pytest.raises(ConfigError) as error:
-        _ = stage.split
+        _ = stage.layers[0].split
     assert str(error.value) == (
         f"the backward of a layer has no I and W: {name}, with results {results}, yields the gradients of the layer's "
         "input and of its weights together. Write it with jax.lax.scan, or use a schedule of whole backwards, such as "

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from ppctl.partition import Partition
 from ppctl.schedule.ir import Schedule, Task
 
 TASKS = ("E", "F", "B", "I", "W")  # the programs of tasks; others run once a step
@@ -57,12 +58,15 @@ class Role(NamedTuple):
     num_layers: int
     is_first: bool
     is_last: bool
+    first_layer: int | None = None  # where layers differ: the number of its first one
 
 
-def roles(schedule: Schedule, sizes: Sequence[int]) -> tuple[Role, ...]:
-    """The role of each stage; `sizes` are their numbers of layers."""
-    last = schedule.num_stages - 1
-    return tuple(Role(size, s == 0, s == last) for s, size in enumerate(sizes))
+def roles(partition: Partition, *, are_alike: bool) -> tuple[Role, ...]:
+    """The role of each stage. Of layers that are alike it does not matter which ones a stage holds."""
+    last = len(partition) - 1
+    return tuple(
+        Role(len(layers), s == 0, s == last, None if are_alike else layers.start) for s, layers in enumerate(partition)
+    )
 
 
 def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
@@ -102,14 +106,14 @@ def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
     return Program(kind, tuple(dict.fromkeys(reads)), writes, role)
 
 
-def task_ops(schedule: Schedule, order: Iterable[Task], sizes: Sequence[int], *, keeps_input: bool) -> list[Op]:
-    """The tasks of `schedule` in `order`, and the moves of what one rank writes and another reads.
+def task_ops(schedule: Schedule, order: Iterable[Task], role: Sequence[Role], *, keeps_input: bool) -> list[Op]:
+    """The tasks of `schedule` in `order`, and the moves of what one rank writes and another reads; role: of each stage.
 
     A move comes before its sender's next task or its reader, whichever is first. `order` has tasks by their start, so
     what the receiver begins while the value is still being made comes before the move and need not wait for it. A
     schedule of forwards alone keeps nothing.
     """
-    rank_of, role = schedule.rank_of, roles(schedule, sizes)
+    rank_of = schedule.rank_of
     has_backward = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
     ops: list[Op] = []
     pending: list[Op] = []  # moves that are not in `ops` yet

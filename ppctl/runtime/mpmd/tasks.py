@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ppctl.model.stack import Stack
 from ppctl.runtime.mpmd.plan import Role
-from ppctl.runtime.stage import Stage
+from ppctl.runtime.stage import Rows, Stage
 
 Tree = Any
 
@@ -129,11 +129,12 @@ def unlead(tree: Tree) -> Tree:
 
 def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
     """What a task of this kind writes, by name, from what it reads."""
-    stage = model.stage
+    stage, first = model.stage, role.first_layer
+    rows = None if first is None else Rows(numbers=range(first, first + role.num_layers))
     out: dict[str, Any] = {}
     if kind in "EF":
         x = model.embed(v) if role.is_first else v["x"]
-        out["y"], stash = stage.forward(v["w"], None, x)
+        out["y"], stash = stage.forward(v["w"], rows, x)
         if kind == "F":
             out["stash"] = lead(stash)
         if role.is_last and kind == "F":
@@ -142,16 +143,16 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
             out["losses"] = model.loss(v, out["y"])
         return out
     if kind == "W":
-        out["acc"] = add(v["acc"], stage.weight_grad(v["w"], None, unlead(v["pending"])))
+        out["acc"] = add(v["acc"], stage.weight_grad(v["w"], rows, unlead(v["pending"])))
         return out
     recomputed = lambda: model.embed(v) if role.is_first else v["x"]  # noqa: E731
     stash = recomputed() if stage.keeps_input else unlead(v["stash"])
     cotangent = lambda y: model.head(v, y) if stage.keeps_input and role.is_last else (v["gy"], (None, None))  # noqa: E731
     if kind == "B":
-        out["gx"], dw, (out["losses"], out["acc_out"]) = stage.backward(v["w"], None, stash, cotangent)
+        out["gx"], dw, (out["losses"], out["acc_out"]) = stage.backward(v["w"], rows, stash, cotangent)
         out["acc"] = add(v["acc"], dw)
     else:
-        out["gx"], pending, (out["losses"], out["acc_out"]) = stage.input_grad(v["w"], None, stash, cotangent)
+        out["gx"], pending, (out["losses"], out["acc_out"]) = stage.input_grad(v["w"], rows, stash, cotangent)
         out["pending"] = lead(pending)
     if role.is_first:
         out["acc_in"] = model.embed_grad(v, out["gx"])

@@ -1,0 +1,101 @@
+"""A sequence of operations as clusters of nearly equal cost, between which little passes. Standard library only.
+
+Source: Alpa (Zheng et al. 2022, OSDI, section 5.2), whose layers are clustered by the same two aims.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+
+from ppctl.errors import ConfigError
+
+TOLERANCE = 0.1  # of a cluster's cost above the least possible largest one
+STEPS = 60  # of a bisection: the accuracy of a float
+
+
+def clusters(
+    costs: Sequence[float], crossing: Sequence[float], count: int, *, tolerance: float = TOLERANCE
+) -> tuple[int, ...]:
+    """Where each of `count` clusters starts, and the end: positions in the sequence of operations.
+
+    costs: of each operation; crossing[b]: what passes if a cluster starts at operation b (inf: none may). No cluster
+    costs more than 1 + tolerance times what the dearest must cost at least; among these the most that passes anywhere
+    is the smallest possible, then all that passes together, then the sum of the squares of the costs. A position is
+    looked at if nothing cheaper to cut lies between the operations with costs around it.
+
+    >>> clusters([1, 0, 1, 1, 0, 1], [0, 4, 9, 4, 9, 9], 2)
+    (0, 3, 6)
+    """
+    sums = list(accumulate(costs, initial=0))
+    places = _places(costs, crossing)
+    if len(places) < count + 1:
+        raise ConfigError(
+            f"model.num_layers={count}, but there are only {len(places) - 1} groups of operations that could be layers "
+            f"(model.layers=auto). Use model.num_layers={len(places) - 1} or less."
+        )
+    at = [sums[place] for place in places]
+    cap = _least_largest(at, count) * (1 + tolerance)
+    passing = [0, *(crossing[place] for place in places[1:-1]), 0]
+    limits = sorted(set(passing))
+    limit = bisect_left(limits, True, key=lambda limit: _divided(at, passing, count, cap, limit) is not None)
+    found = _divided(at, passing, count, cap, limits[limit])
+    assert found is not None, "the least largest cost is one of some division"
+    return tuple(places[i] for i in found)
+
+
+def _places(costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
+    """The positions that are worth a look: between two operations that cost something the cheapest one to cut."""
+    costly = [i for i, cost in enumerate(costs) if cost] or list(range(len(costs)))
+    between = (min(range(a + 1, b + 1), key=lambda i: crossing[i]) for a, b in zip(costly, costly[1:], strict=False))
+    return [0, *(place for place in between if crossing[place] < inf), len(costs)]
+
+
+def _least_largest(at: Sequence[float], count: int) -> float:
+    """The smallest cap under which `count` clusters hold everything; at: sums of costs up to each place."""
+
+    def suffices(cap: float) -> bool:
+        start = used = 0
+        for end in range(1, len(at)):
+            if at[end] - at[start] > cap:
+                start, used = end - 1, used + 1
+                if at[end] - at[start] > cap or used >= count:
+                    return False
+        return True
+
+    low, high = 0.0, float(at[-1])
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
+
+
+def _divided(
+    at: Sequence[float], passing: Sequence[float], count: int, cap: float, limit: float
+) -> tuple[int, ...] | None:
+    """The places of `count` clusters under these limits on cost and on what passes, with the least sums; or None."""
+    last = len(at) - 1
+    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(inf, inf)] * last
+    starts: list[list[int]] = []
+    for _ in range(count):
+        following, start = [(inf, inf)] * (last + 1), [-1] * (last + 1)
+        for end in range(1, last + 1):
+            if passing[end] > limit:
+                continue
+            for begin in range(end - 1, -1, -1):
+                cost = at[end] - at[begin]
+                if cost > cap:
+                    break
+                total = (best[begin][0] + passing[end], best[begin][1] + cost * cost)
+                if total < following[end]:
+                    following[end], start[end] = total, begin
+        best = following
+        starts.append(start)
+    if best[last][0] == inf:
+        return None
+    found = [last]
+    for start in reversed(starts):
+        found.append(start[found[-1]])
+    return tuple(reversed(found))

@@ -1,0 +1,109 @@
+"""Functions that are no stacks, for the tests beside this file: each with rows to learn from."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ppctl import Network, stage_boundary
+
+
+def normal(key, *shape):
+    return jax.random.normal(key, shape, jnp.float64) / shape[0] ** 0.5
+
+
+def squared_error(outputs, targets):
+    errors = outputs - targets
+    return jnp.square(errors).sum(), jnp.asarray(errors.size, jnp.float64)
+
+
+def widths(*, marked=True):
+    """Layers of different widths, a value that skips two boundaries, a mask that crosses one, relu's own derivative."""
+    sizes = (6, 24, 8, 16, 8, 3)
+
+    def init(key):
+        keys = jax.random.split(key, 5)
+        return [
+            {"w": normal(k, a, b), "bias": 0.1 * jnp.arange(b, dtype=jnp.float64)}
+            for k, a, b in zip(keys, sizes, sizes[1:], strict=False)
+        ]
+
+    mark = stage_boundary if marked else lambda x: x
+
+    def apply(params, x):
+        dense = lambda i, x: x @ params[i]["w"] / jnp.linalg.norm(params[i]["w"]) + params[i]["bias"]  # noqa: E731
+        x = jax.nn.relu(dense(0, x))
+        kept = dense(1, x)
+        x, is_small = mark((kept, kept < 0.1))
+        x = jnp.where(is_small, jnp.tanh(x), x)
+        x = mark(dense(2, x).reshape(len(x), 4, 4)).reshape(len(x), 16)
+        x = jax.nn.silu(mark(dense(3, x) + kept))
+        return dense(4, x)
+
+    return Network(init, apply, squared_error)
+
+
+def images(*, marked=True):
+    """Convolutions, with a loop that makes one layer, and a head wider than all before it."""
+
+    def init(key):
+        a, b, c, d = jax.random.split(key, 4)
+        return {
+            "in": 0.3 * jax.random.normal(a, (3, 3, 2, 4), jnp.float64),
+            "same": 0.3 * jax.random.normal(b, (2, 3, 3, 4, 4), jnp.float64),
+            "scale": 1.0 + normal(c, 4),
+            "out": normal(d, 16, 80),
+        }
+
+    mark = stage_boundary if marked else lambda x: x
+
+    def convolved(x, kernel, stride=1):
+        same = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+        return jax.lax.conv_general_dilated(x, kernel, (stride, stride), **same)
+
+    def apply(params, x):
+        x = mark(jnp.tanh(convolved(x, params["in"], 2)))
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(convolved(x, w)), None), x, params["same"])
+        x = mark(x * params["scale"])
+        x = x.reshape(len(x), 4, 4).mean(axis=1) if x.shape[1:] == (4, 4, 1) else x.reshape(len(x), -1)
+        return jnp.tanh(x) @ params["out"]
+
+    return Network(init, apply, squared_error)
+
+
+def tokens(*, marked=True):
+    """Ids, whose table the head shares; each row is attended to by itself."""
+
+    def init(key):
+        a, b, c = jax.random.split(key, 3)
+        return {"table": normal(a, 50, 8), "qkv": normal(b, 3, 8, 8), "mlp": {"w": normal(c, 8, 8)}}
+
+    mark = stage_boundary if marked else lambda x: x
+
+    def apply(params, ids):
+        x = params["table"][ids]
+        x = mark(x)
+        q, k, v = (x @ params["qkv"][i] for i in range(3))
+        x = x + jax.nn.softmax(q @ k.swapaxes(1, 2) + jnp.where(jnp.tri(5), 0.0, -1e9)) @ v
+        x = mark(x)
+        x = x + jnp.tanh(x @ params["mlp"]["w"])
+        return x @ params["table"].T
+
+    def loss(logits, targets):
+        found = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+        return found.sum(), jnp.asarray(found.size, jnp.float64)
+
+    return Network(init, apply, loss)
+
+
+NETWORKS = {"widths": (widths, 4, 4), "images": (images, 3, 2), "tokens": (tokens, 3, 2)}  # layers by marks, and auto
+
+
+def rows_of(name, number, seed=0):
+    """A batch for a network."""
+    rng = np.random.default_rng(seed)
+    if name == "tokens":
+        return {key: rng.integers(0, 50, (number, 5), np.int32) for key in ("inputs", "targets")}
+    shapes = {"widths": ((6,), (3,)), "images": ((4, 4, 2), (80,))}[name]
+    return {
+        key: rng.standard_normal((number, *shape)) for key, shape in zip(("inputs", "targets"), shapes, strict=True)
+    }
