@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
 from ppctl.config import Config
-from ppctl.prediction import Prediction
+from ppctl.prediction import Prediction, StagePart
 from ppctl.report import show_table, size_text
 from ppctl.weigh import PARTS
 
@@ -32,6 +32,8 @@ REMEDIES = {
     "temporaries": "use more and smaller microbatches (schedule.num_microbatches), or more rows (mesh.dp).",
 }
 MOST_COLUMNS = 8
+MOST_STAGES = 16
+MOST_DEVICES = 8
 
 
 def show(found: Prediction, config: Config) -> None:
@@ -58,6 +60,8 @@ def show(found: Prediction, config: Config) -> None:
         lines.append(f"better    {proposal}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if found.stages:
+        show_stages(console, found.stages, (config.mesh.dp, config.mesh.fsdp))
     ranks = shown_ranks(found, MOST_COLUMNS)
     columns = [f"rank {r}" for r in ranks] if len(set(map(str, found.memory_bytes))) > 1 else ["every rank"]
     rows = [
@@ -70,6 +74,37 @@ def show(found: Prediction, config: Config) -> None:
         rows.append(("estimated, without plan.compile", *(size_text(found.estimated_bytes[r]) for r in ranks)))
     show_table(console, "memory of one device", ("", *columns), rows)
     console.print(verdict(found), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_stages(console: Console, stages: Sequence[StagePart], submesh: tuple[int, int]) -> None:
+    """Nothing; prints the stages, up to `MOST_STAGES`, else the first, the dearest and the last. submesh: dp, fsdp."""
+    last = len(stages) - 1
+    dearest = max(range(last + 1), key=lambda s: (stages[s].forward_s or 0.0) + (stages[s].backward_s or 0.0))
+    which = range(last + 1) if last < MOST_STAGES else sorted({0, dearest, last})
+    seconds = lambda s: "not known" if s is None else f"{s:.3g}"  # noqa: E731
+    rows = [
+        (
+            str(s),
+            _range(stages[s].first_layer, stages[s].num_layers),
+            str(stages[s].rank),
+            f"dp={submesh[0]} fsdp={submesh[1]}",
+            _devices(stages[s].devices),
+            seconds(stages[s].forward_s),
+            seconds(stages[s].backward_s),
+        )
+        for s in which
+    ]
+    title = "stages, with seconds of a microbatch" + (f" (3 of {last + 1})" if len(rows) <= last else "")
+    show_table(console, title, ("stage", "layers", "rank", "submesh", "devices", "forward s", "backward s"), rows)
+
+
+def _range(first: int, count: int) -> str:
+    return "none" if not count else str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _devices(devices: Sequence[int]) -> str:
+    listed = " ".join(map(str, devices))
+    return listed if len(devices) <= MOST_DEVICES else f"{len(devices)} from {devices[0]} to {devices[-1]}"
 
 
 def better(found: Prediction, config: Config) -> str | None:

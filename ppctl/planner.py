@@ -21,10 +21,11 @@ from ppctl.config import Config
 from ppctl.hardware import NOMINAL, mfu_peak_flops
 from ppctl.plan_page import page, picture_of
 from ppctl.plan_report import show
-from ppctl.prediction import Prediction
-from ppctl.price import device_bytes, hardware_of, priced, unit_of_work
+from ppctl.prediction import Prediction, StagePart
+from ppctl.price import device_bytes, hardware_of, priced, prices_of, unit_of_work
 from ppctl.report import check_file, show_json, write_file
 from ppctl.request import label
+from ppctl.step import as_run
 from ppctl.weigh import by_part, weighed
 
 AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # as XLA's compiler for TPUs refuses
@@ -81,6 +82,7 @@ def predicted(parts: Parts) -> Prediction:
         schedule=label(config.schedule),
         partition=tuple(map(len, parts.states.layout.partition)),
         rank_of=tuple(parts.schedule.rank_of),
+        stages=_stages(parts, known=time_ is not None),
         bubble_fraction=parts.bubble_fraction,
         num_parameters=sum(a.size for a in jax.tree.leaves(parts.states.natural["params"])),
         step_flops=flops,
@@ -103,6 +105,25 @@ def predicted(parts: Parts) -> Prediction:
         compile_s=compile_s,
         refusal=refusal,
         proposal=propose(parts, limit),
+    )
+
+
+def _stages(parts: Parts, *, known: bool) -> tuple[StagePart, ...]:
+    """What each stage is; known: whether there are prices."""
+    if parts.config.executor.name == "reference":
+        return ()
+    layout, mesh = parts.states.layout, parts.mesh.devices
+    costs = as_run(parts, prices_of(parts, parts.config.costs))[0] if known else None
+    return tuple(
+        StagePart(
+            layers.start,
+            len(layers),
+            rank,
+            tuple(device.id for device in mesh[:, rank, :].flat),
+            None if costs is None else costs.seconds("F", s, 1),
+            None if costs is None else costs.seconds("B", s, 1),
+        )
+        for s, (layers, rank) in enumerate(zip(layout.partition, layout.rank_of, strict=True))
     )
 
 

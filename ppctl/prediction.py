@@ -9,12 +9,25 @@ from ppctl.advise import Proposal
 
 
 @dataclass(frozen=True)
+class StagePart:
+    """What one stage is: layers on a submesh, and what a microbatch takes there."""
+
+    first_layer: int
+    num_layers: int
+    rank: int
+    devices: tuple[int, ...]  # of the submesh, by number
+    forward_s: float | None  # None: not known
+    backward_s: float | None
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What `ppctl plan` says of a request."""
 
     schedule: str
     partition: tuple[int, ...]  # layers of each stage
     rank_of: tuple[int, ...]  # the rank of each stage
+    stages: tuple[StagePart, ...]  # () without a pipeline
     bubble_fraction: float | None  # 0..1; None without a pipeline
     num_parameters: int
     step_flops: int  # of the model, nothing recomputed

@@ -46,6 +46,11 @@ def prices_of(parts: Parts, asked: Analytic) -> Prices:
     """The prices that these costs are."""
     config = parts.config
     if isinstance(asked, Measure):
+        if not parts.stack.are_alike:
+            raise ConfigError(
+                "costs=measure times one layer for all, but the layers that a ppctl.Network is cut into differ. Use "
+                "costs=analytic."
+            )
         if config.run.distributed != "off":
             raise ConfigError(
                 f"costs=measure times the devices of one process, but run.distributed={config.run.distributed}. "

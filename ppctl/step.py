@@ -7,9 +7,10 @@ import time
 
 import jax
 
-from ppctl.assemble import Parts
+from ppctl.assemble import Parts, worth_of
 from ppctl.costs import Costs
 from ppctl.engine import Engine
+from ppctl.partition import stage_costs as stage_worth
 from ppctl.plan.prices import Prices, StepTime, stage_costs, step_time
 from ppctl.plan.step_timeline import step_timeline
 from ppctl.runtime.timing import Taken
@@ -24,17 +25,19 @@ def time_of(parts: Parts, prices: Prices) -> StepTime:
     if parts.config.executor.name == "reference":
         alone = build("gpipe", 1, parts.config.schedule.num_microbatches)
         return step_time(prices, alone, None, stage_costs(prices, [parts.stack.num_layers], keeps_input=False), 1)
-    return step_time(prices, parts.schedule, parts.ticks, *_as_run(parts, prices), masked=_is_masked(parts))
+    return step_time(prices, parts.schedule, parts.ticks, *as_run(parts, prices), masked=_is_masked(parts))
 
 
 def timeline_of(parts: Parts, prices: Prices) -> Timeline:
     """When each task of a step runs, as `time_of` prices it; what runs once stands outside. Not of the reference."""
-    return step_timeline(prices, parts.schedule, parts.ticks, *_as_run(parts, prices), masked=_is_masked(parts))
+    return step_timeline(prices, parts.schedule, parts.ticks, *as_run(parts, prices), masked=_is_masked(parts))
 
 
-def _as_run(parts: Parts, prices: Prices) -> tuple[Costs, int]:
+def as_run(parts: Parts, prices: Prices) -> tuple[Costs, int]:
     """The costs of each stage's tasks, and how many pipelines run at the same time."""
-    sizes, mesh = [len(layers) for layers in parts.states.layout.partition], parts.config.mesh
+    partition, mesh = parts.states.layout.partition, parts.config.mesh
+    layers = None if parts.stack.are_alike else worth_of(parts.config, parts.stack, parts.data).layers
+    sizes = stage_worth(partition, embed=0.0, head=0.0, layers=layers)
     keeps_input = parts.config.executor.remat == "full"
     return stage_costs(prices, sizes, keeps_input=keeps_input, split=parts.schedule.is_split), mesh.dp * mesh.fsdp
 

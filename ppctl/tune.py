@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl import config as settings
-from ppctl.assemble import DEFAULT_DTYPE, assemble, make_optimizer, make_stack, open_data, start_jax
+from ppctl.assemble import DEFAULT_DTYPE, assemble, make_optimizer, make_stack, open_data, start_jax, worth_of
 from ppctl.config import Config, Explicit, Spmd, Uniform
 from ppctl.errors import ConfigError
 from ppctl.hardware import mfu_peak_flops, resolved
@@ -78,6 +78,7 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
         families=tuple(config.tune.schedules or PREFERRED),
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
+        layer_worth=None if stack.are_alike else worth_of(config, stack, data).layers,
     )
     limit = _limit(config, num_devices, hardware.memory_gib, device)
     machine = machine_of(config, device.device_kind, dtype_name)

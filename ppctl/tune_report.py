@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from ppctl import config as settings
 from ppctl.config import Config, Explicit
 from ppctl.plan.candidate import Candidate
 from ppctl.plan.search import Found
+from ppctl.plan_report import show_stages
+from ppctl.prediction import StagePart
 from ppctl.recipe import command_of
 from ppctl.report import show_json, show_table, size_text
 from ppctl.request import label
@@ -59,9 +62,19 @@ def show(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
     head = (*before, *_columns(tuned), "bubble", "redone", "once", "memory")
     rows = [_row(tuned, i, config) for i, config in enumerate(configs)]
     show_table(console, "the fastest, by costs counted for the hardware", head, rows)
+    show_stages(console, _stages(found.best[0]), (found.best[0].mesh[0], found.best[0].mesh[2]))
     say(_about_pipelines(tuned, configs[0]))
     if tuned.recipe is not None:
         say(f"the first is a recipe now, {tuned.recipe}: {command_of(Path(tuned.recipe))}")
+
+
+def _stages(candidate: Candidate) -> list[StagePart]:
+    """The stages of a layout, devices numbered as the mesh dp x pp x fsdp has them."""
+    dp, pp, fsdp = candidate.mesh
+    starts = accumulate(candidate.partition, initial=0)
+    submeshes = [tuple((d * pp + r) * fsdp + f for d in range(dp) for f in range(fsdp)) for r in range(pp)]
+    each = zip(starts, candidate.partition, candidate.rank_of, candidate.stage_s, strict=False)
+    return [StagePart(start, size, rank, submeshes[rank], *seconds) for start, size, rank, seconds in each]
 
 
 def _columns(tuned: Tuned) -> list[str]:

@@ -10,8 +10,10 @@ from typing import Any
 
 from ppctl.costs import task_costs
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.partition import balanced
+from ppctl.partition import explicit
+from ppctl.partition import stage_costs as stage_worth
 from ppctl.plan.analytic import Layout
+from ppctl.plan.cut import divided_evenly as divided
 from ppctl.plan.prices import StepTime, stage_costs, ticking_s
 from ppctl.plan.sizes import held_bytes, workspace_bytes
 from ppctl.plan.space import CHUNKED, WHOLE, Bounds
@@ -41,6 +43,8 @@ class Candidate:
     time: StepTime
     redone_fraction: float  # of the tasks' work: what backwards recompute
     memory: Mapping[str, int] = field(compare=False)  # bytes by part, of the device that holds most
+    rank_of: tuple[int, ...] = field(default=(), compare=False)  # the rank of each stage
+    stage_s: tuple[tuple[float, float], ...] = field(default=(), compare=False)  # of a microbatch: there, and back
 
     @property
     def total_bytes(self) -> int:
@@ -86,7 +90,8 @@ class Pricer:
         most = largest * chunks if is_spmd else max(_sums(sizes, placed.rank_of))
         layout = Layout(dp, pp, fsdp, most, largest)
         prices = bounds.priced(layout)
-        costs = stage_costs(prices, sizes, keeps_input=microbatch.remat == "full", split=family not in WHOLE)
+        worth = _worth(sizes, bounds.space.layer_worth)
+        costs = stage_costs(prices, worth, keeps_input=microbatch.remat == "full", split=family not in WHOLE)
         if makespan_bound_s(placed, costs, microbatch.number) + prices.once_s > last_s:
             return None  # whatever the order of its tasks
         keys = [(family, pp, number, chunks) for number in shorter(pp, microbatch.number, chunks)]
@@ -119,7 +124,9 @@ class Pricer:
             held = memory([{"stash": number, "value": 2} for number in stashes])
         if not self.has_room(held):
             return None
-        return Candidate(bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes, time, redone, held)
+        there_and_back = tuple((costs.seconds("F", s, 1), costs.seconds("B", s, 1)) for s in range(len(sizes)))
+        layout_of = bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes
+        return Candidate(*layout_of, time, redone, held, tuple(placed.rank_of), there_and_back)
 
 
 def least_share(bounds: Bounds, family: str) -> float:
@@ -133,7 +140,15 @@ def least_share(bounds: Bounds, family: str) -> float:
 def _balanced(bounds: Bounds, rank_of: Sequence[int]) -> tuple[int, ...]:
     """The layers of each stage, with embedding and head counted in layers."""
     embed, head = (piece.all_s / bounds.prices.layer.all_s for piece in (bounds.prices.embed, bounds.prices.head))
-    return _partition(bounds.space.num_layers, tuple(rank_of), round(embed, 3), round(head, 3))
+    layers = bounds.space.layer_worth or (1.0,) * bounds.space.num_layers
+    return _partition(layers, tuple(rank_of), round(embed, 3), round(head, 3))
+
+
+def _worth(sizes: Sequence[int], layers: tuple[float, ...] | None) -> Sequence[float]:
+    """What stages of these sizes cost, in layers."""
+    if layers is None:
+        return sizes
+    return stage_worth(explicit(len(layers), len(sizes), sizes), embed=0.0, head=0.0, layers=layers)
 
 
 # what is the same for many layouts is made once
@@ -179,8 +194,8 @@ def _stashes(family: str, pp: int, number: int, chunks: int) -> float:
 
 
 @cache
-def _partition(num_layers: int, rank_of: tuple[int, ...], embed: float, head: float) -> tuple[int, ...]:
-    return tuple(map(len, balanced(num_layers, rank_of, embed=embed, head=head)))
+def _partition(layers: tuple[float, ...], rank_of: tuple[int, ...], embed: float, head: float) -> tuple[int, ...]:
+    return tuple(map(len, divided(layers, rank_of, embed=embed, head=head)))
 
 
 def _sums(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:

@@ -50,6 +50,18 @@ def cut(layers: Layers, rank_of: Sequence[int], memory: Memory | None = None) ->
     return partition_of(climbed(found, work.unevenness, work.fits, work.least, MAX_EVENED))
 
 
+def divided_evenly(layers: Sequence[float], rank_of: Sequence[int], *, embed: float, head: float) -> Partition:
+    """`balanced`, of layers that may differ: what each costs, and what the ends cost, in one unit.
+
+    >>> [len(stage) for stage in divided_evenly([1.0, 1.0, 2.0], (0, 1), embed=0.0, head=0.0)]
+    [2, 1]
+    """
+    if len(set(layers)) == 1:
+        one = layers[0]
+        return balanced(len(layers), rank_of, embed=embed / one, head=head / one)
+    return cut(Layers(tuple(layers), embed_s=embed, head_s=head), rank_of)
+
+
 def improved(
     partition: Partition,
     price: Callable[[Partition], float],

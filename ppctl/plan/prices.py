@@ -69,8 +69,8 @@ class StepTime:
         return max(0.0, 1 - self.tasks_s / (self.pipeline_s * self.width))
 
 
-def stage_costs(prices: Prices, sizes: Sequence[int], *, keeps_input: bool, split: bool = False) -> Costs:
-    """The costs of each stage's tasks; `sizes` are its layers.
+def stage_costs(prices: Prices, sizes: Sequence[float], *, keeps_input: bool, split: bool = False) -> Costs:
+    """The costs of each stage's tasks; `sizes` are its layers, or what they are worth in layers where they differ.
 
     The last stage's head runs in its forward, forwards and backwards; with keeps_input (remat=full) its forward is left
     to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B.

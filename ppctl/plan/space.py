@@ -32,6 +32,7 @@ class Space:
     families: tuple[str, ...] = PREFERRED
     remats: tuple[str, ...] = ("none", "layer", "full")
     max_chunks: int = 4
+    layer_worth: tuple[float, ...] | None = None  # of each layer, in means of them; None: all are alike
 
     @property
     def meshes(self) -> Sequence[tuple[int, int, int]]:
@@ -121,6 +122,7 @@ class Bounds:
         way_s, hops = layer.forward_s, 1 + is_whole
         if is_whole:
             way_s += layer.input_grad_s + layer.weight_grad_s
+        way_s *= min(self.space.layer_worth or (1.0,))
         rank_s += (pp - 1) / 2 * (hops * prices.hop_s + max(0, pp - 2) / pp * way_s)
         together_s = number * (self.space.num_layers * last_s + ends_s) * self.mesh[0] * self.mesh[2] / prices.capacity
         return max(rank_s, together_s) + prices.once_s

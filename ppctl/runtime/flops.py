@@ -15,9 +15,8 @@ import jax
 from jax.extend import core
 
 from ppctl.model.stack import Stack, init
-from ppctl.partition import Partition, balanced, stage_costs
-from ppctl.plan.cut import cut
-from ppctl.plan.work import Layers
+from ppctl.partition import Partition, stage_costs
+from ppctl.plan.cut import divided_evenly
 
 Tree = Any
 PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -47,9 +46,7 @@ class Worth:
 
     def balanced(self, rank_of: Sequence[int]) -> Partition:
         """The partition whose dearest stage costs least; rank_of: the rank of each stage."""
-        if len(set(self.layers)) == 1:
-            return balanced(len(self.layers), rank_of, embed=self.embed, head=self.head)
-        return cut(Layers(self.layers, embed_s=self.embed, head_s=self.head), rank_of)
+        return divided_evenly(self.layers, rank_of, embed=self.embed, head=self.head)
 
 
 def worth(stack: Stack, batch: Tree, *, recompute: bool) -> Worth:
