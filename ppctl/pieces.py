@@ -97,7 +97,7 @@ class Pieces:
         for l, (start, stop) in enumerate(pairwise(bounds)):
             if start > stop and l == 0:
                 raise _no_floats(_integers(trace, stop), l + 1)
-            if start >= stop and l:
+            if start >= stop and (l or not first):  # the first one may have left all it does to the embedding
                 raise ConfigError(f"layer {l} of {self.num_layers} computes nothing of its own. Move a stage_boundary.")
         return (*bounds[:-1], self._head(trace, bounds))
 
@@ -157,9 +157,9 @@ class Pieces:
         for a, b in zip(few, many, strict=True):
             if a.size * ROWS[1] != b.size * ROWS[0]:
                 raise ConfigError(
-                    f"{a.dtype}{list(a.shape)} of {ROWS[0]} rows crosses the boundary before layer {l} and does not grow "
-                    f"with the rows of a batch ({b.dtype}{list(b.shape)} of {ROWS[1]}), so that microbatches would "
-                    "differ from the whole. Compute each row by itself, or move the boundary."
+                    f"{a.dtype}{list(a.shape)} of {ROWS[0]} rows crosses the boundary before layer {l} and does not "
+                    f"grow with the rows of a batch ({b.dtype}{list(b.shape)} of {ROWS[1]}), so that microbatches "
+                    "would differ from the whole. Compute each row by itself, or move the boundary."
                 )
         return sum(a.size for a in few) // ROWS[0]
 

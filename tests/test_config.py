@@ -59,7 +59,7 @@ def test_every_choice_composes_to_its_dataclass_and_defaults(part, option):
 
 @pytest.mark.parametrize("recipe", options("recipes"))
 def test_every_recipe_composes_and_states_what_it_claims(recipe):
-    assert isinstance(composed(f"recipes={recipe}").model, c.Transformer | c.MLP)
+    assert isinstance(composed(f"recipes={recipe}").model, c.Transformer | c.MLP | c.CustomModel)
     header = (ROOT / "recipes" / f"{recipe}.yaml").read_text()
     for word in ("# @package _global_", "# Claim: ", "# Hardware: ", f" recipes={recipe}"):
         assert word in header, word

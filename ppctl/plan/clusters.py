@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from ppctl.errors import ConfigError
@@ -49,7 +49,7 @@ def clusters(
 def _places(costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
     """The positions that are worth a look: between two operations that cost something the cheapest one to cut."""
     costly = [i for i, cost in enumerate(costs) if cost] or list(range(len(costs)))
-    between = (min(range(a + 1, b + 1), key=lambda i: crossing[i]) for a, b in zip(costly, costly[1:], strict=False))
+    between = (min(range(a + 1, b + 1), key=lambda i: crossing[i]) for a, b in pairwise(costly))
     return [0, *(place for place in between if crossing[place] < inf), len(costs)]
 
 

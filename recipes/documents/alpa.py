@@ -4,6 +4,8 @@ A model that is no stack: a function, cut at its marks (model.layers=marks), or 
 nearly equal cost (model.layers=auto).
 """
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +22,9 @@ def mlp(*, num_layers, dtype, data):
     def init(key):
         kernel = jax.nn.initializers.lecun_normal()
         keys = jax.random.split(key, len(sizes) - 1)
-        shapes = zip(sizes, sizes[1:], strict=False)
         return [
             {"kernel": kernel(key, shape, dtype), "bias": jnp.zeros(shape[1], dtype)}
-            for key, shape in zip(keys, shapes, strict=True)
+            for key, shape in zip(keys, pairwise(sizes), strict=True)
         ]
 
     def apply(params, x):

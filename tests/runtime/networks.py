@@ -1,5 +1,7 @@
 """Functions that are no stacks, for the tests beside this file: each with rows to learn from."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,10 @@ import numpy as np
 from ppctl import Network, stage_boundary
 
 
-def normal(key, *shape):
-    return jax.random.normal(key, shape, jnp.float64) / shape[0] ** 0.5
+def normal(*shape, of=None):
+    """Numbers of variance 1 / `of`, the same ones for every key: random numbers of JAX's take long to compile."""
+    numbers = np.random.default_rng(sum(shape)).standard_normal(shape)
+    return jnp.asarray(numbers / (of or shape[0]) ** 0.5)
 
 
 def squared_error(outputs, targets):
@@ -21,11 +25,7 @@ def widths(*, marked=True):
     sizes = (6, 24, 8, 16, 8, 3)
 
     def init(key):
-        keys = jax.random.split(key, 5)
-        return [
-            {"w": normal(k, a, b), "bias": 0.1 * jnp.arange(b, dtype=jnp.float64)}
-            for k, a, b in zip(keys, sizes, sizes[1:], strict=False)
-        ]
+        return [{"w": normal(a, b), "bias": 0.1 * jnp.arange(b, dtype=jnp.float64)} for a, b in pairwise(sizes)]
 
     mark = stage_boundary if marked else lambda x: x
 
@@ -46,13 +46,8 @@ def images(*, marked=True):
     """Convolutions, with a loop that makes one layer, and a head wider than all before it."""
 
     def init(key):
-        a, b, c, d = jax.random.split(key, 4)
-        return {
-            "in": 0.3 * jax.random.normal(a, (3, 3, 2, 4), jnp.float64),
-            "same": 0.3 * jax.random.normal(b, (2, 3, 3, 4, 4), jnp.float64),
-            "scale": 1.0 + normal(c, 4),
-            "out": normal(d, 16, 80),
-        }
+        kernels = {"in": normal(3, 3, 2, 4, of=10), "same": normal(2, 3, 3, 4, 4, of=10)}
+        return kernels | {"scale": 1.0 + normal(4), "out": normal(16, 80)}
 
     mark = stage_boundary if marked else lambda x: x
 
@@ -64,8 +59,7 @@ def images(*, marked=True):
         x = mark(jnp.tanh(convolved(x, params["in"], 2)))
         x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(convolved(x, w)), None), x, params["same"])
         x = mark(x * params["scale"])
-        x = x.reshape(len(x), 4, 4).mean(axis=1) if x.shape[1:] == (4, 4, 1) else x.reshape(len(x), -1)
-        return jnp.tanh(x) @ params["out"]
+        return jnp.tanh(x.reshape(len(x), -1)) @ params["out"]
 
     return Network(init, apply, squared_error)
 
@@ -74,8 +68,7 @@ def tokens(*, marked=True):
     """Ids, whose table the head shares; each row is attended to by itself."""
 
     def init(key):
-        a, b, c = jax.random.split(key, 3)
-        return {"table": normal(a, 50, 8), "qkv": normal(b, 3, 8, 8), "mlp": {"w": normal(c, 8, 8)}}
+        return {"table": normal(50, 8), "qkv": normal(3, 8, 8, of=8), "mlp": {"w": normal(8, 8)}}
 
     mark = stage_boundary if marked else lambda x: x
 
