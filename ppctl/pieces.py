@@ -89,7 +89,7 @@ class Pieces:
             return bounds if head == last else self._clustered(trace, first, head)
         if len(trace.marks) + 1 != self.num_layers:
             raise ConfigError(
-                f"apply has {len(trace.marks)} stage_boundary marks whose results it uses, which make "
+                f"apply has {len(trace.marks)} stage_boundary marks, which make "
                 f"{len(trace.marks) + 1} layers, but model.num_layers={self.num_layers}. Use model.num_layers="
                 f"{len(trace.marks) + 1}, or model.layers=auto."
             )

@@ -14,7 +14,13 @@ from ppctl.assemble import assemble
 from ppctl.cli.compose import compose
 
 ROOT = Path(__file__).parents[1]
-SMALL = ("recipes=alpa_mlp", "data.options.dim=16", "data.batch_size=32", "schedule.num_microbatches=4")
+SMALL = (
+    "recipes=alpa_mlp",
+    "run.eval_every=null",
+    "data.options.dim=16",
+    "data.batch_size=32",
+    "schedule.num_microbatches=4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +65,7 @@ def stepped(parts, state, batch):
 def test_trained_weights_leave_a_run_as_its_author_wrote_them(tmp_path):
     from recipes.documents.alpa_weights import weights
 
-    assert cli.main(["train", "recipes=alpa_mlp", "run.num_steps=1", f"run.dir={tmp_path}"]) == 0
+    assert cli.main(["train", "recipes=alpa_mlp", "run.num_steps=1", "run.eval_every=null", f"run.dir={tmp_path}"]) == 0
     parts = assemble(compose(["recipes=alpa_mlp"], [], ["train"]))
     found, expected = weights(tmp_path), plain_steps(parts, 1)
     start = plain_steps(parts, 0)

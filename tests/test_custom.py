@@ -105,6 +105,35 @@ def test_options_reach_the_function(here):
     assert stack.init_layer(None).shape == (7, 7)
 
 
+NETWORK = """
+import jax.numpy as jnp
+import ppctl
+
+def model(*, num_layers, dtype, data, name="w"):
+    def apply(params, x):
+        x = ppctl.stage_boundary(x @ params[name])
+        return x @ params["v"]
+    init = lambda key: {"w": jnp.ones((3, 4), dtype), "v": jnp.ones((4, 2), dtype)}
+    return ppctl.Network(init, apply, lambda y, targets: (jnp.sum(y), jnp.float32(y.size)))
+"""
+
+
+def test_a_function_with_marks_is_a_model(here):
+    (here / "net.py").write_text(NETWORK)
+    asked = {"data": rows(), "dtype": jnp.dtype("float32")}
+    stack = custom_stack("net.model", 2, {}, **asked)
+    assert (stack.num_layers, stack.are_alike) == (2, False)
+    assert custom_stack("net.model", 1, {}, layers="auto", **asked).num_layers == 1
+    with pytest.raises(
+        ConfigError, match=r"model.target=net.model: apply has 1 stage_boundary marks .* model.num_layers=3"
+    ):
+        custom_stack("net.model", 3, {}, **asked)
+    with pytest.raises(ConfigError, match=r"cutting it into layers fails: KeyError: 'u' \(net.py:7\)"):
+        custom_stack("net.model", 2, {"name": "u"}, **asked)
+    with pytest.raises(ConfigError, match=r"returns a Stack, which has its layers: model.layers=auto is for"):
+        stack_of(here, layers="auto")
+
+
 WRONG_MODELS = {
     "return 3": "returns a int, not a ppctl.model.stack.Stack",
     "return": "returns nothing, not a ppctl.model.stack.Stack",

@@ -15,6 +15,7 @@ from ppctl.errors import ConfigError
 from ppctl.model.stack import init
 from ppctl.optim import decays
 from ppctl.pieces import Pieces, stack_of
+from ppctl.runtime.flops import worth
 from ppctl.runtime.reference import reference
 
 ROWS = 8
@@ -87,6 +88,15 @@ def test_programs_of_each_stage_are_the_function(name, auto, changes):
     case = MpmdCase(**{"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 4, **changes})
     engine = engine_of(case, stack, params, batch)
     check(name, auto, engine.loss_and_grads(engine.new_state(), engine.put(batch)))
+
+
+def test_each_layer_counts_what_it_costs():
+    stack, _, batch, _ = made("widths")
+    flops = [6 * 24 + 24 * 8, 8 * 16, 16 * 8, 8 * 3]  # halves of a row's, of the layers between marks
+    found = worth(stack, batch, recompute=False)
+    assert found.layers == pytest.approx([each / sum(flops) * 4 for each in flops], rel=1e-12)
+    assert (found.embed, found.head) == (0, 0)
+    assert [len(layers) for layers in found.balanced((0, 1))] == [1, 3]
 
 
 # --- what cannot be cut ----------------------------------------------------------------------------------------------
