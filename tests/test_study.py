@@ -142,6 +142,17 @@ def test_another_search_in_its_place_is_refused(changed, message):
     assert (TOP / FILE).read_bytes() == before
 
 
+def test_a_search_in_which_nothing_ended_well_may_be_changed(monkeypatch):
+    good = processes.command_of
+    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, "raise SystemExit(2)"])
+    assert searched(n_trials=2)[1] == ["failed"] * 2
+    monkeypatch.setattr(processes, "command_of", good)
+    jobs, outcomes, study = searched(n_trials=3, fixed=("recipes=other",), space={"optim.lr": Span(0.1, 0.2)})
+    assert outcomes == ["finished"] * 3
+    assert all(0.1 <= job.values["optim.lr"] <= 0.2 for job in jobs)
+    assert len(study.trials) == 3
+
+
 def test_a_file_of_something_else_stays():
     TOP.mkdir(parents=True)
     (TOP / FILE).write_text("mine\n")

@@ -127,7 +127,7 @@ def check(sweep: Sweep) -> None:
     if (sweep.num_parallel > 1 or sweep.submit is not None) and not sweep.trains:
         how = f"hydra.launcher.jobs={sweep.num_parallel}" if sweep.submit is None else "hydra/launcher=submitit"
         raise ConfigError(
-            f"{how}: only jobs of `ppctl train` run so, which have a run.dir for their output. "
+            f"{how}: only jobs of `ppctl train` run side by side, which have a run.dir for their output. "
             f"Leave it out, and jobs of `ppctl {sweep.command}` follow one another."
         )
     if sweep.study is not None and not sweep.trains:

@@ -1,0 +1,72 @@
+"""How a sweep runs and what it runs: options of `hydra/launcher` and `hydra/sweeper`, what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ppctl.cli.choices import Setting, did_you_mean, settings_of, shown, wrong_option, wrong_value
+from ppctl.config.sweep import Search, SideBySide, SubmititLocal, SubmititSlurm
+from ppctl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+@dataclass
+class Combinations:
+    """hydra/sweeper=ppctl: a job for every combination of KEY=A,B,..."""
+
+    params: dict[str, Any] | None = None  # KEY: VALUES, for a file that describes a sweep
+
+
+LAUNCHERS: dict[str, type] = {"ppctl": SideBySide, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm}
+SWEEPERS: dict[str, type] = {"ppctl": Combinations, "optuna": Search}
+WAYS = {"hydra/launcher": LAUNCHERS, "hydra/sweeper": SWEEPERS}
+
+
+def refuse_way(override: Override, *, multirun: bool) -> None:
+    """ConfigError for a way to run a sweep that there is not, or that is said where there is no sweep."""
+    key, line = override.key_or_group, str(override.input_line)
+    way = way_of(key)
+    if way is None:
+        return
+    if override.is_sweep_override():
+        raise ConfigError(f"{line}: a sweep runs in one way. Give {key} one value.")
+    if key == way and str(override.value()) not in WAYS[way]:
+        raise ConfigError(
+            f"{wrong_option(way, shown(override.value()), WAYS[way])} Each job of a sweep is a process of its own, "
+            "which other ones do not start."
+        )
+    if key.endswith("._target_"):
+        raise ConfigError(f"{line}: choose {way}={' | '.join(WAYS[way])} instead.")
+    if not multirun:
+        raise ConfigError(f"{line} is for the jobs of a sweep. Add --multirun, or leave it out.")
+
+
+def wrong_way(key: str, said: str | None, parsed: Sequence[Override]) -> str | None:
+    """What is wrong with a setting of a launcher or sweeper; None for other keys."""
+    way = way_of(key)
+    if way is None:
+        return None
+    chosen = next((one.value() for one in reversed(parsed) if one.key_or_group == way), "ppctl")
+    known = settings_of(way.replace("/", "."), WAYS[way].get(str(chosen), Combinations))
+    if key in known:
+        return wrong_value(key, said, known)
+    names = [name.rpartition(".")[2] for name in known]
+    near = did_you_mean(key.rpartition(".")[2], names, f"{way.replace('/', '.')}.")
+    others = [name for name, cls in WAYS[way].items() if key in settings_of(way.replace("/", "."), cls)]
+    elsewhere = f" It is one of {way}={' and '.join(others)}." if others else ""
+    return f"{key} is not a setting of {way}={chosen}.{near}{elsewhere} (settings: {', '.join(names)})"
+
+
+def way_help(way: str) -> Mapping[str, tuple[str, list[Setting]]]:
+    """For each option of a way what it is, and its settings."""
+    prefix = way.replace("/", ".")
+    return {name: (str(cls.__doc__), [*settings_of(prefix, cls).values()]) for name, cls in WAYS[way].items()}
+
+
+def way_of(key: str) -> str | None:
+    """`hydra/launcher` for it and its settings, likewise `hydra/sweeper`; None for other keys."""
+    return next((way for way in WAYS if key == way or key.startswith(f"{way.replace('/', '.')}.")), None)
