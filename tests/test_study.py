@@ -22,6 +22,7 @@ from ppctl.sweep import processes
 from ppctl.sweep.board import Board
 from ppctl.sweep.jobs import Choices, Job, Span, Sweep
 from ppctl.sweep.runner import run_jobs
+from ppctl.sweep.serve import serve
 from ppctl.sweep.study import FILE, Study, distribution
 
 NUM_STEPS = 20
@@ -77,6 +78,17 @@ def test_the_sampler_comes_closer_than_chance():
     errors = [abs(math.log(job.values["optim.lr"] / BEST)) for job in jobs]
     assert study.best_value == pytest.approx(min(errors) ** 2)
     assert sum(errors[20:]) < sum(errors[:10])  # which are drawn by chance
+
+
+def test_the_page_shows_the_search(monkeypatch):
+    TOP.mkdir(parents=True)
+    study = Study(Search(n_trials=4), LR, (), TOP, made)
+    assert serve(Sweep("train", TOP, [], study=study)) == 0
+    text = (TOP / "sweep.html").read_text()
+    assert ">The search</h2>" in text
+    assert 'aria-label="final_loss, by job; best so far' in text
+    assert "lowest final_loss: job " in text
+    assert [each["status"] for each in json.loads((TOP / "sweep.json").read_text())] == ["finished"] * 4
 
 
 def test_a_search_goes_on_where_it_ended():

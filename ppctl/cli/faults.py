@@ -34,7 +34,7 @@ from ppctl.cli.choices import (
     wrong_option,
     wrong_value,
 )
-from ppctl.cli.ways import refuse_way, wrong_way
+from ppctl.cli.ways import refuse_way, way_of, wrong_way
 from ppctl.config import Costs, Measure, Mesh
 from ppctl.errors import ConfigError
 
@@ -88,7 +88,8 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
                 raise ConfigError(wrong_option(key, shown(value), options(key)))
     if group in PARTS and key == f"{group}.name":
         raise ConfigError(f"{line}: the choice of {group} sets its name. Use {line.replace('.name', '', 1)}.")
-    refuse_way(override, multirun=multirun)
+    is_swept = override.is_sweep_override()
+    refuse_way(key, None if is_swept else override.value(), line, is_swept=is_swept, multirun=multirun)
 
 
 def _refuse_for_drawing(group: str, line: str) -> None:
@@ -186,9 +187,9 @@ def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]
     override = _override_of(key, parsed)
     line = str(override.input_line) if override else None
     reason = str(error.msg).partition("\n")[0]
-    way = wrong_way(key, line, parsed)
-    if way is not None:
-        return way
+    if (way := way_of(key)) is not None:
+        chosen = next((str(one.value()) for one in reversed(parsed) if one.key_or_group == way), "ppctl")
+        return wrong_way(key, line, chosen)
     if isinstance(error, MissingMandatoryValue):
         part = key.split(".")[0]
         return f"{key} has no value. {part}={chosen[part][0]} needs one: add {key}=..."

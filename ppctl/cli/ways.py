@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppctl.cli.choices import Setting, did_you_mean, settings_of, shown, wrong_option, wrong_value
 from ppctl.config.sweep import Search, SideBySide, SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
 
 
 @dataclass
@@ -26,17 +23,19 @@ SWEEPERS: dict[str, type] = {"ppctl": Combinations, "optuna": Search}
 WAYS = {"hydra/launcher": LAUNCHERS, "hydra/sweeper": SWEEPERS}
 
 
-def refuse_way(override: Override, *, multirun: bool) -> None:
-    """ConfigError for a way to run a sweep that there is not, or that is said where there is no sweep."""
-    key, line = override.key_or_group, str(override.input_line)
+def refuse_way(key: str, value: object, line: str, *, is_swept: bool, multirun: bool) -> None:
+    """ConfigError for a way to run a sweep that there is not, or that is said where there is no sweep.
+
+    line: the override as it was typed; value: its value, unless it has several.
+    """
     way = way_of(key)
     if way is None:
         return
-    if override.is_sweep_override():
+    if is_swept:
         raise ConfigError(f"{line}: a sweep runs in one way. Give {key} one value.")
-    if key == way and str(override.value()) not in WAYS[way]:
+    if key == way and str(value) not in WAYS[way]:
         raise ConfigError(
-            f"{wrong_option(way, shown(override.value()), WAYS[way])} Each job of a sweep is a process of its own, "
+            f"{wrong_option(way, shown(value), WAYS[way])} Each job of a sweep is a process of its own, "
             "which other ones do not start."
         )
     if key.endswith("._target_"):
@@ -45,20 +44,19 @@ def refuse_way(override: Override, *, multirun: bool) -> None:
         raise ConfigError(f"{line} is for the jobs of a sweep. Add --multirun, or leave it out.")
 
 
-def wrong_way(key: str, said: str | None, parsed: Sequence[Override]) -> str | None:
-    """What is wrong with a setting of a launcher or sweeper; None for other keys."""
+def wrong_way(key: str, said: str | None, option: str) -> str:
+    """What is wrong with a setting of a launcher or sweeper, of which this option was chosen."""
     way = way_of(key)
-    if way is None:
-        return None
-    chosen = next((one.value() for one in reversed(parsed) if one.key_or_group == way), "ppctl")
-    known = settings_of(way.replace("/", "."), WAYS[way].get(str(chosen), Combinations))
+    assert way is not None, "other keys have other words"
+    prefix = way.replace("/", ".")
+    known = settings_of(prefix, WAYS[way][option])
     if key in known:
         return wrong_value(key, said, known)
     names = [name.rpartition(".")[2] for name in known]
-    near = did_you_mean(key.rpartition(".")[2], names, f"{way.replace('/', '.')}.")
-    others = [name for name, cls in WAYS[way].items() if key in settings_of(way.replace("/", "."), cls)]
+    near = did_you_mean(key.rpartition(".")[2], names, f"{prefix}.")
+    others = [name for name, cls in WAYS[way].items() if key in settings_of(prefix, cls)]
     elsewhere = f" It is one of {way}={' and '.join(others)}." if others else ""
-    return f"{key} is not a setting of {way}={chosen}.{near}{elsewhere} (settings: {', '.join(names)})"
+    return f"{key} is not a setting of {way}={option}.{near}{elsewhere} (settings: {', '.join(names)})"
 
 
 def way_help(way: str) -> Mapping[str, tuple[str, list[Setting]]]:

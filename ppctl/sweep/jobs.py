@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ppctl.config import Config
-from ppctl.config.sweep import SubmititLocal, SubmititSlurm
+from ppctl.config.sweep import Search, SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.sweep.ended import has_ended, other_settings
 
@@ -74,6 +74,8 @@ class Span(NamedTuple):
 
 class Study(Protocol):
     """Chooses jobs by how those before them ended."""
+
+    search: Search
 
     def sample(self) -> Job:
         """A job that might be chosen."""

@@ -6,10 +6,14 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ppctl.config.sweep import Search
+from ppctl.draw.curves import Curve
+from ppctl.draw.curves import figure as curve_figure
 from ppctl.draw.elements import exact, section, table
 from ppctl.draw.html import whole
 from ppctl.draw.lines import MOST_LINES, Line, figure, key
@@ -54,7 +58,7 @@ def page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_earlie
     sections = [
         f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(counted(outcomes))}.{shared}</p>',
         _best(sweep, records),
-        _figures(sweep, records),
+        _figures(sweep, records) if sweep.study is None else _history(sweep.study.search, records),
         section("Jobs", _jobs(sweep, outcomes, records) + _earlier(num_earlier)),
         _failures(sweep, outcomes),
     ]
@@ -96,6 +100,19 @@ def _figures(sweep: Sweep, records: Records) -> str:
     few = f"<p class='soft'>The first {MOST_LINES} lines; {left_out} more are in the table.</p>" if left_out else ""
     body = f'<ul class="keys">{names}</ul>{few}<div class="figures">{"".join(figures)}</div>'
     return section("Over the number of microbatches", body) if figures else ""
+
+
+def _history(search: Search, records: Records) -> str:
+    """What a search looks for, over its jobs, and the best so far."""
+    name, better = search.metric, min if search.is_minimized else max
+    points = [(float(record["job"]), record[name]) for record in records if record[name] is not None]
+    if len(points) < 2:
+        return ""
+    so_far = accumulate((value for _, value in points), better)
+    best = [(job, value) for (job, _), value in zip(points, so_far, strict=True)]
+    curves = [Curve("best so far", best), Curve("each job", points, is_marked=True)]
+    drawn = curve_figure(curves, title=name, x_name="job")
+    return section("The search", f'<div class="figures"><figure><figcaption>{name}</figcaption>{drawn}</figure></div>')
 
 
 def _line_name(job: Job) -> str:
