@@ -12,6 +12,7 @@ import pytest
 from ppctl import cli
 from ppctl.assemble import assemble
 from ppctl.cli.compose import compose
+from ppctl.config.files import ROOT
 
 BAR = 5e-4  # of the documents on Nabla: the largest absolute difference
 
@@ -30,6 +31,25 @@ def gradients(*words):
         parts.engine.new_state(), parts.engine.put(next(parts.data.batches(rows=parts.engine.rows)))
     )
     return float(loss), jax.tree.map(np.asarray, grads)
+
+
+# --- the commands of the table ----------------------------------------------------------------------------------------
+
+README = (ROOT / "recipes/documents/README.md").read_text()
+SHORT = dict(re.findall(r"`([A-Z]+)` (?:stands )?for `(.*?)`", README))
+COMMANDS = sorted(set(re.findall(r"`(ppctl [^`]*)`", README)))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_table_are_commands(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert SHORT.keys() == {"FB", "SMALL"}
+    words = [each for word in command.split()[1:] for each in SHORT.get(word, word).split()]
+    if words[0] == "schedule":
+        assert cli.main(words) == 0
+    elif words[0] != "report":
+        assert cli.main([*words, "--cfg", "job"]) == 0
+    capsys.readouterr()
 
 
 # --- Nabla's examples 6 and 7 -----------------------------------------------------------------------------------------
@@ -96,10 +116,8 @@ def test_a_nabla_example_trains_and_its_loss_is_that_of_the_document(capsys, tmp
 
 EPOCHS = (0.399302, 0.167322, 0.140893)
 NORMS = (  # weights and biases of maps 0 to 10: of the notebook's gradients, 10 times those of its mean loss
-    (73.295142, 133.412613, 161.030783, 198.421757, 218.052717, 215.451274, 222.567083, 238.092230, 188.028453)
-    + (198.173885, 231.966470),
-    (10.119277, 11.773362, 12.993124, 14.900594, 16.301100, 16.000472, 16.127108, 15.318450, 14.667893)
-    + (13.099433, 13.421494),
+    [73.2951, 133.4126, 161.0308, 198.4218, 218.0527, 215.4513, 222.5671, 238.0922, 188.0285, 198.1739, 231.9665],
+    [10.1193, 11.7734, 12.9931, 14.9006, 16.3011, 16.0005, 16.1271, 15.3184, 14.6679, 13.0994, 13.4215],
 )
 DRAWN = ("costs.input_grad_s=0.5", "costs.weight_grad_s=0.5")  # the notebook's B takes as long as its F
 
@@ -170,7 +188,7 @@ def test_the_notebooks_gradients_and_its_first_update(capsys):
     first, (x, y), _, _ = drawn()
     mean, expected = backward(first, x, y)
     for kind, stated in enumerate(NORMS):
-        assert [np.linalg.norm(pair[kind]) for pair in expected] == pytest.approx(stated, abs=5e-6)
+        assert [np.linalg.norm(pair[kind]) for pair in expected] == pytest.approx(stated, abs=6e-5)
     found = {}
     for remat in ("full", "none"):
         loss, grads = gradients(*words, f"executor.remat={remat}")
