@@ -47,6 +47,8 @@ def test_commands_of_the_table_are_commands(command, capsys, monkeypatch, tmp_pa
     words = [each for word in command.split()[1:] for each in SHORT.get(word, word).split()]
     if words[0] == "schedule":
         assert cli.main(words) == 0
+        if "--out" in words:  # items 10, 14; the curve of the loss is that of `ppctl report`
+            assert (tmp_path / words[-1]).read_bytes().startswith(b"\x89PNG")
     elif words[0] != "report":
         assert cli.main([*words, "--cfg", "job"]) == 0
     capsys.readouterr()
@@ -78,6 +80,7 @@ def plain(num_microbatches):
     return float(value), {"inputs": dx.reshape(-1, 16), "weight": dw, "bias": db}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [(), ("executor=mpmd", "schedule=1f1b")], ids=["spmd", "mpmd"])
 @pytest.mark.parametrize("recipe", NABLA)
 def test_the_gradients_of_a_nabla_example_are_those_of_plain_jax(recipe, others):
@@ -92,7 +95,7 @@ def test_the_gradients_of_a_nabla_example_are_those_of_plain_jax(recipe, others)
 
 
 @pytest.mark.parametrize("recipe", NABLA)
-def test_verify_prints_the_table_of_a_nabla_example(recipe, capsys):
+def test_verify_finds_the_numbers_of_a_nabla_example(recipe, capsys):
     _, loss, _, norms = NABLA[recipe]
     found = answer(capsys, "verify", f"recipes={recipe}", "run.dtype=float32")
     assert found["loss"] == pytest.approx(loss, rel=1e-6)
@@ -101,10 +104,6 @@ def test_verify_prints_the_table_of_a_nabla_example(recipe, capsys):
         assert leaf["max_difference"] < BAR
         assert leaf["error"] <= 1e-6
         assert leaf["norm"] == pytest.approx(norms[leaf["name"].rpartition("/")[2]], rel=1e-6)
-    assert cli.main(["verify", f"recipes={recipe}"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"gradient +shape +norm +max .reference. +max .difference. +error", shown)
-    assert f"loss      {NABLA[recipe][2]:.6f}"[:18] in shown
 
 
 def test_a_nabla_example_trains_and_its_loss_is_that_of_the_document(capsys, tmp_path):
@@ -165,6 +164,7 @@ def trained_as_in_the_notebook():
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [(), ("executor=mpmd", "run.timeline=true")], ids=["spmd", "mpmd"])
 def test_the_notebooks_training_is_that_of_numpy(others, tmp_path):
     assert cli.main(["train", "recipes=gpipe_notebook", f"run.dir={tmp_path}", *others]) == 0
@@ -182,7 +182,7 @@ def test_the_notebooks_training_is_that_of_numpy(others, tmp_path):
             assert [row["task"] for row in own] == order
 
 
-def test_the_notebooks_gradients_and_its_first_update(capsys):
+def test_the_notebooks_gradients_and_its_first_update():
     """Items 1, 3, 5, 7, 8: 4 microbatches of 4 rows; the same, recomputed or not, as of the whole batch."""
     words = "recipes=gpipe_notebook", "data.options.part=gradients", "data.batch_size=16", "schedule.num_microbatches=4"
     first, (x, y), _, _ = drawn()
@@ -202,9 +202,6 @@ def test_the_notebooks_gradients_and_its_first_update(capsys):
     for ours, theirs in zip(*map(jax.tree.leaves, found.values()), strict=True):
         assert np.max(np.abs(ours - theirs)) <= 1e-15 * np.max(np.abs(theirs))  # rounding: they are two programs
     assert 0.01 * 10 * np.linalg.norm(found["full"]["ends"]["first"]["weight"]) == pytest.approx(0.732951, abs=5e-7)
-    shown = answer(capsys, "verify", *words)
-    norms = {leaf["name"]: leaf["norm"] for leaf in shown["gradients"]}
-    assert norms["ends/first/weight"] == pytest.approx(7.3295142, rel=1e-7)
 
 
 def test_a_batch_that_does_not_divide_is_refused(capsys):
@@ -244,8 +241,8 @@ def test_the_notebooks_tables(capsys):
     assert [f"{share:.1%}" for share in guide] == ["88.9%", "84.2%", "82.1%", "81.0%"]
 
 
-def test_the_notebooks_figures(capsys, tmp_path):
-    """Items 10, 14: the series, and that figures are drawn. The fourth is the curve of the loss, of `ppctl report`."""
+def test_the_series_of_the_notebooks_figures(capsys):
+    """Item 14."""
     bubble = cells(capsys, "--microbatches", "1-64")
     assert len(bubble) == 4 * 64
     assert all(cell["bubble_fraction"] == pytest.approx((p - 1) / (p - 1 + m)) for (p, m), cell in bubble.items())
@@ -253,15 +250,6 @@ def test_the_notebooks_figures(capsys, tmp_path):
     assert {p: cell["all_mb"] for (p, _), cell in memory.items()} == {p: [240 * p, 80 * p] for p in range(2, 17)}
     efficiency = cells(capsys, "--ranks", "2-16", "--microbatches", "4,8,16,32")
     assert all(cell["efficiency_fraction"] == pytest.approx(m / (p - 1 + m)) for (p, m), cell in efficiency.items())
-    for words in (
-        ["curves", "--microbatches", "1-64"],
-        ["curves", "--ranks", "2-16", "--microbatches", "8", "--kept-mb", "30,10"],
-        ["curves", "--ranks", "2-16", "--microbatches", "4,8,16,32"],
-        ["show"],
-    ):
-        out = tmp_path / f"{len(words)}.png"
-        assert cli.main(["schedule", *words, "recipes=gpipe_notebook", *DRAWN, "--out", str(out)]) == 0
-        assert out.read_bytes().startswith(b"\x89PNG")
 
 
 TIMELINES = {(4, 4): (14, 3 / 7), (4, 8): (22, 3 / 11), (3, 4): (12, 1 / 3)}  # steps and bubble, as they should be

@@ -17,6 +17,7 @@ from ppctl.schedule.ir import KINDS, Kind
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
 PANEL_IN = 5.0  # height of a panel of curves
 MARKS = ("o", "s", "^", "D")  # a colour and a mark tell lines apart
+MANY_MARKS = 4  # on each line
 SCREEN_DPI = 100  # of a figure that is only looked at
 MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches
 MAX_VECTORS = 20_000  # tasks of an svg drawn one by one; more become one picture inside it
@@ -56,12 +57,12 @@ def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
     """The bytes of a figure of panels in two columns; beside a share stands what is left of 1. `form`: png or svg."""
     figure = _figure(PANEL_IN * ceil(len(each) / 2), DPI)
     for axes, panel in zip(figure.subplots(ceil(len(each) / 2), 2).flat, each, strict=False):
+        n = len(panel.lines)
         for i, (name, line) in enumerate(panel.lines.items()):
             x, y = zip(*((x, nan if y is None else y) for x, y in line), strict=True)
             mark = MARKS[(i + i // len(LINES)) % len(MARKS)]
-            look = {"color": LINES[i % len(LINES)], "marker": mark, "markersize": 4, "linewidth": 1.5}
-            # marks take turns, so that lines that coincide are seen
-            axes.plot(x, y, label=name, markevery=(i % len(x), len(panel.lines)), **look)
+            marked = (i, n) if len(x) >= MANY_MARKS * n else 1  # in turns, so that lines that coincide are seen
+            axes.plot(x, y, label=name, color=LINES[i % len(LINES)], marker=mark, markersize=4, markevery=marked)
         axes.set(xlabel=x_name, ylabel=panel.unit)
         axes.set_title(panel.title, loc="left", fontsize=10)
         axes.grid(alpha=0.3)
