@@ -161,7 +161,7 @@ FAULTS = [
     ("train launch.proceses=2", "launch.proceses is not a setting of launch. Did you mean launch.processes"),
     # options of groups
     ("train schedule=interleavd", "Did you mean schedule=interleaved.*.schedule: interleaved, .*gpipe"),
-    ("train optim=zzz", r"optim=zzz is not an option of optim. \(optim: adamw\)"),
+    ("train optim=zzz", r"optim=zzz is not an option of optim. \(optim: adamw, sgd\)"),
     ("train schedule=null", "schedule=null is not an option of schedule"),
     ("train model=[mlp,transformer]", "is not an option of model"),
     ("train recipes=tinny", "recipes=tinny is not an option of recipes. Did you mean recipes=tiny"),

@@ -20,13 +20,15 @@ Tree = Any  # a pytree of arrays
 class Stack:
     """Pure functions on pytrees. x is the activation between layers, [batch, ...]; its shape never changes.
 
+    init_ends(key) and init_layer(key, l) make the parameters, drawn with the key or given, as pretrained ones are: l is
+    traced, so `jnp.asarray(weights)[l]` and not `weights[l]`.
     embed(ends, inputs) -> x; layer(layer, x) -> x; head(ends, x, targets) -> (sum of losses, number of losses).
     Losses are summed in at least float32; the training loss is sum / number over the global batch.
     """
 
     num_layers: int
     init_ends: Callable[[jax.Array], Tree]
-    init_layer: Callable[[jax.Array], Tree]
+    init_layer: Callable[[jax.Array, jax.Array], Tree]
     embed: Callable[[Tree, jax.Array], jax.Array]
     layer: Callable[[Tree, jax.Array], jax.Array]
     head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -35,5 +37,5 @@ class Stack:
 def init(stack: Stack, seed: int) -> Tree:
     """Initial parameters. Layer l's weights depend on the seed and l only, never on L or on the layout."""
     ends_key, layers_key = jax.random.split(jax.random.key(seed))
-    layer_keys = jax.vmap(lambda l: jax.random.fold_in(layers_key, l))(jnp.arange(stack.num_layers))
-    return {"ends": stack.init_ends(ends_key), "layers": jax.vmap(stack.init_layer)(layer_keys)}
+    layer = lambda l: stack.init_layer(jax.random.fold_in(layers_key, l), l)  # noqa: E731
+    return {"ends": stack.init_ends(ends_key), "layers": jax.vmap(layer)(jnp.arange(stack.num_layers))}
