@@ -231,8 +231,7 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
     settings = asdict(config.optim)
     schedule_settings = {key: settings.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
     lr_schedule = optim.lr_schedule(**schedule_settings, num_steps=config.run.num_steps)
-    del settings["name"]
-    return optim.adamw(lr_schedule, **settings), lr_schedule
+    return optim.OPTIMIZERS[settings.pop("name")](lr_schedule, **settings), lr_schedule
 
 
 def open_data(config: Config) -> DataSet:

@@ -1,24 +1,28 @@
 """Models and data sets of the user's own: functions named by dotted paths, and whether what they return fits.
 
-They are looked for in the current directory first. What is wrong with them is said before anything is compiled.
+They are looked for in the current directory first; those of ppctl's own recipes (recipes.documents...) also where
+these stand. What is wrong with them is said before anything is compiled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ppctl.config.files import ROOT
 from ppctl.data import Batch, DataSet
 from ppctl.errors import ConfigError
 from ppctl.model.network import Network
@@ -106,9 +110,9 @@ def _function(key: str, target: str) -> Callable[..., Any]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
+        module = _module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+        if _is_missing(module_name, error):
             raise ConfigError(
                 f"{key}: there is no module {error.name}, neither in {here} nor where Python looks for packages."
             ) from error
@@ -120,6 +124,27 @@ def _function(key: str, target: str) -> Callable[..., Any]:
         found = sorted(n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module_name)
         raise ConfigError(f"{key}: {module_name} has no function {name}. It has {', '.join(found) or 'none'}.")
     return function
+
+
+def _module(name: str) -> ModuleType:
+    """The module of this name; of recipes.*, what ppctl ships where there is no other. It need not be on the path."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        shipped = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+        if not (_is_missing(name, error) and name.startswith("recipes.") and shipped.is_file()):
+            raise
+    spec = importlib.util.spec_from_file_location(name, shipped)
+    assert spec is not None, shipped
+    assert spec.loader is not None, shipped
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
+    """Whether it is this module, or a package that it lies in, and not one that it imports."""
+    return error.name is not None and (name + ".").startswith(error.name + ".")
 
 
 def _called(key: str, function: Callable[..., Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -174,7 +199,8 @@ def _try_on(key: str, stack: Stack, rows: Batch) -> None:
         functions = stack.layer if what == "layer" and isinstance(stack.layer, tuple) else (getattr(stack, what),)
         return [_tried(key, what, lambda f=f: jax.eval_shape(f, *args)) for f in functions][-1]
 
-    ends, layer = shaped("init_ends", random), shaped("init_layer", random)
+    index = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
+    ends, layer = shaped("init_ends", random), shaped("init_layer", random, index)
     for what, tree in (("init_ends", ends), ("init_layer", layer)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -52,13 +52,13 @@ def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
         return show_drawing(draw(config), form, out)
     if form not in LIST_FORMATS:
         raise _too_large(config)
-    return _show_rows(f"{config.schedule.name}, {_prices(config.costs)}", [extrapolated(config)], {}, form, out)
+    return _show_rows(f"{config.schedule.name}, {prices(config.costs)}", [extrapolated(config)], {}, form, out)
 
 
 def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
     """0 after drawing one schedule in one of SHOW_FORMATS, to a file or to stdout."""
     if form == "text":
-        return _print(lambda console: show_gantt(console, drawing), out)
+        return print_on(lambda console: show_gantt(console, drawing), out)
     content: str | bytes
     if form in ("svg", "png"):
         content = image(drawing, form)
@@ -70,7 +70,7 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
         content = f"{drawing.title}\n{task_lists(drawing.schedule)}"
     else:
         content = json.dumps(document(drawing) if form == "json" else trace(drawing)) + "\n"
-    return _deliver(content, out)
+    return deliver(content, out)
 
 
 def compare(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
@@ -83,10 +83,10 @@ def compare(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | N
         return _show_rows(title, rows, {}, form, out)
     drawings = list(map(draw, configs))
     if form == "text":
-        return _print(lambda console: show_summary(console, title, list(map(row, drawings))), out)
+        return print_on(lambda console: show_summary(console, title, list(map(row, drawings))), out)
     if form == "html":
-        return _deliver(page(drawings), out)
-    return _deliver(json.dumps([document(drawing) for drawing in drawings]) + "\n", out)
+        return deliver(page(drawings), out)
+    return deliver(json.dumps([document(drawing) for drawing in drawings]) + "\n", out)
 
 
 def list_families(
@@ -99,7 +99,7 @@ def list_families(
             rows.append(extrapolated(one) if is_large(one) else row(draw(one), *_formulas(one)))
         except ScheduleError as error:
             refused[one.schedule.name] = " ".join(str(error).split())
-    title = f"{_size_of(config)}, {_prices(config.costs)}"
+    title = f"{_size_of(config)}, {prices(config.costs)}"
     return _show_rows(title, rows, refused, form, out)
 
 
@@ -108,7 +108,7 @@ def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: s
     stated = {row.schedule: formulas(row.schedule) for row in rows if row.schedule in FAMILIES}
     if form == "json":
         documents = [asdict(row) | {"formulas": stated.get(row.schedule)} for row in rows]
-        return _deliver(json.dumps({"schedules": documents, "refused": refused}) + "\n", out)
+        return deliver(json.dumps({"schedules": documents, "refused": refused}) + "\n", out)
     width = max(map(len, stated), default=0)
 
     def draw_on(console: Console) -> None:
@@ -116,18 +116,18 @@ def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: s
         for text in [*(f"{family:{width}}  {text}" for family, text in stated.items()), "", *refused.values()]:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    return _print(draw_on, out)
+    return print_on(draw_on, out)
 
 
 def certify(config: settings.ScheduleConfig, time_limit_s: float, form: str, out: Path | None) -> int:
     """0 after saying how short any order of the schedule's tasks can be, in one of LIST_FORMATS."""
     from ppctl.certify import certify as prove
 
-    requested = schedule_of(config.schedule, config.mesh.pp, _seconds(config.costs))
+    requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))
     cap = None if requested.choice is None else requested.choice.cap
     began = time.perf_counter()
-    found = prove(requested.schedule, _seconds(config.costs), cap, time_limit_s=time_limit_s)
-    own_s = simulate(requested.schedule, _seconds(config.costs)).makespan_s
+    found = prove(requested.schedule, costs_of(config.costs), cap, time_limit_s=time_limit_s)
+    own_s = simulate(requested.schedule, costs_of(config.costs)).makespan_s
     numbers = {
         "label": requested.label,
         "makespan_s": own_s,
@@ -138,7 +138,7 @@ def certify(config: settings.ScheduleConfig, time_limit_s: float, form: str, out
         "ranks": [list(map(str, tasks)) for tasks in found.schedule.ranks],
     }
     if form == "json":
-        return _deliver(json.dumps(numbers) + "\n", out)
+        return deliver(json.dumps(numbers) + "\n", out)
     under = f"under {number(found.cap)} activations on this placement"
     shorter = "" if found.shortest_s >= own_s else f" One of {number(found.shortest_s)} s was found."
     proven = (
@@ -148,7 +148,7 @@ def certify(config: settings.ScheduleConfig, time_limit_s: float, form: str, out
         f"{number(found.shortest_s)} s. Raise --seconds for more."
     )
     text = f"{requested.label}, {_size(requested.schedule)}: {number(own_s)} s.{shorter} {proven}"
-    return _deliver(f"{text} (CP-SAT, {time.perf_counter() - began:.1f} s)\n", out)
+    return deliver(f"{text} (CP-SAT, {time.perf_counter() - began:.1f} s)\n", out)
 
 
 def check(path: Path) -> int:
@@ -165,7 +165,7 @@ def check(path: Path) -> int:
 
 def draw(config: settings.ScheduleConfig) -> Drawing:
     """The schedule that a request asks for, priced with its costs."""
-    requested = schedule_of(config.schedule, config.mesh.pp, _seconds(config.costs))
+    requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))
     return price(requested.schedule, config.costs, requested.label, requested.choice)
 
 
@@ -182,7 +182,7 @@ def _too_large(config: settings.ScheduleConfig) -> ScheduleError:
 
 def extrapolated(config: settings.ScheduleConfig) -> Row:
     """The row of a schedule too large to be simulated, from smaller ones of its family."""
-    asked, costs, num_ranks = config.schedule, _seconds(config.costs), config.mesh.pp
+    asked, costs, num_ranks = config.schedule, costs_of(config.costs), config.mesh.pp
     family = partial(build, asked.name, **asked.knobs())
     found = extrapolate(family, num_ranks, asked.num_microbatches, costs)
     few = family(*found.simulated[0])
@@ -207,7 +207,7 @@ def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | No
     """What the family's closed forms say of makespan and peak."""
     asked, sizes = config.schedule, (config.mesh.pp, config.schedule.num_microbatches)
     return (
-        makespan_formula_s(asked.name, *sizes, _seconds(config.costs), **asked.knobs()),
+        makespan_formula_s(asked.name, *sizes, costs_of(config.costs), **asked.knobs()),
         peak_formula(asked.name, *sizes, **asked.knobs()),
     )
 
@@ -226,16 +226,18 @@ def formulas(family: str) -> str:
 
 def price(schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None) -> Drawing:
     """The drawing of a schedule with these costs."""
-    seconds = _seconds(costs)
+    seconds = costs_of(costs)
     drawing = priced(label, simulate(schedule, seconds))
     return replace(drawing, advice=advice(schedule, seconds), choice=choice)
 
 
-def _seconds(costs: settings.Costs) -> Costs:
+def costs_of(costs: settings.Costs) -> Costs:
+    """What a request assumes, for the simulator."""
     return Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
 
 
-def _prices(costs: settings.Costs) -> str:
+def prices(costs: settings.Costs) -> str:
+    """What a request assumes, in words."""
     return f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} c={costs.transfer_s:g} s"
 
 
@@ -247,17 +249,17 @@ def _size(schedule: Schedule) -> str:
     return f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
 
 
-def _print(draw_on: Callable[[Console], None], out: Path | None) -> int:
+def print_on(draw_on: Callable[[Console], None], out: Path | None) -> int:
     """0 after `draw_on(console)`, on the terminal or in a text file."""
     if out is None:
         draw_on(Console())
         return 0
     text = io.StringIO()
     draw_on(Console(file=text, width=FILE_WIDTH, color_system=None))
-    return _deliver(text.getvalue(), out)
+    return deliver(text.getvalue(), out)
 
 
-def _deliver(content: str | bytes, out: Path | None) -> int:
+def deliver(content: str | bytes, out: Path | None) -> int:
     """0 after writing `content` to a file or to stdout; bytes are for a file only."""
     if out is None:
         if isinstance(content, bytes):

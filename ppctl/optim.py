@@ -1,4 +1,4 @@
-"""The optimizer: optax AdamW behind global-norm clipping, with a warm-up and cosine lr_schedule."""
+"""The optimizers of optax behind global-norm clipping, with a warm-up and cosine lr_schedule."""
 
 from __future__ import annotations
 
@@ -32,8 +32,19 @@ def adamw(
 
     `update(..., norm=n)` takes the global norm of the gradients, which may be over more than the tree it is given.
     """
-    clip = optax.identity() if clip_norm is None else clip_by_norm(clip_norm)
-    return optax.chain(clip, optax.adamw(schedule, b1, b2, eps, weight_decay=weight_decay, mask=decays))
+    return optax.chain(_clip(clip_norm), optax.adamw(schedule, b1, b2, eps, weight_decay=weight_decay, mask=decays))
+
+
+def sgd(schedule: optax.Schedule, *, momentum: float | None, clip_norm: float | None) -> optax.GradientTransformation:
+    """w <- w - lr*g behind clipping, or w - lr*v with v <- momentum*v + g (Polyak 1964); None keeps no v."""
+    return optax.chain(_clip(clip_norm), optax.sgd(schedule, momentum))
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+
+
+def _clip(max_norm: float | None) -> optax.GradientTransformation:
+    return optax.identity() if max_norm is None else clip_by_norm(max_norm)
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:

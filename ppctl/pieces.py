@@ -255,7 +255,7 @@ def stack_of(pieces: Pieces) -> Stack:
     return Stack(
         pieces.num_layers,
         lambda key: initial(key)["ends"],
-        lambda key: jax.tree.map(lambda a: a[0], initial(key)["layers"]),
+        lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
         pieces.embed,
         tuple(partial(pieces.layer, l) for l in range(pieces.num_layers)),
         pieces.head,

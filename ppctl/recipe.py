@@ -99,7 +99,7 @@ def _said(part: Any) -> dict[str, Any]:
 def _differences(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and isinstance(usual[name], dict):
+        if isinstance(value, dict) and usual[name]:  # of fields, not of names of the user's
             inner = _differences(value, usual[name])
             found |= {name: inner} if inner else {}
         elif name != "name" and value != usual[name]:

@@ -18,6 +18,9 @@ from ppctl import status, watch
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # directories of a run that hold no run
+MEMORY_FILE = (
+    "memory.json"  # in a run's directory: of each rank bytes of a device by part, as compiled at its last start
+)
 TAILS = (4096, 65536)  # bytes read of a file's end: a line has 400, or so
 NUM_STEPS = re.compile(rb"^run:\n(?:  .*\n)*?  num_steps: (\d{1,18})$", re.MULTILINE)  # a parser of YAML takes 20 ms
 

@@ -37,10 +37,13 @@ from ppctl.loop import Loop, writing
 from ppctl.members import compare, membership
 from ppctl.metrics import Metrics, NoMetrics
 from ppctl.plan.step_timeline import timeline_at
+from ppctl.records import MEMORY_FILE
+from ppctl.report import replace_file
 from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.status import FINISHED, INTERRUPTED, NoStanding, Standing, held_by
 from ppctl.supervise import STOP_SIGNALS, handling
 from ppctl.watch import Watch
+from ppctl.weigh import by_part
 
 Tree = Any
 LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by more than this
@@ -88,6 +91,10 @@ def _train(config: Config, words: Sequence[str], watch: Watch, *, as_json: bool)
         with _recorded(config, start, where) if is_lead else NoStanding() as standing:
             footprint, compile_time_s = compile_steps(parts, console)
             say(f"compiled in {compile_time_s:.1f} s")
+            if is_lead:
+                with writing(run_dir):
+                    memory = {"step": start, "ranks": by_part(parts, footprint.total_bytes)}
+                    replace_file(run_dir / MEMORY_FILE, json.dumps(memory) + "\n")
             watch.note("start", start)
             compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
             state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)

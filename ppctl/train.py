@@ -1,4 +1,4 @@
-"""The train step: gradients by an executor, clipping and AdamW, on donated state."""
+"""The train step: gradients by an executor, clipping and the optimizer, on donated state."""
 
 from __future__ import annotations
 

@@ -22,11 +22,13 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # of max|diff
 
 @dataclass(frozen=True)
 class Leaf:
-    """The comparison of one gradient array. error: max|difference| / max|reference|; layer: where it is worst."""
+    """The comparison of one gradient array. error: max_difference / max_abs; layer: where it is worst."""
 
     name: str
     shape: tuple[int, ...]
+    norm: float  # of all entries
     max_abs: float  # of the reference
+    max_difference: float  # largest |difference|
     error: float
     layer: int | None  # None: not a stack of layers
 
@@ -58,13 +60,15 @@ def verify(config: Config, *, as_json: bool) -> int:
         (
             leaf.name,
             "x".join(map(str, leaf.shape)),
+            f"{leaf.norm:.6g}",
             f"{leaf.max_abs:.3e}",
+            f"{leaf.max_difference:.1e}",
             f"{leaf.error:.1e}" + ("" if leaf.error <= tolerance else " !"),
             "" if leaf.layer is None else str(leaf.layer),
         )
         for leaf in leaves
     )
-    columns = ("gradient", "shape", "max |reference|", "error", "worst layer")
+    columns = ("gradient", "shape", "norm", "max |reference|", "max |difference|", "error", "worst layer")
     show_table(console, f"gradients of {_what(config)} beside the un-pipelined model's", columns, rows)
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     text = partition_text(parts)
@@ -101,11 +105,19 @@ def compare(expected: Tree, actual: Tree) -> Iterator[Leaf]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
         difference = np.abs(want - got)
-        max_abs = float(np.abs(want).max())
+        max_abs, max_difference = float(np.abs(want).max()), float(difference.max())
         layer = None
         if name.startswith("layers/"):
             layer = int(difference.reshape(len(difference), -1).max(axis=1).argmax())
-        yield Leaf(name, want.shape, max_abs, float(difference.max() / (max_abs or 1.0)), layer)
+        yield Leaf(
+            name,
+            want.shape,
+            float(np.linalg.norm(got)),
+            max_abs,
+            max_difference,
+            max_difference / (max_abs or 1.0),
+            layer,
+        )
 
 
 def _what(config: Config) -> str:

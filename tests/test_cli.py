@@ -146,13 +146,22 @@ FAULTS = [
     ("train ~schedule", "~schedule: nothing can be removed. Give schedule another value"),
     ("train ~run.seed", "~run.seed: nothing can be removed"),
     ("train hydra.foo=1", "hydra.foo is not a setting of Hydra's"),
-    ("train hydra/launcher=basic", "hydra/launcher=basic: a sweep has one launcher"),
-    ("train hydra.launcher.x=1", "hydra.launcher.x=1: a sweep has one launcher"),
+    ("train hydra/launcher=basic", "hydra/launcher=basic is not an option of hydra/launcher"),
+    ("train hydra.launcher.x=1", "hydra.launcher.x=1 is for the jobs of a sweep. Add --multirun"),
+    ("train --multirun run.seed=1,2 hydra.launcher.x=1", "launcher.x is not a setting of hydra/launcher=ppctl. .set"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jbos=1", "Did you mean hydra.launcher.jobs"),
+    ("train --multirun run.seed=1,2 hydra.launcher.nodes=2", "It is one of hydra/launcher=submitit_slurm"),
+    ("train --multirun run.seed=1,2 hydra/launcher=[a]", "is not an option of hydra/launcher"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=abc", "hydra.launcher.jobs takes a whole number .default 1"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=0", "hydra.launcher.jobs=0 must be"),
+    ("train --multirun run.seed=1,2 hydra.launcher._target_=os.kill", "choose hydra/launcher=ppctl . submitit_local"),
+    ("verify --multirun run.seed=1,2 hydra/launcher=submitit_local", "only jobs of `ppctl train` run side by side"),
+    ("verify --multirun hydra/sweeper=optuna optim.lr=interval(0,1)", "searches by what runs record, and `ppctl ver"),
     ("train model@x=mlp", "Could not override 'model@x'"),
     ("train launch.proceses=2", "launch.proceses is not a setting of launch. Did you mean launch.processes"),
     # options of groups
     ("train schedule=interleavd", "Did you mean schedule=interleaved.*.schedule: interleaved, .*gpipe"),
-    ("train optim=zzz", r"optim=zzz is not an option of optim. \(optim: adamw\)"),
+    ("train optim=zzz", r"optim=zzz is not an option of optim. \(optim: adamw, sgd\)"),
     ("train schedule=null", "schedule=null is not an option of schedule"),
     ("train model=[mlp,transformer]", "is not an option of model"),
     ("train recipes=tinny", "recipes=tinny is not an option of recipes. Did you mean recipes=tiny"),
@@ -248,9 +257,9 @@ FAULTS = [
     ("train --multirun run.dir=/proc/x run.seed=1,2", "run.dir=/proc/x cannot be written"),
     ("train hydra.launcher.jobs=2", "hydra.launcher.jobs=2 is for the jobs of a sweep. Add --multirun"),
     ("train --multirun run.seed=1,2 hydra.launcher.jobs=0", "hydra.launcher.jobs=0 must be a finite number of at le"),
-    ("train --multirun run.seed=1,2 hydra.launcher.jobs=many", "hydra.launcher.jobs does not take such a value"),
-    ("train --multirun run.seed=1,2 hydra.launcher.jobs=1,2", "Give hydra.launcher.jobs one number"),
-    ("train --multirun run.seed=1,2 hydra/sweeper=basic", "a sweep has one sweeper"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=many", "hydra.launcher.jobs takes a whole number"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=1,2", "Give hydra.launcher.jobs one value"),
+    ("train --multirun run.seed=1,2 hydra/sweeper=basic", "hydra/sweeper=basic is not an option of hydra/sweeper"),
     ("bench --multirun run.seed=1,2 hydra.launcher.jobs=2", "only jobs of `ppctl train` run side by side"),
 ]
 
@@ -557,7 +566,7 @@ def test_a_job_that_is_refused_does_not_stop_the_others(jobs_environment):
 )
 def test_a_sweep_is_composed_and_checked_before_anything_runs(command, seeds, served, monkeypatch, empty_directory):
     asked = []
-    monkeypatch.setattr("ppctl.sweep.serve.serve", lambda found: asked.append(found) or 0)
+    monkeypatch.setattr("ppctl.sweep.serve.serve", lambda found, report: asked.append(found) or 0)
     words = command.split()
     assert cli.main([words[0], "-m", f"run.seed={seeds[0]},{seeds[1]}", "optim.lr=0.1", *words[1:]]) == 0
     [found] = asked
@@ -571,7 +580,7 @@ def test_a_sweep_is_composed_and_checked_before_anything_runs(command, seeds, se
 
 def test_a_file_may_describe_a_sweep(monkeypatch, empty_directory):
     asked = []
-    monkeypatch.setattr("ppctl.sweep.serve.serve", lambda found: asked.append(found) or 0)
+    monkeypatch.setattr("ppctl.sweep.serve.serve", lambda found, report: asked.append(found) or 0)
     text = "# @package _global_\nhydra: {sweeper: {params: {run.seed: '1,2'}}, launcher: {jobs: 3}}\n"
     write(empty_directory / "mine/recipes/both.yaml", text)
     assert cli.main(["train", "-m", "recipes=both", "--config-dir", "mine"]) == 0

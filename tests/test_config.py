@@ -77,7 +77,7 @@ def test_every_part_of_config_py_is_behind_some_choice():
     shipped = {schema_of(part, option) for part, option in CHOICES}
     shipped.add(schema_of(*OF_SCHEDULE))
     named = {cls for cls in schemas().values() if "name" in {f.name for f in dataclasses.fields(cls)}}
-    assert named - {c.Run, c.Data} <= shipped
+    assert named - {c.Run, c.Data, c.Optim} <= shipped
 
 
 @pytest.mark.parametrize(("text", "sizes"), [("1x1", (1, 1, 1)), ("3x5", (3, 5, 1)), ("2x16x4", (2, 16, 4))])
@@ -159,12 +159,16 @@ def config_with(**parts: object) -> c.Config:
         (config_with(executor=c.Spmd(idle="wait")), "executor.idle=wait is not one of skip, compute"),
         (config_with(executor=c.Spmd(gather="never")), "executor.gather=never is not one of step, tick"),
         (config_with(executor=c.Spmd(unroll=-1)), "executor.unroll=-1 must be .* at least 0"),
-        (config_with(optim=c.Optim(lr=-1.0)), "optim.lr=-1.0 must be .* at least 0"),
-        (config_with(optim=c.Optim(lr=float("inf"))), "optim.lr=inf must be a finite number"),
-        (config_with(optim=c.Optim(lr=float("nan"))), "optim.lr=nan must be"),
-        (config_with(optim=c.Optim(min_lr_fraction=2.0)), r"optim.min_lr_fraction=2.0 must lie in \[0, 1\]"),
-        (config_with(optim=c.Optim(b1=1.0)), r"optim.b1=1.0 must lie in \[0, 1\)"),
-        (config_with(optim=c.Optim(clip_norm=0.0)), "optim.clip_norm=0 would erase every gradient. Use null"),
+        (config_with(optim=c.AdamW(lr=-1.0)), "optim.lr=-1.0 must be .* at least 0"),
+        (config_with(optim=c.AdamW(lr=float("inf"))), "optim.lr=inf must be a finite number"),
+        (config_with(optim=c.AdamW(lr=float("nan"))), "optim.lr=nan must be"),
+        (config_with(optim=c.AdamW(min_lr_fraction=2.0)), r"optim.min_lr_fraction=2.0 must lie in \[0, 1\]"),
+        (config_with(optim=c.AdamW(b1=1.0)), r"optim.b1=1.0 must lie in \[0, 1\)"),
+        (config_with(optim=c.SGD(lr=-1.0)), "optim.lr=-1.0 must be .* at least 0"),
+        (config_with(optim=c.SGD(momentum=1.0)), r"optim.momentum=1.0 must lie in \[0, 1\)"),
+        (config_with(optim=c.SGD(momentum=0.0)), "optim.momentum=0 would keep sums that are nothing but gradients"),
+        (config_with(optim=c.SGD(clip_norm=0.0)), "optim.clip_norm=0 would erase every gradient. Use null"),
+        (config_with(optim=c.AdamW(clip_norm=0.0)), "optim.clip_norm=0 would erase every gradient. Use null"),
         (config_with(data=c.Synthetic(batch_size=0)), "data.batch_size=0 must be"),
         (config_with(data=c.Synthetic(eval_fraction=1.0)), r"data.eval_fraction=1.0 must lie in \[0, 1\)"),
         (config_with(data=c.Synthetic(vocab_size=1)), "data.vocab_size=1 must be .* at least 2"),

@@ -16,6 +16,7 @@ from ppctl.custom import custom_data, custom_stack, source_digest
 from ppctl.data.dataset import DataSet, fingerprint
 from ppctl.errors import ConfigError
 from ppctl.measure import _key
+from ppctl.model.stack import init
 
 GOOD_MODEL = """
 import jax, jax.numpy as jnp
@@ -24,7 +25,7 @@ from ppctl.model.stack import Stack
 def model(*, num_layers, dtype, data, width=4, **changes):
     parts = {
         "init_ends": lambda key: {"w": jnp.ones((data.input_dim, width), dtype)},
-        "init_layer": lambda key: jnp.ones((width, width), dtype),
+        "init_layer": lambda key, index: jnp.ones((width, width), dtype),
         "embed": lambda ends, inputs: inputs @ ends["w"],
         "layer": lambda w, x: x @ w,
         "head": lambda ends, x, targets: (jnp.sum(x), jnp.float32(x.size)),
@@ -99,10 +100,33 @@ def test_all_of_the_starter_is_written(here):
     assert all((Path("own") / file).read_bytes() == (STARTER / file).read_bytes() for file in written)
 
 
+def test_targets_in_recipes_are_looked_for_beside_ppctls_own_too(here):
+    (here / "recipes").mkdir()  # as in a project that `ppctl init` made
+    (here / "recipes/mine.py").write_text("def data(**given):\n    return given\n")
+    with pytest.raises(ConfigError, match="returns a dict, not a"):
+        custom_data("recipes.mine.data", 4, 0.0, {}, seed=0)
+    found = custom_data("recipes.documents.nabla.rows", 4, 0.0, {"num_layers": 2, "dim": 3}, seed=0)
+    assert (found.num_examples, found.target_dim) == (4, 3)
+    assert source_digest("recipes.documents.nabla.rows")
+    with pytest.raises(ConfigError, match=r"there is no module recipes\.documents"):
+        custom_data("recipes.documents.nothing.rows", 4, 0.0, {}, seed=0)
+
+
+def test_given_parameters_are_those_of_the_model(here):
+    weights = np.random.default_rng(0).standard_normal((3, 4, 4))
+    stack = replace(stack_of(here, num_layers=3), init_layer=lambda key, index: jnp.asarray(weights)[index])
+    np.testing.assert_array_equal(init(stack, 5)["layers"], weights)
+    broken = "parts['init_layer'] = lambda key, index: __import__('numpy').ones((8, 4, 4))[index]"
+    with pytest.raises(ConfigError, match=r"init_layer fails: Tracer\w+ConversionError"):
+        stack_of(here, broken)
+    with pytest.raises(ConfigError, match=r"init_layer fails: TypeError: .* takes 1 positional argument but 2"):
+        stack_of(here, "parts['init_layer'] = lambda key: 0")
+
+
 def test_options_reach_the_function(here):
     stack = stack_of(here, num_layers=3, options={"width": 7})
     assert stack.num_layers == 3
-    assert stack.init_layer(None).shape == (7, 7)
+    assert stack.init_layer(None, 0).shape == (7, 7)
 
 
 NETWORK = """
@@ -139,7 +163,7 @@ WRONG_MODELS = {
     "return": "returns nothing, not a ppctl.model.stack.Stack",
     "num_layers += 1": "returns a Stack of 9 layers, but model.num_layers=8",
     "raise ValueError('no\\nmore')": r"calling it fails: ValueError: no \(m0.py:13\)",
-    "parts['init_layer'] = lambda key: jnp.ones(3, int)": "init_layer is of int\\d+, and parameters are trained",
+    "parts['init_layer'] = lambda key, index: jnp.ones(3, int)": "init_layer is of int\\d+, and parameters are trained",
     "parts['embed'] = lambda ends, inputs: inputs @ inputs": r"embed fails: TypeError: .* \(m0.py:13\)",
     "parts['embed'] = lambda ends, inputs: (inputs, inputs)": r"embed makes \(float32\[2, 3\], .* must make one array",
     "parts['embed'] = lambda ends, inputs: inputs.sum()": r"embed makes float32\[\] of 2 rows",

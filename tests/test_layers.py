@@ -39,6 +39,7 @@ LEVELS = {
         "plan_page",
         "advise",
         "look",
+        "scaling",
         "launch",
         "request",
         "runs",

@@ -189,3 +189,55 @@ def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak():
     assert [float(rate(k)) for k in range(4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     one = optim.lr_schedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=1)
     assert float(one(0)) == pytest.approx(0.4)
+
+
+# --- stochastic gradient descent -------------------------------------------------------------------------------------
+
+
+def test_sgd_over_a_pipeline_is_its_formula_over_the_whole_model():
+    stack, data, momentum = make_stack(4), batches(12), 0.9
+    params = jax.jit(lambda: init(stack, 0))()
+
+    # the oracle: v <- momentum*v + g, w <- w - lr*v
+    gradient = jax.jit(reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64))
+    expected, v = params, jax.tree.map(np.zeros_like, params)
+    for k, batch in enumerate(data):
+        g = jax.tree.map(np.asarray, gradient(expected, batch)[1])
+        norm = np.sqrt(sum(np.sum(np.square(a)) for a in jax.tree.leaves(g)))
+        assert norm > 2 * CLIP_NORM
+        v = jax.tree.map(lambda v, g: momentum * v + CLIP_NORM / norm * g, v, g)  # noqa: B023
+        expected = jax.tree.map(lambda w, v: w - float(LR_SCHEDULE(k)) * v, expected, v)  # noqa: B023
+
+    schedule = build("1f1b", 2, 6)
+    layout = Layout(make_mesh(2, 2, 1), uniform(4, 2), schedule.rank_of)
+    options = Options(dtype=jnp.float64)
+    optimizer = optim.sgd(LR_SCHEDULE, momentum=momentum, clip_norm=CLIP_NORM)
+    state = layout.to_staged(init_state(params, optimizer))
+    state = jax.device_put(state, layout.shardings(layout.staged_specs(state)))
+    step = spmd(stack, layout, ticks(schedule, Costs(), **options.lowering), options)
+    found, _ = trained(step, optimizer, state, data)
+    natural = layout.to_natural(jax.tree.map(np.asarray, found))
+    for ours, theirs in zip(*map(jax.tree.leaves, (natural, expected)), strict=True):
+        assert np.max(np.abs(ours - theirs)) <= 1e-10 * np.max(np.abs(theirs))
+
+
+def test_sgd_without_momentum_and_clipping_moves_by_the_gradient():
+    params, grads = {"kernel": jnp.ones((2, 2))}, {"kernel": jnp.full((2, 2), 1e6)}
+    optimizer = optim.sgd(optax.constant_schedule(1e-3), momentum=None, clip_norm=None)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert np.array_equal(updates["kernel"], np.full((2, 2), -1e3))
+
+
+def test_sgd_keeps_no_more_than_its_momentum():
+    params = {"kernel": jnp.zeros((64, 64))}
+
+    def kept(momentum):
+        state = optim.sgd(LR_SCHEDULE, momentum=momentum, clip_norm=1.0).init(params)
+        return sum(a.size for a in jax.tree.leaves(state) if a.ndim)
+
+    assert (kept(None), kept(0.9)) == (0, 64 * 64)
+
+
+def test_a_rate_may_stay():
+    rate = optim.lr_schedule(lr=0.4, min_lr_fraction=1.0, warmup_steps=0, num_steps=5)
+    assert [float(rate(k)) for k in range(5)] == [0.4] * 5

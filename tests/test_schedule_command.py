@@ -197,7 +197,7 @@ def test_list_has_every_family_and_says_why_one_is_missing(capsys):
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 FAULTS = [
-    ("shw", r"shw is not something .* Did you mean show\? \(show, list, compare, certify, check\)"),
+    ("shw", r"shw is not something .* Did you mean show\? \(show, list, compare, curves, certify, check\)"),
     ("mesh=1x4", "mesh=1x4 is not something"),
     ("--json", "Say what to do"),
     (

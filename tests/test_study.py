@@ -22,6 +22,7 @@ from ppctl.sweep import processes
 from ppctl.sweep.board import Board
 from ppctl.sweep.jobs import Choices, Job, Span, Sweep
 from ppctl.sweep.runner import run_jobs
+from ppctl.sweep.serve import serve
 from ppctl.sweep.study import FILE, Study, distribution
 
 NUM_STEPS = 20
@@ -77,6 +78,17 @@ def test_the_sampler_comes_closer_than_chance():
     errors = [abs(math.log(job.values["optim.lr"] / BEST)) for job in jobs]
     assert study.best_value == pytest.approx(min(errors) ** 2)
     assert sum(errors[20:]) < sum(errors[:10])  # which are drawn by chance
+
+
+def test_the_page_shows_the_search(monkeypatch):
+    TOP.mkdir(parents=True)
+    study = Study(Search(n_trials=4), LR, (), TOP, made)
+    assert serve(Sweep("train", TOP, [], study=study)) == 0
+    text = (TOP / "sweep.html").read_text()
+    assert ">The search</h2>" in text
+    assert 'aria-label="final_loss, by job; best so far' in text
+    assert "lowest final_loss: job " in text
+    assert [each["status"] for each in json.loads((TOP / "sweep.json").read_text())] == ["finished"] * 4
 
 
 def test_a_search_goes_on_where_it_ended():
@@ -140,6 +152,17 @@ def test_another_search_in_its_place_is_refused(changed, message):
     with pytest.raises(ConfigError, match=message):
         searched(**changed)
     assert (TOP / FILE).read_bytes() == before
+
+
+def test_a_search_in_which_nothing_ended_well_may_be_changed(monkeypatch):
+    good = processes.command_of
+    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, "raise SystemExit(2)"])
+    assert searched(n_trials=2)[1] == ["failed"] * 2
+    monkeypatch.setattr(processes, "command_of", good)
+    jobs, outcomes, study = searched(n_trials=3, fixed=("recipes=other",), space={"optim.lr": Span(0.1, 0.2)})
+    assert outcomes == ["finished"] * 3
+    assert all(0.1 <= job.values["optim.lr"] <= 0.2 for job in jobs)
+    assert len(study.trials) == 3
 
 
 def test_a_file_of_something_else_stays():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -287,4 +289,35 @@ def test_a_real_sweep_is_summed_up_skipped_and_resumed(directory):
     assert "job 0: schedule.num_microbatches=2: running on after step 2" in more.stderr
     assert "data.batch_size=8 is not a multiple" in more.stderr
     assert "resuming after step 2" in more.stdout
-    assert [each["steps"] for each in json.loads(Path("runs/tiny/sweep.json").read_text())] == [3, None]
+    assert [each["steps"] for each in json.loads(Path("runs/tiny/sweep.json").read_text())] == [3, None, 2]
+    page_text = Path("runs/tiny/sweep.html").read_text()
+    assert len(re.findall(r'<a href="schedule.num_microbatches%3D2[^"]*/report.html"', page_text)) == 1
+    assert "Memory of each rank" in next(Path("runs/tiny").glob("*=2*/report.html")).read_text()
+
+
+def test_a_summary_keeps_jobs_of_earlier_sweeps_in_its_directory():
+    def summed(*sizes):
+        jobs = [job_of(index, size=size, run_dir=f"runs/s/{size}") for index, size in enumerate(sizes)]
+        for job in jobs:
+            if not job.run_dir.exists():
+                left(job, (4.0, 1.0))
+        sweep = Sweep("train", Path("runs/s"), jobs)
+        write_summary(sweep, [FINISHED] * len(jobs), [record_of(job, FINISHED) for job in jobs])
+        records = json.loads(Path("runs/s/sweep.json").read_text())
+        rows = list(csv.DictReader(io.StringIO(Path("runs/s/sweep.csv").read_text())))
+        assert [row["run_dir"] for row in rows] == [record["run_dir"] for record in records]
+        return [(record["job"], record["schedule.num_microbatches"]) for record in records]
+
+    assert summed(4, 8) == [(0, 4), (1, 8)]
+    assert summed(8, 16) == [(0, 8), (1, 16), (None, 4)]
+    assert "One job of earlier sweeps in this directory" in Path("runs/s/sweep.html").read_text()
+    shutil.rmtree("runs/s/4")
+    assert summed(16) == [(0, 16), (None, 8)]
+
+
+def test_the_page_links_to_reports_that_there_are():
+    jobs = [left(job_of(index, run_dir=f"runs/s/a b,{index}"), (4.0, 1.0)) for index in range(2)]
+    (jobs[1].run_dir / "report.html").write_text("")
+    sweep = Sweep("train", Path("runs/s"), jobs)
+    text = page(sweep, [FINISHED] * 2, [record_of(job, FINISHED) for job in jobs])
+    assert re.findall(r'<a href="([^"]*)"', text) == ["a%20b%2C1/report.html"]

@@ -169,12 +169,13 @@ RECIPES = {
     "mpmd": "mesh=1x2 executor=mpmd executor.unroll=0 tune.schedules=[interleaved,zb_v]",
     "rows": "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=32 mesh=1x2",
     "settings": "mesh=1x2 optim.lr=1e-5 optim.clip_norm=null run.checkpoint.every=null run.name=mine run.seed=3",
+    "options": "recipes=gpipe_notebook",  # names of a custom model's own
 }
 
 
 @pytest.mark.parametrize("words", RECIPES.values(), ids=RECIPES)
 def test_the_recipe_is_the_request_found(words, tmp_path):
-    asked = composed(words.split()) if "mlp" in words else request(*words.split())
+    asked = composed(words.split()) if "mlp" in words or "recipes" in words else request(*words.split())
     path = tmp_path / "recipes/tuned.yaml"
     assert tune.tune(asked, as_json=True) == 0
     tuned, configs = tune.find(asked)

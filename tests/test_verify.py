@@ -1,6 +1,7 @@
 """`ppctl verify` and `ppctl bench`: right gradients pass, wrong ones do not, and what is printed is what was found."""
 
 import json
+import re
 from dataclasses import replace
 
 import jax
@@ -41,6 +42,9 @@ def test_right_gradients_pass_in_float64_unless_another_dtype_is_asked_for(capsy
     assert found["ok"] is True
     assert (found["dtype"], found["tolerance"]) == ("float64", 1e-10)
     assert found["worst"]["error"] == max(leaf["error"] for leaf in found["gradients"]) < 1e-13
+    for leaf in found["gradients"]:
+        assert leaf["error"] == leaf["max_difference"] / leaf["max_abs"]
+        assert leaf["max_abs"] <= leaf["norm"] * (1 + 1e-9)
     assert {leaf["name"] for leaf in found["gradients"]} >= {"layers/kernel", "layers/bias", "ends/head/kernel"}
     single = replace(TINY, run=config.Run(dtype="float32"))
     assert verify.verify(single, as_json=True) == 0
@@ -75,7 +79,10 @@ def test_a_gradient_that_is_not_a_number_fails(monkeypatch, capsys):
 def test_the_reference_verifies_itself(capsys):
     request = replace(TINY, mesh=config.Mesh(), executor=config.Reference(remat="full"))
     assert verify.verify(request, as_json=False) == 0
-    assert "equal within 1e-10" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "equal within 1e-10" in shown
+    assert re.search(r"gradient +shape +norm +max .reference. +max .difference. +error +worst layer", shown)
+    assert re.search(r"ends/head/kernel +8x3 +[\d.]+ +\d\.\d{3}e[+-]\d\d +\d\.\de[+-]\d\d +\d\.\de[+-]\d\d", shown)
 
 
 @pytest.mark.slow

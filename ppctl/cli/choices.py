@@ -223,13 +223,13 @@ def _last_words(keys: Iterable[str]) -> dict[str, str]:
     return {key.split(".")[-1]: key for key in keys}
 
 
-def wrong_value(key: str, said: str | None = None) -> str:
+def wrong_value(key: str, said: str | None = None, known: Mapping[str, Setting] | None = None) -> str:
     """What to say of a value that the type of `key` does not take; `said` is `key=value` if the user typed that.
 
     >>> wrong_value("mesh.pp", "mesh.pp=null")
     'mesh.pp=null: mesh.pp takes a whole number (default 1).'
     """
-    known = all_settings()
+    known = all_settings() if known is None else known
     before = f"{said}: " if said else ""
     if key not in known:
         below = [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]

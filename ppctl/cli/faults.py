@@ -34,12 +34,9 @@ from ppctl.cli.choices import (
     wrong_option,
     wrong_value,
 )
-from ppctl.cli.plugins import LAUNCHERS, SWEEPERS
+from ppctl.cli.ways import refuse_way, way_of, wrong_way
 from ppctl.config import Costs, Measure, Mesh
 from ppctl.errors import ConfigError
-
-WAYS = {"hydra/launcher": tuple(LAUNCHERS), "hydra/sweeper": SWEEPERS}
-ABOUT_WAYS = " Each job of a sweep must be a process of its own, which Hydra's other ones do not start."
 
 
 def parse_override(text: str) -> Override:
@@ -91,23 +88,8 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
                 raise ConfigError(wrong_option(key, shown(value), options(key)))
     if group in PARTS and key == f"{group}.name":
         raise ConfigError(f"{line}: the choice of {group} sets its name. Use {line.replace('.name', '', 1)}.")
-    _refuse_for_sweeps(override, multirun=multirun)
-
-
-def _refuse_for_sweeps(override: Override, *, multirun: bool) -> None:
-    """ConfigError for a way to run a sweep that there is not, or that is said where there is no sweep."""
-    key, line = override.key_or_group, str(override.input_line)
-    part = next((part for part in WAYS if key.replace("/", ".").startswith(part.replace("/", "."))), None)
-    if part is None:
-        return
-    if override.is_sweep_override():
-        raise ConfigError(f"{line}: a sweep runs in one way. Give {key} one value.")
-    if key == part and override.value() not in WAYS[part]:
-        raise ConfigError(wrong_option(part, shown(override.value()), [*WAYS[part]]) + ABOUT_WAYS)
-    if key.endswith("_target_"):
-        raise ConfigError(f"{line}: choose {part}={' | '.join(WAYS[part])} instead.{ABOUT_WAYS}")
-    if not multirun:
-        raise ConfigError(f"{line} is for the jobs of a sweep. Add --multirun, or leave it out.")
+    is_swept = override.is_sweep_override()
+    refuse_way(key, None if is_swept else override.value(), line, is_swept=is_swept, multirun=multirun)
 
 
 def _refuse_for_drawing(group: str, line: str) -> None:
@@ -205,6 +187,9 @@ def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]
     override = _override_of(key, parsed)
     line = str(override.input_line) if override else None
     reason = str(error.msg).partition("\n")[0]
+    if (way := way_of(key)) is not None:
+        chosen = next((str(one.value()) for one in reversed(parsed) if one.key_or_group == way), "ppctl")
+        return wrong_way(key, line, chosen)
     if isinstance(error, MissingMandatoryValue):
         part = key.split(".")[0]
         return f"{key} has no value. {part}={chosen[part][0]} needs one: add {key}=..."

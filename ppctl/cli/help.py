@@ -19,6 +19,7 @@ from ppctl.cli.choices import (
     shown,
     wrong_option,
 )
+from ppctl.cli.ways import WAYS, way_help
 from ppctl.config import Costs
 from ppctl.errors import ConfigError
 
@@ -125,7 +126,9 @@ FLAGS = """\
   --cfg job         print the composed config as YAML and stop (--resolve: with ${...} filled in)
   --info TOPIC      where the config comes from: config, defaults, defaults-tree, plugins, searchpath
   -m, --multirun    run every combination of KEY=A,B,...: each in a process and a run.dir of its own; the same line
-                    again skips what is finished; hydra.launcher.jobs=N runs N side by side
+                    again skips what is finished; hydra.launcher.jobs=N runs N side by side,
+                    hydra/launcher=submitit_slurm submits them, hydra/sweeper=optuna searches instead
+                    (`--help hydra/launcher hydra/sweeper`)
   --config-dir DIR  look for groups and recipes in DIR too (DIR/recipes/x.yaml is recipes=x)
   -h, --help        this text; with part names (`--help model run`): all settings of these"""
 EXIT_CODES = """\
@@ -212,6 +215,8 @@ def _part_help(word: str) -> str:
     """All settings of a part, for each of its options unless `word` names one."""
     key, _, option = word.partition("=")
     part = key.split(".")[0]
+    if (way := part.replace(".", "/")) in WAYS or (way := ".".join(key.split(".")[:2]).replace(".", "/")) in WAYS:
+        return "\n\n".join(f"{about}\n{setting_table(settings)}" for about, settings in way_help(way).values())
     if part in PLAIN:
         return f"{part}: {PLAIN[part].__doc__}\n{setting_table(settings_of(part, PLAIN[part]).values())}"
     if part not in PARTS:

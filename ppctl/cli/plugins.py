@@ -25,14 +25,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 
 from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
+from ppctl.cli.ways import LAUNCHERS
 from ppctl.config import Config, Mesh
 from ppctl.config.files import ROOT
-from ppctl.config.sweep import Search, SideBySide, SubmititLocal, SubmititSlurm
+from ppctl.config.sweep import Search
 from ppctl.errors import ConfigError
 from ppctl.sweep.jobs import Choices, Span
 
-LAUNCHERS = {"ppctl": SideBySide, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm}
-SWEEPERS = ("ppctl", "optuna")
 MESH_CHOICE = re.compile(r"mesh/[1-9]\d*x[1-9]\d*(x[1-9]\d*)?")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ppctl.cli.options import Parser, refuse_unknown
 from ppctl.cli.runs import DEFAULT_DIR
 from ppctl.config import Mesh
 from ppctl.errors import ConfigError, PpctlError
+from ppctl.report import replace_file
 
 if TYPE_CHECKING:
     from ppctl.request import Pipeline
@@ -63,6 +65,19 @@ def serve(words: list[str]) -> int:
     file = report.place_of(asked.out, [path for _, path in found])
     runs = [_read(*each, is_alone=len(found) == 1) for each in found]
     return report.serve(runs, file, as_json=asked.json)
+
+
+def write(run_dir: Path) -> None:
+    """Nothing; writes the report of a run in its directory, if there is a run and the file is not another's."""
+    from ppctl.records import is_run
+    from ppctl.run_report import page
+    from ppctl.run_report import serve as report
+
+    if not is_run(run_dir):
+        return
+    with suppress(PpctlError, OSError):
+        file = report.place_of(None, [run_dir])
+        replace_file(file, page.page(_read(str(run_dir), run_dir, is_alone=True), file))
 
 
 def _find(word: str) -> tuple[str, Path]:

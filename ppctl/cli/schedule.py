@@ -1,4 +1,4 @@
-"""`ppctl schedule show|list|compare|check`: words in, requests composed, handed to `ppctl.look`."""
+"""`ppctl schedule show|list|compare|...`: words in, requests composed, handed to `ppctl.look`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ SUBCOMMANDS = {
     "show": "one schedule: chart, bubble and memory of each rank",
     "list": "every family at one size, with its makespan, bubble and memory beside the lower bound",
     "compare": "several schedules in one table; their charts below each other in html",
+    "curves": "bubble, speedup and memory over ranks and microbatches, as tables or figures",
     "certify": "how short any order of a small schedule's tasks can be, proven by CP-SAT (ppctl[certify])",
     "check": "whether a CSV file holds a valid schedule: exit code 0, or 1 and where the fault is",
 }
@@ -28,6 +29,7 @@ EXAMPLES = (
     "ppctl schedule show schedule=1f1b mesh=1x8 schedule.num_microbatches=32 --out 1f1b.html",
     "ppctl schedule list mesh=1x8 schedule.num_microbatches=32 costs.transfer_s=0.1",
     "ppctl schedule compare gpipe 1f1b interleaved:num_chunks=4 mesh=1x8 schedule.num_microbatches=32",
+    "ppctl schedule curves schedule=1f1b --ranks 2,4,8,16 --microbatches 1-64 --out curves.svg",
     "ppctl schedule show schedule=gpipe mesh=1x4 --format csv --out gpipe.csv",
     "ppctl schedule show schedule=eager_1f1b mesh=1x4 --format tasks",
     "ppctl schedule check gpipe.csv",
@@ -38,17 +40,28 @@ Usage: ppctl schedule show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...] 
        ppctl schedule list    [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
        ppctl schedule compare NAME[:KNOB=VALUE,...] ... [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F]
                               [--out FILE]
+       ppctl schedule curves  [GROUP=OPTION ...] [SETTING=VALUE ...] [--ranks P] [--microbatches M] [--over AXIS]
+                              [--kept-mb MB] [--format F] [--out FILE]
        ppctl schedule certify [GROUP=OPTION ...] [SETTING=VALUE ...] [--seconds S] [--format F] [--out FILE]
        ppctl schedule check   FILE.csv"""
 FLAGS = """\
   --format F        text (default), html, svg, png, json, csv, perfetto or tasks: each rank's list in JaxPP's words
                     (fwd_2__0, bwd_2__0; bwd_i, bwd_w where the backward is split; on the last stage a forward and its
-                    own backward right after it are a FusedTask). compare: text, html, json; list, certify: text, json
+                    own backward right after it are a FusedTask). compare: text, html, json; curves: text, json,
+                    svg, png; list, certify: text, json
   --json            the same as --format json
+  --ranks P         curves: sizes as in 2,4,8-12 (default 2,4,8,16)
+  --microbatches M  curves: sizes likewise (default 1,2,4,8,16,32,64)
+  --over AXIS       curves: ranks or microbatches along the x axis (default: whichever has more sizes)
+  --kept-mb MB      curves: MB that a rank keeps of a microbatch, for memory in MB instead of activations; several, as
+                    in 30,10 (all of it, or the stage's input alone), are drawn beside each other
   --seconds S       how long certify may search (default 60)
   --out FILE        write to FILE instead of stdout; its ending chooses the format if --format does not
   --config-dir DIR  look for groups (DIR/costs/x.yaml is costs=x) and recipes in DIR too
   -h, --help        this text"""
+
+OWNED = {"seconds": "certify"} | dict.fromkeys(("ranks", "microbatches", "over", "kept_mb"), "curves")
+MOST_SIZES = 1024  # of an axis of curves
 
 
 def serve(words: list[str]) -> int:
@@ -64,8 +77,9 @@ def serve(words: list[str]) -> int:
     subcommand, *rest = asked.words
     overrides = [word for word in rest if re.match(r"[^:=]+=|=", word)]
     names = [word for word in rest if word not in overrides]
-    if asked.seconds is not None and subcommand != "certify":
-        raise ConfigError("--seconds only goes with `ppctl schedule certify`.")
+    for option, owner in OWNED.items():
+        if getattr(asked, option) is not None and subcommand != owner:
+            raise ConfigError(f"--{option.replace('_', '-')} only goes with `ppctl schedule {owner}`.")
     out = None if asked.out is None else Path(asked.out)
     return _SERVE[subcommand](asked, names, overrides, out)
 
@@ -131,6 +145,51 @@ def _certify(asked: argparse.Namespace, names: list[str], overrides: list[str], 
     return look.certify(_compose(asked, overrides), seconds, _format(asked, look.LIST_FORMATS, out), out)
 
 
+def _curves(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+    from ppctl import scaling
+
+    if names:
+        raise ConfigError(f"{names[0]} is not KEY=VALUE. Name one schedule, as in schedule={names[0]}.")
+    for key, option in (("mesh", "--ranks"), ("mesh.pp", "--ranks"), ("schedule.num_microbatches", "--microbatches")):
+        if any(word.startswith(f"{key}=") for word in overrides):
+            raise ConfigError(f"{key}: `ppctl schedule curves` takes several sizes. Use {option}.")
+    if asked.over not in (None, "ranks", "microbatches"):
+        raise ConfigError(f"--over {asked.over} is not one of ranks, microbatches.")
+    form = _format(asked, scaling.FORMATS, out)
+    if form == "png" and out is None:
+        raise ConfigError("--format png is not text. Add --out FILE.png.")
+    ranks = _sizes("--ranks", asked.ranks or "2,4,8,16")
+    microbatches = _sizes("--microbatches", asked.microbatches or "1,2,4,8,16,32,64")
+    kept_mb = [] if asked.kept_mb is None else _positive("--kept-mb", asked.kept_mb)
+    return scaling.show(scaling.grid(_compose(asked, overrides), ranks, microbatches, asked.over, kept_mb), form, out)
+
+
+def _sizes(option: str, text: str) -> list[int]:
+    """The numbers of a list of numbers and ranges, ascending.
+
+    >>> _sizes("--ranks", "8,2-4")
+    [2, 3, 4, 8]
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, 0)
+        if not 1 <= first <= last <= MOST_SIZES:
+            raise ConfigError(f"{option} {text}: write numbers and ranges from 1 to {MOST_SIZES}, as in 2,4,8-12.")
+        found |= set(range(first, last + 1))
+    return sorted(found)
+
+
+def _positive(option: str, text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < value < math.inf for value in found):  # written so that NaN fails
+        raise ConfigError(f"{option} {text}: write numbers above 0, as in 30,10.")
+    return found
+
+
 def _check(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
     from ppctl import look
 
@@ -139,7 +198,7 @@ def _check(asked: argparse.Namespace, names: list[str], overrides: list[str], ou
     return look.check(_one_file("check", names))
 
 
-_SERVE = {"show": _show, "list": _list, "compare": _compare, "certify": _certify, "check": _check}
+_SERVE = {"show": _show, "list": _list, "compare": _compare, "curves": _curves, "certify": _certify, "check": _check}
 
 
 def _one_file(subcommand: str, names: Sequence[str]) -> Path:
@@ -241,5 +300,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out")
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--ranks")
+    parser.add_argument("--microbatches")
+    parser.add_argument("--over")
+    parser.add_argument("--kept-mb")
     parser.add_argument("-cd", "--config-dir")
     return parser

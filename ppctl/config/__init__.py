@@ -18,6 +18,8 @@ from ppctl.config.model import MLP, CustomModel, Transformer
 from ppctl.config.plan import Plan
 from ppctl.config.run import (
     DTYPES,
+    SGD,
+    AdamW,
     Checkpoint,
     CustomData,
     Data,
@@ -53,6 +55,8 @@ from ppctl.errors import ConfigError
 __all__ = [
     "DTYPES",
     "MLP",
+    "SGD",
+    "AdamW",
     "Analytic",
     "Auto",
     "AutoHardware",
@@ -105,7 +109,7 @@ class Config:
     schedule: Any = field(default_factory=Schedule)
     partition: Any = field(default_factory=Uniform)
     executor: Any = field(default_factory=Spmd)
-    optim: Optim = field(default_factory=Optim)
+    optim: Any = field(default_factory=AdamW)
     data: Any = field(default_factory=Stdlib)
     hardware: Any = field(default_factory=AutoHardware)
     costs: Any = field(default_factory=Analytic)

@@ -107,7 +107,7 @@ class Search:
     """hydra/sweeper=optuna: values are not all combined, but chosen by Optuna, job after job."""
 
     n_trials: int = 20  # jobs in all, those of earlier starts included
-    metric: str = "final_loss"  # number of a run that is to be small or large: one of SMALLER_IS_BETTER
+    metric: str = "final_loss"  # or eval_loss, step_time_s, memory_bytes: to be small; tokens_per_s, rows_per_s: large
     sampler: str = "tpe"  # tpe | random
     seed: int = 0  # of the sampler
     params: dict[str, Any] | None = None  # KEY: VALUES, for a file that describes a search

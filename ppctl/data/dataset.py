@@ -26,7 +26,8 @@ class DataSet:
     """Training examples 0..num_examples-1, then num_eval_examples held-out ones, and the order they are met in.
 
     Global batch k is a function of the data, `seed`, `batch_size` and k alone, never of what was read before it or of
-    how its rows are divided. Every epoch is shuffled anew; a batch may hold the end of one and the start of the next.
+    how its rows are divided. Every epoch is shuffled anew, if at all; a batch may hold the end of one and the start of
+    the next.
     """
 
     name: str  # the choice in the config, as in data=stdlib
@@ -40,6 +41,7 @@ class DataSet:
     vocab_size: int | None = None  # None: rows of numbers
     input_dim: int | None = None  # features a row; None: tokens
     target_dim: int | None = None
+    is_shuffled: bool = True  # False: every epoch meets its examples in the order of their numbers
 
     def batches(self, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Global batches start_step, start_step+1, ... without end, each restricted to `rows` (None: all).
@@ -48,8 +50,10 @@ class DataSet:
         [rows, input_dim], targets float32 [rows, target_dim]. No batch before start_step is read.
         """
         assert start_step >= 0, start_step
-        order = grain.MapDataset.range(self.num_examples).shuffle(seed=_order_seed(self.seed)).repeat()
-        return self._in_order(order, range(start_step, sys.maxsize // self.batch_size), rows)
+        order = grain.MapDataset.range(self.num_examples)
+        if self.is_shuffled:
+            order = order.shuffle(seed=_order_seed(self.seed))
+        return self._in_order(order.repeat(), range(start_step, sys.maxsize // self.batch_size), rows)
 
     def eval_batches(self, num_batches: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """The first num_batches held-out batches, restricted to `rows`: the same in every call and for every seed.

@@ -1,18 +1,23 @@
-"""A schedule as a figure, png or svg. The only user of matplotlib, which is imported when a figure is asked for."""
+"""Schedules and curves as png or svg. The only user of matplotlib, which is imported when a figure is asked for."""
 
 from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, nan
 from typing import Any
 
 from ppctl.draw.drawing import KIND_NAMES, Drawing, number
-from ppctl.draw.palette import INK, PARTS, shade
+from ppctl.draw.palette import INK, LINES, PARTS, shade
 from ppctl.errors import ConfigError
 from ppctl.schedule.ir import KINDS, Kind
 
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
+PANEL_IN = 5.0  # height of a panel of curves
+MARKS = ("o", "s", "^", "D")  # a colour and a mark tell lines apart
+MANY_MARKS = 4  # on each line
 SCREEN_DPI = 100  # of a figure that is only looked at
 MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches
 MAX_VECTORS = 20_000  # tasks of an svg drawn one by one; more become one picture inside it
@@ -21,17 +26,54 @@ POINTS_PER_CHARACTER = 4.6  # of the letters in cells, whose size is 7
 
 def image(drawing: Drawing, form: str) -> bytes:
     """The bytes of a figure WIDTH_IN wide, with a row of ROW_IN for each rank; `form` is png or svg."""
-    import matplotlib
-
     if drawing.schedule.num_ranks > MAX_RANKS:
         raise ConfigError(
             f"mesh.pp={drawing.schedule.num_ranks}: a {form} has {MAX_RANKS} rows at most. Use --format html."
         )
-    figure, out = _gantt([drawing], DPI), io.BytesIO()
+    return _saved(_gantt([drawing], DPI), form)
+
+
+def _saved(figure: Any, form: str) -> bytes:
+    import matplotlib
+
+    out = io.BytesIO()
     # a fixed date and fixed ids: the same schedule gives the same bytes
     with matplotlib.rc_context({"svg.hashsalt": "ppctl", "svg.fonttype": "none"}):
         figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else {})
     return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines of one quantity by their labels; points ascend by x, and None is a gap. is_share: y is from 0 to 1."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, Sequence[tuple[int, float | None]]]
+    is_share: bool = False
+
+
+def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
+    """The bytes of a figure of panels in two columns; beside a share stands what is left of 1. `form`: png or svg."""
+    figure = _figure(PANEL_IN * ceil(len(each) / 2), DPI)
+    for axes, panel in zip(figure.subplots(ceil(len(each) / 2), 2).flat, each, strict=False):
+        n = len(panel.lines)
+        for i, (name, line) in enumerate(panel.lines.items()):
+            x, y = zip(*((x, nan if y is None else y) for x, y in line), strict=True)
+            mark = MARKS[(i + i // len(LINES)) % len(MARKS)]
+            marked = (i, n) if len(x) >= MANY_MARKS * n else 1  # in turns, so that lines that coincide are seen
+            axes.plot(x, y, label=name, color=LINES[i % len(LINES)], marker=mark, markersize=4, markevery=marked)
+        axes.set(xlabel=x_name, ylabel=panel.unit)
+        axes.set_title(panel.title, loc="left", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylim(bottom=0, top=1 if panel.is_share else None)
+        if panel.is_share:
+            rest = lambda y: 1 - y  # noqa: E731
+            axes.secondary_yaxis("right", functions=(rest, rest)).set_ylabel("efficiency")
+        axes.legend(fontsize=8, edgecolor="none")
+    figure.suptitle(title, fontsize=10)
+    return _saved(figure, form)
 
 
 def gantt_pixels(drawings: Sequence[Drawing]) -> Any:

@@ -26,7 +26,7 @@ def mlp(*, num_layers: int, d_model: int, activation: str, input_dim: int, targe
         module = nnx.Linear(num_in, num_out, kernel_init=he, param_dtype=dtype, rngs=nnx.Rngs(key))
         return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
-    def init_layer(key: jax.Array) -> Tree:
+    def init_layer(key: jax.Array, _: jax.Array) -> Tree:
         return linear(d_model, d_model, key)
 
     def init_ends(key: jax.Array) -> Tree:

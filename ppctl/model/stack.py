@@ -21,6 +21,8 @@ Tree = Any  # a pytree of arrays
 class Stack:
     """Pure functions on pytrees. x is the activation between layers, [batch, ...]; its shape never changes.
 
+    init_ends(key) and init_layer(key, l) make the parameters, drawn with the key or given, as pretrained ones are: l is
+    traced, so `jnp.asarray(weights)[l]` and not `weights[l]`.
     embed(ends, inputs) -> x; layer(layer, x) -> x; head(ends, x, targets) -> (sum of losses, number of losses).
     `layer` is one function for all layers, or one for each where they differ.
     Losses are summed in at least float32; the training loss is sum / number over the global batch.
@@ -28,7 +30,7 @@ class Stack:
 
     num_layers: int
     init_ends: Callable[[jax.Array], Tree]
-    init_layer: Callable[[jax.Array], Tree]
+    init_layer: Callable[[jax.Array, jax.Array], Tree]
     embed: Callable[[Tree, jax.Array], jax.Array]
     layer: Callable[[Tree, jax.Array], jax.Array] | tuple[Callable[[Tree, jax.Array], jax.Array], ...]
     head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -50,5 +52,5 @@ def init(stack: Stack, seed: int) -> Tree:
     if stack.initial is not None:
         return stack.initial(jax.random.key(seed))
     ends_key, layers_key = jax.random.split(jax.random.key(seed))
-    layer_keys = jax.vmap(lambda l: jax.random.fold_in(layers_key, l))(jnp.arange(stack.num_layers))
-    return {"ends": stack.init_ends(ends_key), "layers": jax.vmap(stack.init_layer)(layer_keys)}
+    layer = lambda l: stack.init_layer(jax.random.fold_in(layers_key, l), l)  # noqa: E731
+    return {"ends": stack.init_ends(ends_key), "layers": jax.vmap(layer)(jnp.arange(stack.num_layers))}

@@ -158,7 +158,7 @@ def transformer(
     block_graph = nnx.graphdef(nnx.eval_shape(lambda: Block(block_settings, dtype, nnx.Rngs(0))))
     ends_graph = nnx.graphdef(nnx.eval_shape(lambda: Ends(d_model, vocab_size, tied, dtype, nnx.Rngs(0))))
 
-    def init_layer(key: jax.Array) -> Tree:
+    def init_layer(key: jax.Array, _: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.state(Block(block_settings, dtype, nnx.Rngs(key)), nnx.Param))
 
     def init_ends(key: jax.Array) -> Tree:

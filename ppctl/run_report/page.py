@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ppctl.draw.bars import stacked
+from ppctl.draw.bars import stacked, swatch
 from ppctl.draw.elements import exact, section, table
 from ppctl.draw.html import whole
+from ppctl.draw.palette import PARTS
 from ppctl.records import RUNNING
 from ppctl.report import size_text
 from ppctl.run_report.figures import SPEED_NAMES, of_run
@@ -26,6 +27,7 @@ MARK = '<main data-by="ppctl report">'  # what tells a page of ours from other f
 STYLES = ("plan.css", "sweep.css", "report.css")
 MOST_SLOW = 5  # steps that are named
 MOST_STARTS = 10  # that are listed
+MOST_BARS = 16  # of ranks whose memory is drawn
 NUM_ROWS = 20  # of the table of numbers, about
 NUMBERS = {"loss": ".4f", "grad_norm": ".4g", "lr": ".3e", "step_time_s": ".4g", "tokens_per_s": ",.0f"}
 NUMBERS |= {"rows_per_s": ",.0f"}
@@ -41,6 +43,7 @@ def page(run: Run, file: Path) -> str:
         _figures(run),
         section("The step, rank by rank", picture(run.standing.path, run.pipeline).html),
         _predicted(run),
+        _memory(run),
         section("Asked for", _asked(run)),
         section("What it left", _left(run, file)),
         section("Where it ran", _environment(run)),
@@ -202,6 +205,35 @@ def _predicted(run: Run) -> str:
         "as compiled."
     )
     return section("Predicted and taken", f"{said}{bars}<p class='soft'>{about}</p>")
+
+
+def _memory(run: Run) -> str:
+    """Bars of the ranks by part, and the numbers; one where all are alike, of many the fullest."""
+    known = [(rank, sizes) for rank, sizes in enumerate(run.memory) if any(sizes.values())]
+    if not known:
+        return ""
+    if are_alike := len(known) > 1 and all(sizes == known[0][1] for _, sizes in known):
+        known = known[:1]
+    fullest = sorted(known, key=lambda each: -sum(each[1].values()))[:MOST_BARS]
+    parts = list(dict.fromkeys(part for _, sizes in known for part, size in sizes.items() if size))[: len(PARTS)]
+    name = lambda rank: "every rank" if are_alike else f"rank {rank}"  # noqa: E731
+    drawn = sorted(fullest, key=lambda each: each[0])
+    bars = stacked([(name(rank), sizes) for rank, sizes in drawn], parts, None, size_text)
+    rows = [
+        [
+            name(rank),
+            *(exact(size, size_text(size)) for size in (*(sizes.get(part, 0) for part in parts), sum(sizes.values()))),
+        ]
+        for rank, sizes in drawn
+    ]
+    few = f" The fullest {MOST_BARS} of {len(known)}." if len(known) > MOST_BARS else ""
+    legend = "".join(f"<li>{swatch(number)}{escape(printable(part))}</li>" for number, part in enumerate(parts))
+    listed = table("memory of each rank by part", ["", *map(escape, map(printable, parts)), "total"], rows)
+    about = f"<p class='soft'>Of one device of each rank, as compiled at the newest start.{few}</p>"
+    return section(
+        "Memory of each rank",
+        f'{bars}<ul class="parts">{legend}</ul>{about}<details><summary>Numbers</summary>{listed}</details>',
+    )
 
 
 def _size(value: float) -> str:

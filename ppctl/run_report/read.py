@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl import status
-from ppctl.records import Summary, number, read_lines, summary, whole_number
+from ppctl.records import MEMORY_FILE, Summary, number, read_lines, summary, whole_number
 from ppctl.request import Pipeline
 from ppctl.sweep.records import measured_bubble
 
@@ -26,6 +26,7 @@ NEWEST = (
 )
 SPEEDS = ("tokens_per_s", "rows_per_s")
 SLOW = 3.0  # times the median: a step far slower
+MOST_BYTES = 10**18  # of a device
 MOST_STEP = 10**15  # of a record, below which a float is exact
 LARGEST = 1e100  # a number beyond cannot be drawn, and counts as not finite
 
@@ -48,6 +49,7 @@ class Run:
     starts: Sequence[Mapping[str, Any]]  # of status.jsonl
     problems: Sequence[str]
     pipeline: Pipeline | str  # that its settings ask for, or why nobody knows
+    memory: Sequence[Mapping[str, int]]  # of each rank bytes of a device by part; none of ranks that nobody recorded
 
     @property
     def speed(self) -> str | None:
@@ -89,6 +91,7 @@ def read(
     standing, problems = summary(name, path), []
     curves, newest = _training(path / "metrics.jsonl", problems)
     evaluations = _ordered(_evaluations(path / "eval.jsonl", problems), "eval.jsonl", problems)
+    memory = _memory(path / MEMORY_FILE, problems)
     lines = read_lines(path / status.FILE, problems)
     starts = [line for line in lines if line.get("status") == status.STARTED]
     return Run(
@@ -104,7 +107,26 @@ def read(
         starts,
         list(dict.fromkeys((*standing.problems, *problems, *notes))),
         pipeline,
+        memory,
     )
+
+
+def _memory(path: Path, problems: list[str]) -> list[dict[str, int]]:
+    """Of each rank its bytes by part, as the newest start recorded them."""
+    try:
+        ranks = json.loads(path.read_bytes())["ranks"]
+        return [{str(part): _whole(size) for part, size in of_rank.items()} for of_rank in ranks]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        problems.append(f"{path.name} cannot be read")
+        return []
+
+
+def _whole(size: Any) -> int:
+    if not isinstance(size, int) or not 0 <= size < MOST_BYTES:
+        raise ValueError(size)
+    return size
 
 
 def _training(path: Path, problems: list[str]) -> tuple[dict[str, Points], dict[str, float]]:

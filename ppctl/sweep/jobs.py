@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ppctl.config import Config
-from ppctl.config.sweep import SubmititLocal, SubmititSlurm
+from ppctl.config.sweep import Search, SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.sweep.ended import has_ended, other_settings
 
@@ -75,6 +75,8 @@ class Span(NamedTuple):
 class Study(Protocol):
     """Chooses jobs by how those before them ended."""
 
+    search: Search
+
     def sample(self) -> Job:
         """A job that might be chosen."""
         ...
@@ -127,7 +129,7 @@ def check(sweep: Sweep) -> None:
     if (sweep.num_parallel > 1 or sweep.submit is not None) and not sweep.trains:
         how = f"hydra.launcher.jobs={sweep.num_parallel}" if sweep.submit is None else "hydra/launcher=submitit"
         raise ConfigError(
-            f"{how}: only jobs of `ppctl train` run so, which have a run.dir for their output. "
+            f"{how}: only jobs of `ppctl train` run side by side, which have a run.dir for their output. "
             f"Leave it out, and jobs of `ppctl {sweep.command}` follow one another."
         )
     if sweep.study is not None and not sweep.trains:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from ppctl.config.sweep import Search
+from ppctl.draw.curves import Curve
+from ppctl.draw.curves import figure as curve_figure
 from ppctl.draw.elements import exact, section, table
 from ppctl.draw.html import whole
 from ppctl.draw.lines import MOST_LINES, Line, figure, key
 from ppctl.report import size_text
+from ppctl.run_report.serve import FILE as REPORT
 from ppctl.sweep.best import DONE, best_of
 from ppctl.sweep.board import counted
 from ppctl.sweep.jobs import SHARED, Job, Outcome, Sweep, ran_beside_others
@@ -40,8 +48,8 @@ ABOUT = (
 Records = Sequence[Mapping[str, Any]]
 
 
-def page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
-    """The text of the page."""
+def page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_earlier: int = 0) -> str:
+    """The text of the page; `num_earlier`: jobs of earlier sweeps in this directory, which the other files keep."""
     found = {outcome.status for outcome in outcomes}
     colour, mark = (
         ("no", "&#10007;") if "failed" in found else ("yes", "&#10003;") if found <= {*DONE} else ("maybe", "?")
@@ -50,8 +58,8 @@ def page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
     sections = [
         f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(counted(outcomes))}.{shared}</p>',
         _best(sweep, records),
-        _figures(sweep, records),
-        section("Jobs", _jobs(sweep, outcomes, records)),
+        _figures(sweep, records) if sweep.study is None else _history(sweep.study.search, records),
+        section("Jobs", _jobs(sweep, outcomes, records) + _earlier(num_earlier)),
         _failures(sweep, outcomes),
     ]
     return whole(f"Sweep: {sweep.directory}", f"<main>\n{''.join(sections)}</main>\n", "plan.css", "sweep.css")
@@ -92,6 +100,19 @@ def _figures(sweep: Sweep, records: Records) -> str:
     few = f"<p class='soft'>The first {MOST_LINES} lines; {left_out} more are in the table.</p>" if left_out else ""
     body = f'<ul class="keys">{names}</ul>{few}<div class="figures">{"".join(figures)}</div>'
     return section("Over the number of microbatches", body) if figures else ""
+
+
+def _history(search: Search, records: Records) -> str:
+    """What a search looks for, over its jobs, and the best so far."""
+    name, better = search.metric, min if search.is_minimized else max
+    points = [(float(record["job"]), record[name]) for record in records if record[name] is not None]
+    if len(points) < 2:
+        return ""
+    so_far = accumulate((value for _, value in points), better)
+    best = [(job, value) for (job, _), value in zip(points, so_far, strict=True)]
+    curves = [Curve("best so far", best), Curve("each job", points, is_marked=True)]
+    drawn = curve_figure(curves, title=name, x_name="job")
+    return section("The search", f'<div class="figures"><figure><figcaption>{name}</figcaption>{drawn}</figure></div>')
 
 
 def _line_name(job: Job) -> str:
@@ -151,9 +172,25 @@ def _jobs(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
             "" if record[name] is None else exact(record[name], SHOWN[name][1](record[name])) for name in present
         ]
         status = f'<span class="{outcome.status}">{outcome.status}</span>'
-        rows.append([str(job.index), *values, status, *numbers])
+        rows.append([_number(job, sweep.directory), *values, status, *numbers])
     head = ["job", *map(_breakable, keys), "status", *(SHOWN[name][0] for name in present)]
     return f'<div class="jobs">{table("all jobs", head, rows)}</div><p class="soft">{ABOUT}</p>'
+
+
+def _number(job: Job, directory: Path) -> str:
+    """The number of a job, as a link to its report if there is one."""
+    report = job.run_dir / REPORT
+    if not report.is_file():
+        return str(job.index)
+    target = quote(os.fsencode(os.path.relpath(report.absolute(), directory.absolute())))
+    return f'<a href="{escape(target)}" title="{escape(f"report of job {job.index}")}">{job.index}</a>'
+
+
+def _earlier(number: int) -> str:
+    if not number:
+        return ""
+    jobs = "One job" if number == 1 else f"{number} jobs"
+    return f"<p class='soft'>{jobs} of earlier sweeps in this directory: see sweep.csv and sweep.json.</p>"
 
 
 def _failures(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:

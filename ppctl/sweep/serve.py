@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from ppctl.errors import ConfigError
+from ppctl.run_report.serve import FILE as REPORT
 from ppctl.sweep.board import Board, show_end
 from ppctl.sweep.jobs import MARK, Sweep, check
 from ppctl.sweep.records import record_of
@@ -10,8 +14,10 @@ from ppctl.sweep.runner import run_jobs
 from ppctl.sweep.summary import write_summary
 
 
-def serve(sweep: Sweep) -> int:
+def serve(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None) -> int:
     """The exit code: 0 all jobs are finished, 1 one failed, 130 or 143 interrupted.
+
+    `report` writes the report of the run in a directory, which the summary links to.
 
     Raises ConfigError, before anything is started or written, for a sweep that would not do what it says.
     """
@@ -34,6 +40,9 @@ def serve(sweep: Sweep) -> int:
     records = [record_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
     show_end(board.console, sweep, outcomes, records)
     if sweep.trains:
+        for job, outcome in zip(sweep.jobs, outcomes, strict=True):
+            if outcome.seconds is not None or not (job.run_dir / REPORT).exists():
+                report(job.run_dir)
         for line in write_summary(sweep, outcomes, records):
             board.say(line)
     if stop is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,13 @@ class Study:
         if not self.file.exists():
             return
         try:
-            before = optuna.load_study(study_name=NAME, storage=self._storage()).user_attrs[ABOUT]
+            study = optuna.load_study(study_name=NAME, storage=self._storage())
+            before = study.user_attrs[ABOUT]
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"{self.file} is not of a search by ppctl and stays. Use another run.name or run.dir, or move it."
             ) from error
-        for key, now in self.about.items():
+        for key, now in self.about.items() if _knows(study) else ():
             if before.get(key) != now:
                 raise ConfigError(
                     f"{self.file} is of another search ({key}: {before.get(key)} then, {now} now). "
@@ -83,9 +85,11 @@ class Study:
         """Nothing; the study is read, or begun. OSError where it cannot be written."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         direction = "minimize" if self.search.is_minimized else "maximize"
-        self.study = optuna.create_study(
-            study_name=NAME, storage=self._storage(), direction=direction, load_if_exists=True
-        )
+        begin = partial(optuna.create_study, study_name=NAME, storage=self._storage(), direction=direction)
+        self.study = begin(load_if_exists=True)
+        if self.study.user_attrs.get(ABOUT, self.about) != self.about:  # `check` has seen that it knows nothing
+            optuna.delete_study(study_name=NAME, storage=self._storage())
+            self.study = begin()
         self.study.set_user_attr(ABOUT, self.about)
         known = self._known()
         # a sampler that starts anew would draw what it drew before
@@ -142,6 +146,11 @@ class Study:
 
     def _storage(self) -> JournalStorage:
         return JournalStorage(JournalFileBackend(str(self.file)))
+
+
+def _knows(study: optuna.Study) -> bool:
+    """Whether any job of a study has ended well."""
+    return any(trial.state == TrialState.COMPLETE for trial in study.get_trials(deepcopy=False))
 
 
 def distribution(values: Choices | Span) -> BaseDistribution:

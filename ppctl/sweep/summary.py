@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ppctl.report import json_safe, replace_file
@@ -17,7 +19,8 @@ from ppctl.sweep.records import ENDS, NUMBERS
 
 def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[Mapping[str, Any]]) -> list[str]:
     """What to say of the sweep, a line each, once the files are there; where they cannot be written, why."""
-    texts = (as_csv(records), as_json(records), page(sweep, outcomes, records))
+    kept = earlier(sweep)
+    texts = (as_csv([*records, *kept]), as_json([*records, *kept]), page(sweep, outcomes, records, len(kept)))
     said = []
     for best in best_of(sweep, records):
         said += [best.text, f"  again: {best.command}"]
@@ -29,6 +32,20 @@ def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[M
     except OSError as error:
         return [*said, f"the summary in {sweep.directory} cannot be written: {error.strerror}"]
     return [*said, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
+
+
+def earlier(sweep: Sweep) -> list[dict[str, Any]]:
+    """Records, without a number, of jobs that earlier sweeps left in this directory and that are none of this one."""
+    ours = {os.path.realpath(job.run_dir) for job in sweep.jobs}
+    try:
+        before = json.loads((sweep.directory / FILES[1]).read_text())
+        return [
+            record | {"job": None}
+            for record in before
+            if os.path.realpath(record["run_dir"]) not in ours and Path(record["run_dir"]).is_dir()
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def as_json(records: Sequence[Mapping[str, Any]]) -> str:

@@ -22,7 +22,7 @@ def residual_mlp(*, num_layers, dtype, data, width=32):
         first, last = jax.random.split(key)
         return {"embed": normal(first, data.input_dim, width), "head": normal(last, width, data.target_dim)}
 
-    def init_layer(key):  # one layer; all have these shapes
+    def init_layer(key, index):  # layer 0, 1, ...; all have these shapes
         first, last = jax.random.split(key)
         return {"in": normal(first, width, 2 * width), "out": normal(last, 2 * width, width) / num_layers**0.5}
 

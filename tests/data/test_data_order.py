@@ -96,6 +96,15 @@ def test_divided_rows_stack_to_the_whole_batch(build, name, parts):
 
 
 @every_kind
+def test_unshuffled_examples_come_in_the_order_of_their_numbers_in_every_epoch(build, name):
+    dataset = dataclasses.replace(build(name), is_shuffled=False, num_examples=20)
+    dataset, reads = recorded(dataset)
+    take(dataset.batches(1), 4)  # the second batch of 8 and three more, over the end of the first epoch
+    numbers = np.concatenate([read for read in reads if len(read) == 8][:4])
+    assert numbers.tolist() == [k % 20 for k in range(8, 40)]
+
+
+@every_kind
 def test_only_the_asked_rows_are_read(build, name):
     whole, all_rows = recorded(build(name))
     list(whole.eval_batches(2))

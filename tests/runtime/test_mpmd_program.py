@@ -13,6 +13,7 @@ from mpmd_cases import MpmdCase, make_engine
 
 from ppctl.costs import task_costs
 from ppctl.runtime import effort
+from ppctl.runtime.mpmd.machine import MOST_STARTED
 from ppctl.runtime.mpmd.plan import last_uses
 from ppctl.schedule import FAMILIES
 from ppctl.schedule.simulate import peak_activations, simulate
@@ -152,6 +153,25 @@ def test_parameters_and_optimizer_state_live_on_their_rank_only():
     assert ends == [["embedding"], [], [], ["embedding", "norm"]]
     copies = [np.asarray(state[rank]["params"]["ends"]["embedding"]) for rank in (0, 3)]
     np.testing.assert_array_equal(*copies)
+
+
+def test_the_host_waits_before_a_device_has_as_many_programs_under_way_as_xla_lets_it_have():
+    """Or threads of XLA that start programs wait for each other: with several devices of a rank in a process."""
+
+    class Turn:
+        def __init__(self):
+            under_way.append(self)
+
+        def block_until_ready(self):
+            assert under_way.pop(0) is self, "the first one is waited for"
+
+    machine = make_engine(case_of("1f1b", mesh=(2, 2, 1)))[0].machine
+    under_way = []
+    for _ in range(200):
+        machine.pass_turn(1, Turn())
+        assert len(under_way) <= MOST_STARTED // 2
+    alone = make_engine(case_of("1f1b", mesh=(1, 2, 1)))[0].machine
+    assert alone.under_way == [None, None], "XLA starts the programs of one device in the host's own thread"
 
 
 def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):

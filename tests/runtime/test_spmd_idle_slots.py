@@ -27,7 +27,7 @@ def normalizing_stack(num_layers):
     return Stack(
         num_layers,
         init_ends=lambda key: {name: jax.random.normal(key, (WIDTH, WIDTH)) for name in ("embed", "head")},
-        init_layer=lambda key: {"kernel": jax.random.normal(key, (WIDTH, WIDTH))},
+        init_layer=lambda key, _: {"kernel": jax.random.normal(key, (WIDTH, WIDTH))},
         embed=lambda ends, inputs: inputs @ ends["embed"],
         layer=layer,
         head=head,

@@ -15,13 +15,17 @@ turns included. Each of its processes has dispatched it or will, for dispatching
 And there are threads for it: a device works for one program at a time, the first that it has not done, and XLA has as
 many threads as devices. Nor can two programs of the same devices take each other's messages: turns put them in one
 order everywhere.
+
+On CPU the same threads start programs of a rank that has several devices here. XLA lets a device have MOST_STARTED
+programs that are not done. A thread that starts one more waits, for ever if what is to be done first waits for a
+thread. So `pass_turn` waits long before that.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -52,6 +56,7 @@ from ppctl.runtime.mpmd.plan import Key, Op, Program, last_uses
 from ppctl.schedule.ir import Task
 
 Tree = Any
+MOST_STARTED = 32  # programs of a device that XLA has under way on CPU
 
 
 class Programs(Protocol):
@@ -129,6 +134,10 @@ class Machine:
         self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
         self.is_mine = tuple(map(is_mine, submeshes))
         self.turns = [self.number(0, r) for r in range(len(submeshes))]
+        mine, is_cpu = jax.process_index(), one.devices.flat[0].platform == "cpu"
+        self.under_way: list[deque[jax.Array] | None] = [
+            deque() if is_cpu and processes(submesh).count(mine) > 1 else None for submesh in submeshes
+        ]
         self.traced: dict[Program, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of what it writes
         self.lowered: dict[Program, jax.stages.Lowered] = {}
         self.compiled: dict[tuple[Program, int], jax.stages.Compiled] = {}
@@ -141,6 +150,15 @@ class Machine:
             return None
         sharding = NamedSharding(self.submeshes[rank], P())
         return jax.make_array_from_callback((), sharding, lambda _: np.int32(value), dtype=np.int32)
+
+    def pass_turn(self, rank: int, turn: jax.Array | None) -> None:
+        """The turn that the next program of a rank takes. Waits while too many programs of the rank are under way."""
+        self.turns[rank] = turn
+        under_way = self.under_way[rank]
+        if under_way is not None and turn is not None:
+            under_way.append(turn)
+            if len(under_way) > MOST_STARTED // 2:
+                under_way.popleft().block_until_ready()
 
     def wait(self) -> None:
         """Returns when all that was dispatched is done."""
@@ -310,7 +328,8 @@ class Machine:
             program = self.compiled[op.program, rank]
 
             def in_turn(*values: Tree) -> Sequence:
-                turns[rank], *written = program(turns[rank], *values)
+                turn, *written = program(turns[rank], *values)
+                self.pass_turn(rank, turn)
                 return written
 
             return in_turn
@@ -326,7 +345,9 @@ class Machine:
         cross = crossing(compiled, self.submeshes[sender], self.submeshes[rank], value, there)
 
         def in_both_turns(sent: Tree) -> Sequence:
-            turns[sender], turns[rank], received = cross(turns[sender], turns[rank], sent)
+            sender_turn, turn, received = cross(turns[sender], turns[rank], sent)
+            self.pass_turn(sender, sender_turn)
+            self.pass_turn(rank, turn)
             return (received,)
 
         return in_both_turns
