@@ -143,7 +143,21 @@ def _stages(found: Prediction, config: Config) -> str:
         first += n
     rows = [[f"rank {exact(rank, str(rank))}", *cells[rank]] for rank in sorted(cells)]
     columns = ["", *(f"chunk {chunk}" for chunk in range(max(map(len, cells.values()))))]
-    return f'<div class="stages">{table("stages of each rank", columns, rows)}</div>'
+    return f'<div class="stages">{table("stages of each rank", columns, rows)}</div>{_prices(found)}'
+
+
+def _prices(found: Prediction) -> str:
+    """Each stage's layers, submesh and seconds."""
+    rows = []
+    for s, stage in enumerate(found.stages):
+        devices = " ".join(exact(device, str(device)) for device in stage.devices)
+        held = exact(stage.first_layer, str(stage.first_layer)), exact(stage.num_layers, str(stage.num_layers))
+        spent = (
+            "not known" if each is None else exact(each, f"{each:.3g}") for each in (stage.forward_s, stage.backward_s)
+        )
+        rows.append([f"stage {s}", *held, exact(stage.rank, str(stage.rank)), devices, *spent])
+    columns = ["", "first layer", "layers", "rank", "devices", "forward s", "backward s"]
+    return table("seconds of a microbatch", columns, rows)
 
 
 def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:

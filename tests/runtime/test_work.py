@@ -123,7 +123,7 @@ def linear(*, is_long=False):
     return Stack(
         1,
         lambda key: {"head": jnp.zeros((D, OUT), jnp.float32), "table": jnp.zeros((9, D), jnp.float32)},
-        lambda key: {"w": jnp.zeros(shape, jnp.float32)},
+        lambda key, l: {"w": jnp.zeros(shape, jnp.float32)},
         lambda ends, inputs: ends["table"][inputs],
         layer,
         lambda ends, x, targets: ((x @ ends["head"]).sum(), jnp.float32(x.shape[0])),
