@@ -11,6 +11,7 @@ are more than twice as wide as any boundary, as logits are, or share parameters 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -198,6 +199,12 @@ class Pieces:
         size = lambda leaves: sum(math.prod(self.shapes[i]) for i in leaves)  # noqa: E731
         return {name: -(-max(1, *map(size, layers)) // MULTIPLE) * MULTIPLE for name, layers in self.groups.items()}
 
+    @cached_property
+    def tag(self) -> str:
+        """Names where each parameter lies, so that a checkpoint of another cut is never taken for one of this."""
+        lies = list(zip(self.names, self.shapes, self.places, strict=True))
+        return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
+
     def to_parts(self, params: Tree) -> Tree:
         """A stack's parameters, of the network's."""
         leaves = [leaf.astype(self.dtype) for leaf in jax.tree.leaves(params)]
@@ -206,17 +213,17 @@ class Pieces:
             name: jnp.stack([flat([leaves[i] for i in of_layer], Shape((size,), self.dtype)) for of_layer in found])
             for (name, found), size in zip(self.groups.items(), self.lengths.values(), strict=True)
         }
-        return {"ends": ends, "layers": layers}
+        return {"ends": ends, "layers": {self.tag: layers}}
 
     def from_parts(self, parts: Tree) -> Tree:
         """The network's parameters, of a stack's in natural order."""
         leaves: dict[int, Any] = self._leaves_of_ends(parts["ends"])
         for l in range(self.num_layers):
-            leaves |= self._leaves_of(l, {name: group[l] for name, group in parts["layers"].items()})
+            leaves |= self._leaves_of(l, jax.tree.map(lambda a, l=l: a[l], parts["layers"]))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
-    def _leaves_of(self, l: int, layer: Mapping[str, jax.Array]) -> dict[int, jax.Array]:
-        found: dict[int, jax.Array] = {}
+    def _leaves_of(self, l: int, w: Mapping[str, Mapping[str, jax.Array]]) -> dict[int, jax.Array]:
+        layer, found = w[self.tag], dict[int, jax.Array]()
         for name, layers in self.groups.items():
             shapes = [Shape(self.shapes[i], layer[name].dtype) for i in layers[l]]
             found |= dict(zip(layers[l], cut(shapes, layer[name]), strict=True)) if shapes else {}

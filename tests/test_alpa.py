@@ -82,6 +82,13 @@ def test_layers_by_clustering_and_another_mesh_in_the_middle():
     assert furthest(second.stack.export(state["params"]), plain_steps(first, 2)) < 1e-10
 
 
+def test_a_checkpoint_of_another_cut_is_not_taken_for_this_one():
+    cuts = [assemble(compose([*SMALL, f"model.layers={how}"], [], ["train"])) for how in ("marks", "auto")]
+    finer = assemble(compose([*SMALL, "model.layers=auto", "model.num_layers=4"], [], ["train"]))
+    marks, auto, four = (set(parts.states.natural["params"]["layers"]) for parts in (*cuts, finer))
+    assert marks == auto != four  # by clustering into two the mark is found
+
+
 def test_the_stages_that_the_planner_finds_are_shown_and_train_the_same(capsys):
     words = [*SMALL, "model.layers=auto", "model.num_layers=4", "tune.devices=4", "tune.recipe=null"]
     asked = compose(words, [], ["tune"])

@@ -47,9 +47,12 @@ def clusters(
 
 
 def _places(costs: Sequence[float], crossing: Sequence[float]) -> list[int]:
-    """The positions that are worth a look: between two operations that cost something the cheapest one to cut."""
+    """The positions that are worth a look: between two operations that cost something the cheapest one to cut.
+
+    Of equals the last, so that what costs nothing, such as adding a bias, stays with the product before it.
+    """
     costly = [i for i, cost in enumerate(costs) if cost] or list(range(len(costs)))
-    between = (min(range(a + 1, b + 1), key=lambda i: crossing[i]) for a, b in pairwise(costly))
+    between = (min(range(b, a, -1), key=lambda i: crossing[i]) for a, b in pairwise(costly))
     return [0, *(place for place in between if crossing[place] < inf), len(costs)]
 
 

@@ -189,8 +189,8 @@ def test_decay_is_for_matrices():
     inputs = jax.ShapeDtypeStruct((8, 4), jnp.float64)
     pieces = Pieces(network, 2, auto=False, inputs=inputs, dtype="float64", compute="float64")
     parts = stack_of(pieces).initial(jax.random.key(0))
-    assert decays(parts) == {"ends": {}, "layers": {"kernel": True, "bias": False}}
-    assert {name: leaf.sum(axis=1).tolist() for name, leaf in parts["layers"].items()} == {
+    assert decays(parts) == {"ends": {}, "layers": {pieces.tag: {"kernel": True, "bias": False}}}
+    assert {name: leaf.sum(axis=1).tolist() for name, leaf in parts["layers"][pieces.tag].items()} == {
         "kernel": [16.0, 8.0],
         "bias": [4.0, 0.0],
     }
