@@ -310,3 +310,35 @@ def test_a_link_is_followed_when_a_file_is_replaced(tmp_path):
     assert (target.read_text(), target.stat().st_mode & 0o777) == ("new", 0o640)
     replace_file(Path("/dev/null"), b"x")
     assert not Path("/dev/null").is_file()
+
+
+def sizes(*of_ranks):
+    return json.dumps({"step": 0, "ranks": [{"parameters": a, "temporaries": b} for a, b in of_ranks]})
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "total"),
+    [
+        (sizes((1024, 2048), (1024, 2048)), ["every rank"], "3.0 KiB"),
+        (sizes((1024, 2048), (4096, 0)), ["rank 0", "rank 1"], "4.0 KiB"),
+        (sizes((0, 0), (4096, 0)), ["rank 1"], "4.0 KiB"),  # of several processes, whose ranks another one has
+        (sizes(*((k, 1024) for k in range(64))), [f"rank {k}" for k in range(48, 64)], "The fullest 16 of 64."),
+    ],
+)
+def test_the_memory_of_each_rank_is_drawn_by_part(run_dir, capsys, text, names, total):
+    (run_dir / "memory.json").write_text(text)
+    assert "Memory of each rank" in report(capsys)[1]
+    page = Path("runs/a/report.html").read_text(encoding="utf-8")
+    bars = page.split("<h2>Memory of each rank</h2>")[1].split("</section>")[0]
+    assert re.findall(r'aria-label="((?:every )?rank ?\d*): ', bars) == names
+    assert total in bars
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"ranks": 3}', '{"ranks": [{"a": -1}]}', '{"ranks": [{"a": true}]}', "\xff"]
+)
+def test_memory_that_cannot_be_read_is_told(run_dir, capsys, text):
+    (run_dir / "memory.json").write_text(text, encoding="latin-1")
+    told = report(capsys)[1]
+    assert "memory.json cannot be read" in told
+    assert "Memory of each rank" not in told

@@ -124,7 +124,7 @@ def _memory(path: Path, problems: list[str]) -> list[dict[str, int]]:
 
 
 def _whole(size: Any) -> int:
-    if not isinstance(size, int) or not 0 <= size < MOST_BYTES:
+    if type(size) is not int or not 0 <= size < MOST_BYTES:
         raise ValueError(size)
     return size
 
