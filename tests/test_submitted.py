@@ -83,6 +83,7 @@ print("said so")
 """
 
 
+@pytest.mark.slow
 def test_ends_and_outputs_of_local_jobs(monkeypatch, capfd):
     programs(
         monkeypatch,
@@ -132,6 +133,7 @@ if not pathlib.Path("saved").exists(): time.sleep(30)
 """
 
 
+@pytest.mark.slow
 def test_a_job_saves_before_the_end_of_its_time_and_is_started_again(monkeypatch):
     programs(monkeypatch, SAVES)
     outcomes, _, _ = told(sweep_of(1, replace(LOCAL, timeout_min=0.15, signal_delay_s=5)))
@@ -140,6 +142,7 @@ def test_a_job_saves_before_the_end_of_its_time_and_is_started_again(monkeypatch
     assert Path("runs/s/run.seed=0", SUBMITTED_LOG).read_text() == "began\nbegan\n"
 
 
+@pytest.mark.slow
 def test_a_job_that_never_gets_ready_in_its_time_fails_with_the_reason(monkeypatch):
     programs(monkeypatch, SAVES.replace('if not pathlib.Path("saved").exists(): ', ""))
     outcomes, _, _ = told(sweep_of(1, replace(LOCAL, timeout_min=0.15, signal_delay_s=5, max_num_timeout=0)))
@@ -257,6 +260,20 @@ def test_a_job_that_slurm_drops_is_no_hang(slurm, monkeypatch):
     cancel.start()
     outcomes, _, _ = told(sweep)
     assert outcomes[0].error.startswith("Slurm job 1 has ended without a result (CANCELLED)")
+
+
+@pytest.mark.slow
+def test_a_slurm_that_does_not_answer_is_told_once_and_results_still_count(slurm, monkeypatch, tmp_path):
+    monkeypatch.setattr(submitted, "ASK_S", 0.2)
+    programs(monkeypatch, "import time; time.sleep(2)")
+    (tmp_path / "bin").mkdir()
+    deaf = tmp_path / "bin/squeue"
+    deaf.write_text("#!/bin/sh\necho it is down >&2\nexit 1\n")
+    deaf.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{deaf.parent}:{os.environ['PATH']}")
+    outcomes, _, text = told(sweep_of(1, SubmititSlurm()))
+    assert [each.status for each in outcomes] == ["finished"]
+    assert text.count("squeue does not say how jobs stand (it is down); waiting on") == 1
 
 
 @pytest.mark.slow

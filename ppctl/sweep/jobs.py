@@ -98,6 +98,12 @@ class Study(Protocol):
         ...
 
 
+class Said(NamedTuple):
+    """An event that is only to be told."""
+
+    text: str
+
+
 class Moved(NamedTuple):
     """An event of a job that was submitted."""
 

@@ -16,7 +16,7 @@ from ppctl.launch import newest_checkpoint
 from ppctl.supervise import LEFT, Events, Exit, Stop, how, shell_code, stop_requests
 from ppctl.sweep.board import REFRESH_S, Board
 from ppctl.sweep.ended import has_ended
-from ppctl.sweep.jobs import Job, Moved, Outcome, Sweep
+from ppctl.sweep.jobs import Job, Moved, Outcome, Said, Sweep
 from ppctl.sweep.processes import Processes
 
 
@@ -100,9 +100,11 @@ class _Runner:
             while True:  # a stop request may stand behind the end of a job
                 self.heed(events.get_nowait())
 
-    def heed(self, event: Exit | Stop | Moved) -> None:
+    def heed(self, event: Exit | Stop | Moved | Said) -> None:
         if isinstance(event, Exit):
             self.end(self.sweep.jobs[event.child], event.code)
+        elif isinstance(event, Said):
+            self.board.say(event.text)
         elif isinstance(event, Moved):
             if event.child in self.running:
                 outcome = Outcome(event.state, began_s=self.running[event.child])

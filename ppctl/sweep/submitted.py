@@ -27,13 +27,14 @@ from ppctl.config.sweep import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.report import replace_file
 from ppctl.supervise import ALIVE_FD, Exit
-from ppctl.sweep.jobs import SUBMITTED_LOG, Job, Moved, Sweep
+from ppctl.sweep.jobs import SUBMITTED_LOG, Job, Moved, Said, Sweep
 from ppctl.sweep.processes import command_of, read_tail
 
 FOLDER = ".submitit"  # in the sweep's directory: what submitit writes
 FILE = "submitted.json"  # in a run.dir: as what its job was submitted
 POLL_S = 1.0  # between looks for results
 ASK_S = 10.0  # between questions to Slurm
+ANSWER_S = 30.0  # that Slurm has for one
 GRACE_S = 15.0  # for the result of a job that has left the queue, on a slow file system
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 RUNS = {"RUNNING", "COMPLETING", "SUSPENDED", "PREEMPTED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"}
@@ -120,6 +121,7 @@ class Submitted:
         self.takes_all = self.is_slurm and sweep.study is None
         self.executor = self._executor()
         self.batch: list[Job] = []
+        self.is_silent = False  # Slurm does not answer
         self.known: dict[int, Known] = {}
         self.tails: dict[int, str] = {}
         self.lock, self.closed = threading.Lock(), threading.Event()
@@ -222,16 +224,22 @@ class Submitted:
         if not jobs:
             return {}
         ids = ",".join(job.job_id for job in jobs)
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={ids}"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={ids}"]
+        try:
+            asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+        except subprocess.TimeoutExpired:
+            return self._silent(f"no answer in {ANSWER_S:g} s")
         if asked.returncode != 0 and "Invalid job id" not in asked.stderr:
-            return None
+            return self._silent(" ".join(asked.stderr.split()))
+        self.is_silent = False
         pairs = (line.split() for line in asked.stdout.splitlines())
         return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+    def _silent(self, why: str) -> None:
+        """Nothing; says once that Slurm does not answer, until it does again."""
+        if not self.is_silent:
+            self.events.put(Said(f"squeue does not say how jobs stand ({why}); waiting on, for their results too"))
+        self.is_silent = True
 
     # --- what is there already -------------------------------------------------------------------------------
 
