@@ -119,7 +119,7 @@ def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_pat
     assert started[0].lines[-3] == f"SIGTERM: saving step {step} and leaving\n"
     assert [process.lines for process in started[1:]] == [[]] * 3
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        *("checkpoints", "config.yaml", "eval.jsonl", "metrics.jsonl", "status.jsonl")
+        *("checkpoints", "config.yaml", "eval.jsonl", "memory.json", "metrics.jsonl", "status.jsonl")
     ]
     with processes(2, tmp_path / "run", "mesh=1x4", f"run.num_steps={step + 4}", "--json") as started:
         assert [process.end() for process in started] == [0, 0]

@@ -91,7 +91,7 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
     assert code == 0
     run_dir = tmp_path / "run"
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        *("checkpoints", "config.yaml", "eval.jsonl", "metrics.jsonl", "status.jsonl", "tensorboard")
+        *("checkpoints", "config.yaml", "eval.jsonl", "memory.json", "metrics.jsonl", "status.jsonl", "tensorboard")
     ]
     lines = records(run_dir)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

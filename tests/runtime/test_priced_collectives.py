@@ -7,7 +7,7 @@ from cases import Case, make_batch, make_stack, staged_step
 from ppctl.model.stack import init
 from ppctl.plan.analytic import Layout, Machine, ParamBytes, once_s, priced
 from ppctl.plan.roofline import Link, ModelWork, PieceWork, Speed
-from ppctl.runtime.flops import _jaxprs
+from ppctl.runtime.flops import inner_jaxprs
 from ppctl.runtime.memory import tree_bytes
 
 LINK = Link(latency_s=0.0, bytes_per_s=3.0)
@@ -23,9 +23,8 @@ def collectives(jaxpr, in_loop=False):
             axes = eqn.params.get("axis_name") or eqn.params["axes"]
             num_bytes = max(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
             yield eqn.primitive.name, axes, num_bytes, in_loop
-        for value in eqn.params.values():
-            for inner in _jaxprs(value):
-                yield from collectives(inner, in_loop or eqn.primitive.name == "scan")
+        for inner in inner_jaxprs(eqn):
+            yield from collectives(inner, in_loop or eqn.primitive.name == "scan")
 
 
 def traced(case):
