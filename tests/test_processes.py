@@ -187,7 +187,7 @@ def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
 def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
     words = ["run.slow_after_s=3", "run.heartbeat_s=20"]
     with processes(2, tmp_path / "run", *TWO, *words) as (lead, other):
-        lead.wait_for("step +8/")
+        lead.wait_for("step +400/")  # by then the other has told, more than once, where it is
         other.popen.send_signal(signal.SIGSTOP)
         lead.wait_for(
             r"ppctl: process 1 is slow: (running|reading the data of) step \d+ for \d+ s(, without a sign of life for "
