@@ -111,7 +111,9 @@ def test_verify_finds_the_numbers_of_a_nabla_example(recipe, capsys):
 
 def test_a_nabla_example_trains_and_its_loss_is_that_of_the_document(capsys, tmp_path):
     assert cli.main(["train", "recipes=nabla_gpipe", "run.dtype=float32", f"run.dir={tmp_path}"]) == 0
-    assert "step 1/1  loss 5540.2949  grad_norm 5937.03" in capsys.readouterr().out
+    printed = re.search(r"step 1/1  loss ([\d.]+)  grad_norm 5937.03", capsys.readouterr().out)
+    assert printed is not None
+    assert float(printed[1]) == pytest.approx(NABLA["nabla_gpipe"][1], rel=1e-6)  # the last digit is the compiler's
 
 
 # --- the notebook that builds GPipe -----------------------------------------------------------------------------------
