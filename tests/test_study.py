@@ -210,6 +210,7 @@ def test_what_is_typed_is_what_is_searched(text, expected):
         ("optim.lr=interval(0,1) hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0 must be"),
         ("optim.lr=interval(0,1) hydra.sweeper.metric=eval_loss run.eval_every=null", "run.eval_every=null evaluates"),
         ("optim.lr=interval(0,1) hydra.sweeper.trials=3", "trials"),
+        ("optim.lr=0.1,abc run.seed=1,2", "optim.lr takes a number"),  # not when it is that value's turn
     ],
 )
 def test_what_cannot_be_searched_is_said_at_once(words, message):

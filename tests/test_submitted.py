@@ -102,6 +102,7 @@ def test_ends_and_outputs_of_local_jobs(monkeypatch, capfd):
     assert [each["error"] for each in outcomes] == [None, "it is wrong.", "was killed by SIGKILL"]
     assert [(job.run_dir / SUBMITTED_LOG).read_text() for job in sweep.jobs] == ["good\n", "ppctl: it is wrong.\n", ""]
     err = capfd.readouterr().err
+    assert "note: Jobs ran side by side, which slows each of them" in err
     assert "job 0: run.seed=0: running as process " in err
     assert f"output in runs/s/run.seed=0/{SUBMITTED_LOG}" in err
 

@@ -106,8 +106,8 @@ def _sweep(common: DictConfig, request: Request, words: list[str]) -> Sweep:
         study = Study(
             searched.search, searched.space, searched.fixed, directory, lambda index, said: make(index, compose(said))
         )
-        sample = study.sample().config
-        if searched.search.metric == "eval_loss" and sample is not None and not sample.run.eval_every:
+        found = [sample.config for sample in study.samples() if sample.config is not None]
+        if searched.search.metric == "eval_loss" and not all(config.run.eval_every for config in found):
             raise ConfigError(
                 "hydra.sweeper.metric=eval_loss: run.eval_every=null evaluates nothing. Set run.eval_every."
             )

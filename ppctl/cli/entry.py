@@ -130,7 +130,7 @@ def _serve(argv: list[str]) -> int:
     if config is None:
         return 0
     if not isinstance(config, Config):
-        for job in config.jobs if config.study is None else [config.study.sample()]:
+        for job in config.jobs if config.study is None else config.study.samples():
             if job.config is not None:
                 refuse_unheeded(command, job.config)
         return import_module("ppctl.sweep.serve").serve(config, report.write)

@@ -70,7 +70,10 @@ def collectives(text: str) -> list[Collective]:
         is_at_most = False
         for call in callers[name]:
             above, above_at_most = runs(call.computation)
-            total = None if None in (total, above, call.times) else total + above * call.times  # type: ignore[operator]
+            if total is None or above is None or call.times is None:
+                total = None
+            else:
+                total += above * call.times
             is_at_most |= call.is_branch or above_at_most
         return total, is_at_most
 

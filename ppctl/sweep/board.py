@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ppctl.launch import last_record
+from ppctl.records import last_record
 from ppctl.report import show_table
 from ppctl.sweep.jobs import Job, Outcome, Sweep
 

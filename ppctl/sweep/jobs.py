@@ -77,8 +77,8 @@ class Study(Protocol):
 
     search: Search
 
-    def sample(self) -> Job:
-        """A job that might be chosen."""
+    def samples(self) -> list[Job]:
+        """Jobs that might be chosen; each choice is in one of them."""
         ...
 
     def check(self) -> None:
@@ -125,7 +125,8 @@ class Outcome:
 
 def ran_beside_others(sweep: Sweep) -> bool:
     """Whether any of its jobs shared the machine, in this start of the sweep or in one before."""
-    return any((job.run_dir / LOG).exists() for job in sweep.jobs)
+    here = isinstance(sweep.submit, SubmititLocal) and sweep.num_parallel > 1
+    return here or any((job.run_dir / LOG).exists() for job in sweep.jobs)
 
 
 def check(sweep: Sweep) -> None:

@@ -57,11 +57,14 @@ class Study:
             except ValueError as error:
                 raise ConfigError(f"hydra/sweeper=optuna cannot search {key} in {values}: {error}") from error
 
-    def sample(self) -> Job:
-        """A job that might be chosen, which is no trial."""
-        return self._made(
-            {key: values[0][0] if isinstance(values, Choices) else values.low for key, values in self.space.items()}
-        )
+    def samples(self) -> list[Job]:
+        """Jobs that might be chosen, which are no trials; each choice is in one of them."""
+
+        def value(values: Choices | Span, index: int) -> Any:
+            return values.low if isinstance(values, Span) else values.texts[min(index, len(values.texts) - 1)]
+
+        number = max(len(values.texts) if isinstance(values, Choices) else 1 for values in self.space.values())
+        return [self._made({key: value(of, index) for key, of in self.space.items()}) for index in range(number)]
 
     def check(self) -> None:
         """Nothing, or ConfigError where the directory holds the study of another search."""
