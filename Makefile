@@ -34,19 +34,19 @@ smoke: $(INSTALLED) ## a short run of each kind of schedule on simulated devices
 	$(BIN)/ppctl train --multirun recipes=tiny run.name=smoke schedule=gpipe,1f1b,eager_1f1b,interleaved,zb_h1,zb_v
 
 exhaustive: $(INSTALLED) ## gradients of every schedule x mesh x chunks x remat x layers, not only of a covering selection
-	$(BIN)/python tests/exhaustive.py
+	$(BIN)/python tests/support/exhaustive.py
 
 chaos: $(INSTALLED) ## 200 times kill -9 of a random process of a run, at random moments; half an hour
-	$(BIN)/python tests/chaos.py
+	$(BIN)/python tests/support/chaos.py
 
 golden: $(INSTALLED) ## rewrite the golden schedules and show what changed
-	$(BIN)/python tests/golden.py
+	$(BIN)/python tests/support/golden.py
 
 bench: $(INSTALLED) ## CPU seconds of a pipelined step beside the un-pipelined one, compile time, memory
 	$(BIN)/ppctl bench recipes=bench
 
 bench-plan: $(INSTALLED) ## predicted beside taken steps of 25 layouts: errors, ranking, regret; about 10 minutes
-	$(BIN)/python tests/bench_plan.py
+	$(BIN)/python tests/support/bench_plan.py
 
 clean: ## remove .venv and what runs left
 	rm -rf .venv runs

@@ -11,4 +11,4 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
 )
 
-collect_ignore = ["runtime/mpmd_worker.py"]  # a program; the search for doctests would import it
+collect_ignore = ["support/mpmd_worker.py"]  # a program; the search for doctests would import it

@@ -1,4 +1,4 @@
-"""Layer 7: the command line. The only importer of hydra and omegaconf."""
+"""The command line. The only importer of hydra and omegaconf."""
 
 from ppctl.cli.entry import console_script, main
 

@@ -25,10 +25,10 @@ from ppctl.cli.faults import check_costs, check_keys, check_names, explain, pars
 from ppctl.cli.plugins import Asked, Request, register
 from ppctl.config import Config, ScheduleConfig
 from ppctl.config.files import ROOT
+from ppctl.config.schedule_from_config import settled
 from ppctl.config.sweep import SideBySide, SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError, PpctlError
-from ppctl.request import settled
-from ppctl.sweep.jobs import Job, Sweep
+from ppctl.launch.sweep.jobs import Job, Sweep
 
 
 def compose_drawing(overrides: list[str], flags: list[str]) -> ScheduleConfig:
@@ -100,7 +100,7 @@ def _sweep(common: DictConfig, request: Request, words: list[str]) -> Sweep:
     if searched is not None:
         searched.search.check()
         _needs("optuna", "hydra/sweeper=optuna", "optuna")
-        from ppctl.sweep.study import Study
+        from ppctl.launch.sweep.study import Study
 
         compose = searched.compose
         study = Study(

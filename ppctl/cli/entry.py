@@ -19,15 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ppctl.cli import examples, init, report, runs, schedule
-from ppctl.cli.asked import asked as words_of
 from ppctl.cli.choices import DRAWN_COSTS, did_you_mean, shown
+from ppctl.cli.commands import examples, init, report, runs, schedule
 from ppctl.cli.help import COMMANDS, HEEDED_BY, help_text, overview
 from ppctl.cli.options import hydra_flags, job_flags, option_names, parse
+from ppctl.cli.overrides import asked as words_of
 from ppctl.config import Config
 from ppctl.errors import ConfigError, ElsewhereError, PpctlError
-from ppctl.launch import launch
-from ppctl.supervise import end_with_starter
+from ppctl.launch.local import launch
+from ppctl.launch.supervise import end_with_starter
 
 OTHERS = {
     "schedule": schedule,
@@ -133,7 +133,7 @@ def _serve(argv: list[str]) -> int:
         for job in config.jobs if config.study is None else config.study.samples():
             if job.config is not None:
                 refuse_unheeded(command, job.config)
-        return import_module("ppctl.sweep.serve").serve(config, report.write)
+        return import_module("ppctl.launch.sweep.sweep").serve(config, report.write)
     refuse_unheeded(command, config)
     if not config.launch.is_used:
         return _dispatch(command, config, as_json=asked.json)
@@ -170,7 +170,7 @@ def _dispatch(command: str, config: Config, *, as_json: bool) -> int:
             f"ppctl {command} runs in one process, but run.distributed={config.run.distributed}. "
             "Use run.distributed=off; simulated devices stand in for those of other processes."
         )
-    function = getattr(import_module(COMMANDS[command][0]), command)
+    function = getattr(import_module(f"ppctl.cli.commands.{command}"), command)
     if command == "train":
         function = partial(function, words=words_of(asdict(config), config.run.dir).words)
     return function(config, as_json=as_json)

@@ -34,7 +34,7 @@ from ppctl.cli.choices import (
     wrong_option,
     wrong_value,
 )
-from ppctl.cli.ways import refuse_way, way_of, wrong_way
+from ppctl.cli.launchers import refuse_way, way_of, wrong_way
 from ppctl.config import Costs, Measure, Mesh
 from ppctl.errors import ConfigError
 

@@ -19,21 +19,18 @@ from ppctl.cli.choices import (
     shown,
     wrong_option,
 )
-from ppctl.cli.ways import WAYS, way_help
+from ppctl.cli.launchers import WAYS, way_help
 from ppctl.config import Costs
 from ppctl.errors import ConfigError
 
-COMMANDS = {  # command: module that serves it, one line
-    "train": ("ppctl.run", "train a model; metrics and checkpoints go to run.dir, and the same line resumes"),
-    "verify": ("ppctl.verify", "show that the pipelined gradients equal those of the un-pipelined model"),
-    "doctor": ("ppctl.doctor", "check that a request would train here, and measure the links between devices"),
-    "plan": ("ppctl.planner", "say what a request takes before it trains: stages, bubble and memory of each rank"),
-    "tune": ("ppctl.tune", "find the fastest mesh, schedule, partition, microbatches and remat for so many devices"),
-    "inspect": (
-        "ppctl.inspection",
-        "show the programs that would run: ticks or tasks of each rank, collectives, jaxpr, StableHLO, HLO",
-    ),
-    "bench": ("ppctl.bench", "time the training step beside its prediction and the un-pipelined model"),
+COMMANDS = {  # commands that compose a whole config, each served by a file of cli/commands
+    "train": "train a model; metrics and checkpoints go to run.dir, and the same line resumes",
+    "verify": "show that the pipelined gradients equal those of the un-pipelined model",
+    "doctor": "check that a request would train here, and measure the links between devices",
+    "plan": "say what a request takes before it trains: stages, bubble and memory of each rank",
+    "tune": "find the fastest mesh, schedule, partition, microbatches and remat for so many devices",
+    "inspect": "show the programs that would run: ticks or tasks of each rank, collectives, jaxpr, StableHLO, HLO",
+    "bench": "time the training step beside its prediction and the un-pipelined model",
 }
 EXAMPLES = {
     "train": (
@@ -142,7 +139,7 @@ EXIT_CODES = """\
 
 def overview(others: Mapping[str, str]) -> str:
     """What `ppctl --help` prints; `others` are the commands besides COMMANDS, and what they do."""
-    abouts = {name: about for name, (_, about) in COMMANDS.items()} | dict(others)
+    abouts = COMMANDS | dict(others)
     return "\n".join(
         [
             "Pipeline-parallel training in JAX.",
@@ -175,7 +172,7 @@ def help_text(command: str, words: Sequence[str]) -> str:
     used = setting_table([known[key] for key in MOST_USED if _is_for(command, key)])
     return "\n".join(
         [
-            f"ppctl {command}: {COMMANDS[command][1]}.",
+            f"ppctl {command}: {COMMANDS[command]}.",
             "",
             f"Usage: ppctl {command} [GROUP=OPTION ...] [SETTING=VALUE ...] [--json]",
             "",

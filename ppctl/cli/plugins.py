@@ -25,12 +25,12 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 
 from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
-from ppctl.cli.ways import LAUNCHERS
+from ppctl.cli.launchers import LAUNCHERS
 from ppctl.config import Config, Mesh
 from ppctl.config.files import ROOT
 from ppctl.config.sweep import Search
 from ppctl.errors import ConfigError
-from ppctl.sweep.jobs import Choices, Span
+from ppctl.launch.sweep.jobs import Choices, Span
 
 MESH_CHOICE = re.compile(r"mesh/[1-9]\d*x[1-9]\d*(x[1-9]\d*)?")
 

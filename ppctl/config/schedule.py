@@ -182,7 +182,7 @@ class Explicit(Uniform):
     def check(self) -> None:
         counts = self.layers
         if isinstance(counts, str):
-            return  # `ppctl.partition` reads it
+            return  # `ppctl.schedule.partition.partition` reads it
         if not isinstance(counts, list):
             raise ConfigError(
                 f"partition.layers={counts} is neither a list with the number of layers of each stage, [3,2,2,3], nor "

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 Tree = Any  # a pytree of arrays
+NO_DECAY = ("scale", "bias")  # last names of parameters that no optimizer decays: norms and biases
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Pipeline schedules as pure data: generated, validated, priced, lowered to ticks. Standard library only."""
 
+from ppctl.schedule.families.registry import FAMILIES, LOOPED_WHOLE, ON_RING, advice, build
 from ppctl.schedule.ir import Schedule, Task, Value, reads, writes
-from ppctl.schedule.registry import FAMILIES, LOOPED_WHOLE, ON_RING, advice, build
 from ppctl.schedule.validate import validate, walk
 
 __all__ = [

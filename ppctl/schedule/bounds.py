@@ -5,7 +5,7 @@ Closed forms for stages of equal cost, and their general form for any placement 
 
 from __future__ import annotations
 
-from ppctl.costs import Costs
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
 
 
@@ -35,7 +35,7 @@ def split_makespan_bound_s(num_ranks: int, num_microbatches: int, num_chunks: in
 def period_bound_s(schedule: Schedule, costs: Costs) -> float:
     """The least period: the work of the busiest rank.
 
-    >>> from ppctl.schedule.one_f_one_b import one_f_one_b
+    >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> period_bound_s(one_f_one_b(8, 32), Costs())
     96.0
     """
@@ -48,7 +48,7 @@ def makespan_bound_s(schedule: Schedule, costs: Costs, num_microbatches: int | N
     For each rank: forwards until the first of its stages can start, its work, and input gradients from the first of its
     stages back to stage 0, unless weight gradients may end its program.
 
-    >>> from ppctl.schedule.one_f_one_b import one_f_one_b
+    >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> makespan_bound_s(one_f_one_b(8, 32), Costs())
     117.0
     """

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
-from ppctl.costs import Costs
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import KINDS, Schedule, Task
 from ppctl.schedule.walk import Rule, walk
 

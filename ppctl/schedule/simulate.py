@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ppctl.costs import Costs
+from ppctl.schedule.activations import memory_steps, peak_activations, peak_bytes
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import KINDS, Schedule, Task, Value, reads, writes
-from ppctl.schedule.memory import memory_steps, peak_activations, peak_bytes
 from ppctl.schedule.walk import timed_walk
 
 __all__ = ["Timeline", "duration_s", "peak_activations", "simulate"]
@@ -114,7 +114,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     A value that crosses ranks arrives `costs.hop_s` after it was written; hops do not slow each other down.
     ConfigError for costs of each stage that are not as many as the stages.
 
-    >>> from ppctl.schedule.one_f_one_b import one_f_one_b
+    >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> simulate(one_f_one_b(8, 32), Costs()).makespan_s
     117.0
     """

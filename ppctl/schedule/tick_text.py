@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ppctl.schedule.ir import Task
-from ppctl.schedule.single import HOPS
+from ppctl.schedule.op_ticks import HOPS
 from ppctl.schedule.ticks import Ticks
 
 PAIR = (("f", "act", 1), ("b", "grad", -1))  # column of a task, of what it sends, hop

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
-from ppctl.schedule import single
+from ppctl.schedule import op_ticks
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Value
 from ppctl.schedule.lockstep import Cell, Counted, Shape, Slots, counted, counted_s, pack
 from ppctl.schedule.simulate import duration_s
@@ -44,12 +44,12 @@ class Ticks:
     schedule: Schedule
     program: Literal["pair", "single"]  # which columns the table has, and so which program runs it
     packing: Packing
-    table: single.Table  # [tick][rank][column]
+    table: op_ticks.Table  # [tick][rank][column]
     num_slots: dict[str, int]  # by kind. pair: act, grad, stash; single: value (act or grad), stash, pending
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return PAIR_COLUMNS if self.program == "pair" else single.COLUMNS
+        return PAIR_COLUMNS if self.program == "pair" else op_ticks.COLUMNS
 
     @property
     def has_backward(self) -> bool:
@@ -109,7 +109,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 def runs_on_ring(schedule: Schedule) -> bool:
     """Whether `ticks` can lower `schedule`, that is whether the spmd executor can run it."""
-    return single.why_not(schedule) is None
+    return op_ticks.why_not(schedule) is None
 
 
 def runs_in_pairs(schedule: Schedule) -> bool:
@@ -135,7 +135,7 @@ def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_
 
 def packings(schedule: Schedule) -> dict[Shape, Packing]:
     """`schedule` in each tick shape that its program has."""
-    reason = single.why_not(schedule)
+    reason = op_ticks.why_not(schedule)
     if reason is not None:
         raise ScheduleError(reason)
     shapes: tuple[Shape, ...] = ("pair", "one") if runs_in_pairs(schedule) else ("one",)
@@ -157,7 +157,7 @@ def in_shape(schedule: Schedule, packing: Packing, *, keep_input: bool, head_in_
     """`schedule` as it was packed, with slots for every value."""
     if runs_in_pairs(schedule):
         return _assign_slots(schedule, packing, keep_input, head_in_forward)
-    lowered = single.assign_slots(schedule, packing.cells, keep_input=keep_input, head_in_forward=head_in_forward)
+    lowered = op_ticks.assign_slots(schedule, packing.cells, keep_input=keep_input, head_in_forward=head_in_forward)
     return Ticks(schedule, "single", packing, *lowered)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from ppctl.assemble import assemble
-from ppctl.checkpoint import Checkpoints
 from ppctl.cli.compose import compose
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.job import assemble
 
 
 def weights(run_dir, *overrides):

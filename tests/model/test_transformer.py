@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ppctl.executors.reference import reference
 from ppctl.model.stack import init
 from ppctl.model.transformer import attend, rotate, softmax, transformer
-from ppctl.runtime.reference import reference
 
 B, T, D, V, L, HEADS = 2, 8, 16, 32, 3, 4
 SETTINGS = {

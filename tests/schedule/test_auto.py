@@ -3,15 +3,15 @@
 from itertools import product
 
 import pytest
-from all_families import COSTS, FUSED, REAL, UNIT
+from support.all_families import COSTS, FUSED, REAL, UNIT
 
-from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
 from ppctl.schedule import Schedule, Task, validate
-from ppctl.schedule.auto import choose, published
 from ppctl.schedule.bounds import split_makespan_bound_s
-from ppctl.schedule.orders import Jobs
-from ppctl.schedule.placement import loop
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.rank_of import loop
+from ppctl.schedule.search.auto import choose, published
+from ppctl.schedule.search.orders import Jobs
 from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.schedule.ticks import runs_on_ring, ticks
 

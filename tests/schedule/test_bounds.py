@@ -1,9 +1,8 @@
 """No schedule beats its lower bound, and the optimal ones meet it."""
 
 import pytest
-from all_families import COSTS, FUSED, REAL, SPLIT, UNIT, cases, make
+from support.all_families import COSTS, FUSED, REAL, SPLIT, UNIT, cases, make
 
-from ppctl.costs import Costs
 from ppctl.schedule import FAMILIES, build
 from ppctl.schedule.bounds import (
     makespan_bound_s,
@@ -12,6 +11,7 @@ from ppctl.schedule.bounds import (
     split_makespan_bound_s,
     whole_makespan_bound_s,
 )
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.simulate import simulate
 
 CASES = cases(ranks=(1, 2, 3, 4, 8))

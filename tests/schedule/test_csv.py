@@ -1,7 +1,7 @@
 """Schedules as PyTorch's compute-only CSV, both ways, and one error for each way a file can be wrong."""
 
 import pytest
-from all_families import cases, make
+from support.all_families import cases, make
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule import FAMILIES

@@ -6,12 +6,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from all_families import FUSED, GROUPED, KNOBS, REAL, SPLIT, UNIT, cases, chunks, make, split_tasks
+from support.all_families import FUSED, GROUPED, KNOBS, REAL, SPLIT, UNIT, cases, chunks, make, split_tasks
 
 from ppctl.cli.choices import schema_of
 from ppctl.errors import ScheduleError
-from ppctl.schedule import FAMILIES, LOOPED_WHOLE, ON_RING, Task, advice, build, validate
-from ppctl.schedule.passes import merge_backward, split_backward
+from ppctl.schedule import FAMILIES, LOOPED_WHOLE, ON_RING, Task, build, validate
+from ppctl.schedule.families import advice
+from ppctl.schedule.families.passes import merge_backward, split_backward
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import ticks
 

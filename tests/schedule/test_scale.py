@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from all_families import GROUPED, REAL, UNIT
+from support.all_families import GROUPED, REAL, UNIT
 
-from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
-from ppctl.schedule import FAMILIES, build, extrapolate
+from ppctl.schedule import FAMILIES, build
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.search import extrapolate
 from ppctl.schedule.simulate import simulate
 
 ODD = Costs(1, 1.3, 0.4, 0.25)
@@ -22,7 +23,7 @@ REFUSED = [("gis", 7, ODD)]  # no cycle as short as p at these costs
 def test_64_ranks_512_microbatches_and_two_chunks_take_four_seconds_and_a_gigabyte():
     code = (
         "import re, time; from pathlib import Path; began = time.process_time(); "
-        "from ppctl.costs import Costs; from ppctl.schedule import build; "
+        "from ppctl.schedule.costs import Costs; from ppctl.schedule import build; "
         "from ppctl.schedule.simulate import simulate; "
         "schedule = build('interleaved', 64, 512, num_chunks=2); timeline = simulate(schedule, Costs()); "
         "print(sum(map(len, schedule.ranks)), timeline.makespan_s, time.process_time() - began, "

@@ -10,10 +10,10 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from sizes import FAMILIES, SIZES, TINY, by_ranks, make, random_programs
+from support.sizes import FAMILIES, SIZES, TINY, by_ranks, make, random_programs
 
-from ppctl.costs import Costs
 from ppctl.schedule import reads, writes
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.simulate import duration_s, peak_activations, simulate
 
 # without transfers; F < B, F = B, F > B, and numbers that are no integers
@@ -179,7 +179,8 @@ def test_peak_activations_count_the_stashes_between_forward_and_weight_gradient(
 
 
 @pytest.mark.parametrize(
-    "module", ["ppctl.schedule", "ppctl.schedule.ticks", "ppctl.schedule.simulate", "ppctl.partition"]
+    "module",
+    ["ppctl.schedule", "ppctl.schedule.ticks", "ppctl.schedule.simulate", "ppctl.schedule.partition.partition"],
 )
 def test_schedules_need_the_standard_library_only(module):
     code = (

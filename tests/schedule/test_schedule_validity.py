@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from sizes import SIZES, TINY, by_ranks, make, random_programs
+from support.sizes import SIZES, TINY, by_ranks, make, random_programs
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule import FAMILIES, Schedule, Task, build, validate

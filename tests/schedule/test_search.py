@@ -3,18 +3,18 @@
 from itertools import pairwise, product
 
 import pytest
-from all_families import COSTS, REAL, UNIT, cases, make
-from sizes import random_programs
+from support.all_families import COSTS, REAL, UNIT, cases, make
+from support.sizes import random_programs
 
-from ppctl.costs import Costs
 from ppctl.schedule import build, validate
-from ppctl.schedule.blocks import blocks, held
-from ppctl.schedule.climb import climb
-from ppctl.schedule.greedy import fill
-from ppctl.schedule.orders import Jobs
-from ppctl.schedule.passes import split_backward
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.blocks import blocks, held
+from ppctl.schedule.families.passes import split_backward
+from ppctl.schedule.search.climb import climb
+from ppctl.schedule.search.greedy import fill
+from ppctl.schedule.search.orders import Jobs
+from ppctl.schedule.search.squeeze import F_DOWN, F_UP, I_DOWN, I_UP, PERIOD, squeeze_pattern
 from ppctl.schedule.simulate import peak_activations, simulate
-from ppctl.schedule.squeeze import F_DOWN, F_UP, I_DOWN, I_UP, PERIOD, squeeze_pattern
 
 SCHEDULES = [*random_programs(), *(make(case) for case in cases((1, 2, 4), lambda p: sorted({2 * p, 3 * p})))]
 

@@ -4,12 +4,12 @@ import itertools
 import random
 
 import pytest
-from all_families import GROUPED, KNOBS
+from support.all_families import GROUPED, KNOBS
 
-from ppctl.costs import Costs
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule import FAMILIES, Schedule, Task, build, reads, writes
-from ppctl.schedule.shared import free_running_s, together_s
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.shared_cores import free_running_s, together_s
 from ppctl.schedule.simulate import duration_s, simulate
 
 CAPACITIES = (0.4, 1.0, 1.7, 2.0, 3.5)

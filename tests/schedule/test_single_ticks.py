@@ -1,15 +1,15 @@
 """Ticks of one task of any kind: the table alone drives every value of every family through the right slots."""
 
 import pytest
-from all_families import cases
-from sizes import random_programs
+from support.all_families import cases
+from support.sizes import random_programs
 
-from ppctl.costs import Costs
 from ppctl.schedule import Value, build
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import KINDS
 from ppctl.schedule.lockstep import pack
+from ppctl.schedule.op_ticks import COLUMNS, HOPS, assign_slots
 from ppctl.schedule.simulate import simulate
-from ppctl.schedule.single import COLUMNS, HOPS, assign_slots
 from ppctl.schedule.ticks import forward_only, ticks
 
 UNIT = Costs(1, 1, 1)

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from ppctl.costs import task_costs
 from ppctl.schedule import build
+from ppctl.schedule.costs import task_costs
+from ppctl.schedule.families.registry import ON_RING
 from ppctl.schedule.ir import Task
-from ppctl.schedule.registry import ON_RING
 from ppctl.schedule.tick_text import ran, tick_text
 from ppctl.schedule.ticks import forward_only, keeping, ticks
 

@@ -1,11 +1,11 @@
 """The lowering to ticks keeps the schedule, and its table alone drives the right values through the right slots."""
 
 import pytest
-from sizes import by_ranks, grid, make
+from support.sizes import by_ranks, grid, make
 
-from ppctl.costs import Costs
 from ppctl.errors import ScheduleError
 from ppctl.schedule import Schedule, Task, Value, build, reads, validate, writes
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.lockstep import counted, counted_s, pack
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import PAIR_COLUMNS, forward_only, ticks

@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from all_families import COSTS, UNIT, cases, make
+from support.all_families import COSTS, UNIT, cases, make
 
-from ppctl.costs import Costs
 from ppctl.errors import ConfigError
 from ppctl.schedule import FAMILIES, Task, build, reads, writes
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import KINDS
 from ppctl.schedule.simulate import duration_s, simulate
 from ppctl.schedule.walk import Rule

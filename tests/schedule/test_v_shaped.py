@@ -1,11 +1,11 @@
 """ZB-V, V-Half, V-Min and DualPipeV: two chunks a rank, down and back up."""
 
 import pytest
-from all_families import REAL, UNIT
+from support.all_families import REAL, UNIT
 
-from ppctl.costs import Costs
 from ppctl.schedule import build
-from ppctl.schedule.placement import v_shape, waves
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.rank_of import v_shape, waves
 from ppctl.schedule.simulate import simulate
 
 

@@ -5,10 +5,10 @@ p = ranks, m = microbatches, V = chunks a rank, c = seconds of a transfer; F, I,
 """
 
 import pytest
-from all_families import COSTS, UNIT
+from support.all_families import COSTS, UNIT
 
-from ppctl.costs import Costs
 from ppctl.schedule import build
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.simulate import simulate
 
 FREE = [Costs(c.forward_s, c.input_grad_s, c.weight_grad_s) for c in COSTS]

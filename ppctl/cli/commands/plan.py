@@ -1,0 +1,5 @@
+"""`ppctl plan`."""
+
+from ppctl.planner.plan import plan
+
+__all__ = ["plan"]

@@ -1,0 +1,141 @@
+"""`ppctl report RUN [RUN ...]`: words in, handed to `ppctl.reports.run_page`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppctl.cli.choices import schema_of
+from ppctl.cli.commands.runs import DEFAULT_DIR
+from ppctl.cli.options import Parser, refuse_unknown
+from ppctl.config import Mesh
+from ppctl.errors import ConfigError, PpctlError
+from ppctl.reports.terminal import replace_file
+
+if TYPE_CHECKING:
+    from ppctl.config.schedule_from_config import Pipeline
+    from ppctl.reports.run_page.read import Run
+
+ABOUT = "one run, or several compared, as an html page to look at and to send; starts no JAX"
+EXAMPLES = ("ppctl report tiny", "ppctl report tiny runs/other --out both.html", "ppctl report runs/sweep/*/ --json")
+HELP = f"""\
+ppctl report: {ABOUT}.
+
+Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predicted beside taken
+       ppctl report RUN RUN ... [--out FILE.html] [--json]   up to 8 runs: what differs, curves drawn together
+
+RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has. The page holds all it shows: it
+can be mailed, and opens without a network. It is of the moment; write it again while a run goes on.
+
+Options:
+  --out FILE  where to write it (default: report.html in the run's directory; of several runs, here). A file that is no
+              report is not overwritten
+  --json      print its numbers as JSON on stdout, too
+  -h, --help  this text
+
+Examples:
+""" + "\n".join(f"  {line}" for line in EXAMPLES)
+
+
+def serve(words: list[str]) -> int:
+    """The exit code of `ppctl report WORDS`."""
+    asked, unknown = _parser().parse_known_intermixed_args(words)
+    refuse_unknown(unknown, option_names())
+    if asked.help:
+        print(HELP)
+        return 0
+    if not asked.words:
+        raise ConfigError("`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them.")
+    from ppctl.reports.run_page import write_report as report
+
+    if len(asked.words) > report.MOST_RUNS:
+        raise ConfigError(
+            f"{len(asked.words)} runs are too many for one page ({report.MOST_RUNS} at most). Name fewer; "
+            "`ppctl runs` lists any number."
+        )
+    found = [_find(word) for word in asked.words]
+    places: dict[Path, str] = {}
+    for word, (_, path) in zip(asked.words, found, strict=True):
+        if path.resolve() in places:
+            raise ConfigError(f"{places[path.resolve()]} and {word} are the same run. Name each once.")
+        places[path.resolve()] = word
+    file = report.place_of(asked.out, [path for _, path in found])
+    runs = [_read(*each, is_alone=len(found) == 1) for each in found]
+    return report.serve(runs, file, as_json=asked.json)
+
+
+def write(run_dir: Path) -> None:
+    """Nothing; writes the report of a run in its directory, if there is a run and the file is not another's."""
+    from ppctl.reports.run_files import is_run
+    from ppctl.reports.run_page import page
+    from ppctl.reports.run_page import write_report as report
+
+    if not is_run(run_dir):
+        return
+    with suppress(PpctlError, OSError):
+        file = report.place_of(None, [run_dir])
+        replace_file(file, page.page(_read(str(run_dir), run_dir, is_alone=True), file))
+
+
+def _find(word: str) -> tuple[str, Path]:
+    """(name, directory) of the run that a word means."""
+    from ppctl.reports import runs_table
+    from ppctl.reports.run_files import find_runs, is_run
+
+    top = Path(DEFAULT_DIR)
+    if not is_run(Path(word)) and not (top.is_dir() and find_runs(top)):
+        raise ConfigError(f"{word} is no run, and none is in {DEFAULT_DIR}/ here. Give the path of one.")
+    return runs_table.find(word, [top])
+
+
+def _read(name: str, path: Path, *, is_alone: bool) -> Run:
+    from ppctl.cli.overrides import resuming
+    from ppctl.reports.run_page.read import read
+
+    config, (words, notes), command = resuming(path)
+    pipeline = _pipeline(config, words) if is_alone else "Not drawn beside other runs."
+    return read(name, path, config, words, command, notes, pipeline)
+
+
+def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
+    """The schedule of a run as its settings have it, or why it cannot be drawn."""
+    from ppctl.config.schedule_from_config import pipeline_of
+    from ppctl.reports.run_page.gantt import too_large
+
+    try:
+        parts = {part: schema_of(part, config[part]["name"])(**config[part]) for part in ("schedule", "executor")}
+        mesh, num_layers = Mesh(**config["mesh"]), config["model"]["num_layers"]
+        for part in (mesh, *parts.values()):
+            part.check()
+        if parts["executor"].name == "reference":
+            return "executor=reference has no pipeline to draw."
+        large = too_large(mesh.pp, parts["schedule"].num_microbatches, words)
+        return large or pipeline_of(**parts, num_ranks=mesh.pp, num_layers=num_layers)
+    except PpctlError as error:
+        return f"The schedule cannot be drawn: {' '.join(str(error).split())}"
+    except (KeyError, TypeError, ValueError, AttributeError, OSError):
+        return "The schedule cannot be drawn: the settings of the run are not such as there are now."
+
+
+def completions() -> list[str]:
+    """The runs that may follow `ppctl report`."""
+    from ppctl.cli.commands import runs
+
+    return runs.completions(["show"])
+
+
+def option_names() -> list[str]:
+    """Every option of `ppctl report`."""
+    return [name for action in _parser()._actions for name in action.option_strings]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="ppctl report", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out")
+    return parser

@@ -1,0 +1,90 @@
+"""`ppctl runs [DIR ...]` and `ppctl runs show NAME [DIR ...]`: words in, handed to `ppctl.reports.runs_table`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ppctl.cli.options import Parser, refuse_unknown
+from ppctl.errors import ConfigError
+
+ABOUT = "list past and present runs, how they stand and ended; show one, and what resumes it; starts no JAX"
+DEFAULT_DIR = "runs"  # what run.dir lies in by default
+EXAMPLES = ("ppctl runs", "ppctl runs show tiny", "ppctl runs show tiny /scratch/runs --json")
+HELP = f"""\
+ppctl runs: {ABOUT}.
+
+Usage: ppctl runs [DIR ...] [--json]             every run below DIR, sweeps included, the newest record first
+       ppctl runs show NAME [DIR ...] [--json]   one run: settings, losses, speed, checkpoints, what resumes it
+
+DIR is {DEFAULT_DIR} if you name none. NAME is a path, a name in the list, or a part of one that no other has. A
+directory named show is ./show.
+
+Status:
+  running          a living process records it
+  finished         all run.num_steps are done and saved
+  interrupted      by Ctrl-C or SIGTERM, after saving
+  failed           by an error, which is shown
+  broken off       its process is gone without a word: killed, stopped while it compiled, or its machine lost
+  no end recorded  nobody can tell from here: begun by an older ppctl, on another machine, or where files have no locks
+  not started      it has settings and nothing else
+
+Options:
+  --json      print the result as JSON on stdout
+  -h, --help  this text
+
+Examples:
+""" + "\n".join(f"  {line}" for line in EXAMPLES)
+
+
+def serve(words: list[str]) -> int:
+    """The exit code of `ppctl runs WORDS`."""
+    asked, unknown = _parser().parse_known_intermixed_args(words)
+    refuse_unknown(unknown, option_names())
+    if asked.help:
+        print(HELP)
+        return 0
+    if asked.words[:1] == ["show"]:
+        if len(asked.words) < 2:
+            raise ConfigError("`ppctl runs show` needs the name of a run; `ppctl runs` lists them.")
+        return _show(asked.words[1], _tops(asked.words[2:]), as_json=asked.json)
+    from ppctl.reports import runs_table
+
+    return runs_table.list_runs(_tops(asked.words), as_json=asked.json)
+
+
+def _show(name: str, tops: list[Path], *, as_json: bool) -> int:
+    from ppctl.cli.overrides import resuming
+    from ppctl.reports import runs_table
+
+    name, path = runs_table.find(name, tops)
+    _, (words, notes), command = resuming(path)
+    return runs_table.show_run(name, path, words, command, notes, as_json=as_json)
+
+
+def completions(before: list[str]) -> list[str]:
+    """What may follow `ppctl runs` and the words `before`, options aside."""
+    if not before:
+        return ["show"]
+    if before != ["show"] or not Path(DEFAULT_DIR).is_dir():
+        return []
+    from ppctl.reports.run_files import find_runs
+
+    return [name for name, _ in find_runs(Path(DEFAULT_DIR)) if not any(map(str.isspace, name))]
+
+
+def option_names() -> list[str]:
+    """Every option of `ppctl runs`."""
+    return [name for action in _parser()._actions for name in action.option_strings]
+
+
+def _tops(words: list[str]) -> list[Path]:
+    return [Path(word) for word in words or [DEFAULT_DIR]]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="ppctl runs", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    return parser

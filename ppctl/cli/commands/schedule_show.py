@@ -1,0 +1,268 @@
+"""`ppctl schedule`: schedules drawn, listed, compared and checked, from costs alone. Loads no jax."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from ppctl import config as settings
+from ppctl.config.schedule_from_config import label, read, schedule_of
+from ppctl.errors import ScheduleError
+from ppctl.reports.charts.drawing import Drawing, Row, document, number, priced, row
+from ppctl.reports.charts.html import page
+from ppctl.reports.charts.image import image
+from ppctl.reports.charts.perfetto import trace
+from ppctl.reports.charts.text_chart import show_gantt, show_summary
+from ppctl.reports.terminal import write_file
+from ppctl.schedule.bounds import split_makespan_bound_s, whole_makespan_bound_s
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.formulas import makespan_formula_s, peak_formula
+from ppctl.schedule.families.registry import FAMILIES, advice, build
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.search.auto import Choice
+from ppctl.schedule.search.extrapolate import MOST_TASKS, extrapolate
+from ppctl.schedule.simulate import simulate
+from ppctl.schedule.text import task_lists, to_csv
+
+SHOW_FORMATS = ("text", "html", "svg", "png", "json", "csv", "perfetto", "tasks")
+COMPARE_FORMATS = ("text", "html", "json")
+LIST_FORMATS = ("text", "json")
+FILE_WIDTH = 200  # columns of a text that goes to a file
+
+
+def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
+    """0 after drawing the schedule that a request asks for, in one of SHOW_FORMATS, to a file or to stdout.
+
+    A schedule that is too large to be simulated is extrapolated: its numbers as text or JSON, no chart.
+    """
+    if not is_large(config):
+        return show_drawing(draw(config), form, out)
+    if form not in LIST_FORMATS:
+        raise _too_large(config)
+    return _show_rows(f"{config.schedule.name}, {prices(config.costs)}", [extrapolated(config)], {}, form, out)
+
+
+def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
+    """0 after drawing one schedule in one of SHOW_FORMATS, to a file or to stdout."""
+    if form == "text":
+        return print_on(lambda console: show_gantt(console, drawing), out)
+    content: str | bytes
+    if form in ("svg", "png"):
+        content = image(drawing, form)
+    elif form == "html":
+        content = page([drawing])
+    elif form == "csv":
+        content = to_csv(drawing.schedule.ranks)
+    elif form == "tasks":
+        content = f"{drawing.title}\n{task_lists(drawing.schedule)}"
+    else:
+        content = json.dumps(document(drawing) if form == "json" else trace(drawing)) + "\n"
+    return deliver(content, out)
+
+
+def compare(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
+    """0 after showing several schedules in one table, in one of COMPARE_FORMATS; html has their charts too."""
+    title = f"{len(configs)} schedules, {_size_of(configs[0])}"
+    if any(map(is_large, configs)):
+        if form == "html":
+            raise _too_large(configs[0])
+        rows = [extrapolated(config) if is_large(config) else row(draw(config)) for config in configs]
+        return _show_rows(title, rows, {}, form, out)
+    drawings = list(map(draw, configs))
+    if form == "text":
+        return print_on(lambda console: show_summary(console, title, list(map(row, drawings))), out)
+    if form == "html":
+        return deliver(page(drawings), out)
+    return deliver(json.dumps([document(drawing) for drawing in drawings]) + "\n", out)
+
+
+def list_families(
+    config: settings.ScheduleConfig, each: Sequence[settings.ScheduleConfig], form: str, out: Path | None
+) -> int:
+    """0 after showing every family, priced at the size of `config`, with its formulas; those that refuse it, why."""
+    rows, refused, order = [], {}, list(FAMILIES)
+    for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
+        try:
+            rows.append(extrapolated(one) if is_large(one) else row(draw(one), *_formulas(one)))
+        except ScheduleError as error:
+            refused[one.schedule.name] = " ".join(str(error).split())
+    title = f"{_size_of(config)}, {prices(config.costs)}"
+    return _show_rows(title, rows, refused, form, out)
+
+
+def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: str, out: Path | None) -> int:
+    """0 after a table of `rows`, below it what the families' docstrings state and why others were refused."""
+    stated = {row.schedule: formulas(row.schedule) for row in rows if row.schedule in FAMILIES}
+    if form == "json":
+        documents = [asdict(row) | {"formulas": stated.get(row.schedule)} for row in rows]
+        return deliver(json.dumps({"schedules": documents, "refused": refused}) + "\n", out)
+    width = max(map(len, stated), default=0)
+
+    def draw_on(console: Console) -> None:
+        show_summary(console, title, rows, formulas=True)
+        for text in [*(f"{family:{width}}  {text}" for family, text in stated.items()), "", *refused.values()]:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    return print_on(draw_on, out)
+
+
+def certify(config: settings.ScheduleConfig, time_limit_s: float, form: str, out: Path | None) -> int:
+    """0 after saying how short any order of the schedule's tasks can be, in one of LIST_FORMATS."""
+    from ppctl.schedule.search.certify import certify as prove
+
+    requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))
+    cap = None if requested.choice is None else requested.choice.cap
+    began = time.perf_counter()
+    found = prove(requested.schedule, costs_of(config.costs), cap, time_limit_s=time_limit_s)
+    own_s = simulate(requested.schedule, costs_of(config.costs)).makespan_s
+    numbers = {
+        "label": requested.label,
+        "makespan_s": own_s,
+        "shortest_s": found.shortest_s,
+        "lower_bound_s": found.lower_bound_s,
+        "is_proven": found.is_proven,
+        "max_activations": found.cap,
+        "ranks": [list(map(str, tasks)) for tasks in found.schedule.ranks],
+    }
+    if form == "json":
+        return deliver(json.dumps(numbers) + "\n", out)
+    under = f"under {number(found.cap)} activations on this placement"
+    shorter = "" if found.shortest_s >= own_s else f" One of {number(found.shortest_s)} s was found."
+    proven = (
+        f"No order {under} takes less than {number(found.lower_bound_s)} s."
+        if found.is_proven
+        else f"Any order {under} takes at least {number(found.lower_bound_s)} s; the shortest known takes "
+        f"{number(found.shortest_s)} s. Raise --seconds for more."
+    )
+    text = f"{requested.label}, {_size(requested.schedule)}: {number(own_s)} s.{shorter} {proven}"
+    return deliver(f"{text} (CP-SAT, {time.perf_counter() - began:.1f} s)\n", out)
+
+
+def check(path: Path) -> int:
+    """0 if the CSV file holds a valid schedule, else 1 after printing the fault with the grid and an arrow."""
+    try:
+        schedule = read(path)
+    except ScheduleError as error:
+        print(f"ppctl: {error}", file=sys.stderr)
+        return 1
+    kinds = "".join(sorted({task.kind for tasks in schedule.ranks for task in tasks}))
+    print(f"{path}: valid: {_size(schedule)}, {schedule.num_stages} stages, kinds {kinds}")
+    return 0
+
+
+def draw(config: settings.ScheduleConfig) -> Drawing:
+    """The schedule that a request asks for, priced with its costs."""
+    requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))
+    return price(requested.schedule, config.costs, requested.label, requested.choice)
+
+
+def is_large(config: settings.ScheduleConfig) -> bool:
+    """Whether the schedule has too many tasks to be simulated in seconds."""
+    return config.schedule.name in FAMILIES and 3 * config.mesh.pp * config.schedule.num_microbatches > MOST_TASKS
+
+
+def _too_large(config: settings.ScheduleConfig) -> ScheduleError:
+    return ScheduleError(
+        f"{_size_of(config)}: too many tasks for a chart. Use --format text or json, which extrapolate, or fewer."
+    )
+
+
+def extrapolated(config: settings.ScheduleConfig) -> Row:
+    """The row of a schedule too large to be simulated, from smaller ones of its family."""
+    asked, costs, num_ranks = config.schedule, costs_of(config.costs), config.mesh.pp
+    family = partial(build, asked.name, **asked.knobs())
+    found = extrapolate(family, num_ranks, asked.num_microbatches, costs)
+    few = family(*found.simulated[0])
+    bound = split_makespan_bound_s if any(t.kind == "W" for t in few.ranks[-1]) else whole_makespan_bound_s
+    return Row(
+        asked.name,
+        label(asked),
+        found.makespan_s,
+        _formulas(config)[0],
+        bound(num_ranks, asked.num_microbatches, few.num_chunks, costs),
+        found.period_s,
+        asked.num_microbatches * (costs.seconds("F", 0, 1) + costs.backward_s),
+        found.bubble_fraction,
+        found.peak_activations,
+        _formulas(config)[1],
+        None,
+        [f"extrapolated from (ranks, microbatches) {', '.join(map(str, found.simulated))}"],
+    )
+
+
+def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | None]:
+    """What the family's closed forms say of makespan and peak."""
+    asked, sizes = config.schedule, (config.mesh.pp, config.schedule.num_microbatches)
+    return (
+        makespan_formula_s(asked.name, *sizes, costs_of(config.costs), **asked.knobs()),
+        peak_formula(asked.name, *sizes, **asked.knobs()),
+    )
+
+
+def formulas(family: str) -> str:
+    """What the docstring of a family states in closed form: its bubble or makespan, and its peak of activations.
+
+    >>> formulas("gpipe")
+    'Bubble (p-1)(F+B); bubble fraction (p-1)/(m+p-1); peak activations m on every rank'
+    """
+    text = inspect.getdoc(FAMILIES[family]) or ""
+    paragraph = " ".join(text.split("\n\n")[1].partition("\nSource:")[0].split())
+    found = re.match(r".*?peak activations.*?(?=[.;] |\.$|$)", paragraph, re.IGNORECASE)
+    return found[0] if found else paragraph
+
+
+def price(schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None) -> Drawing:
+    """The drawing of a schedule with these costs."""
+    seconds = costs_of(costs)
+    drawing = priced(label, simulate(schedule, seconds))
+    return replace(drawing, advice=advice(schedule, seconds), choice=choice)
+
+
+def costs_of(costs: settings.Costs) -> Costs:
+    """What a request assumes, for the simulator."""
+    return Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
+
+
+def prices(costs: settings.Costs) -> str:
+    """What a request assumes, in words."""
+    return f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} c={costs.transfer_s:g} s"
+
+
+def _size_of(config: settings.ScheduleConfig) -> str:
+    return f"{config.mesh.pp} ranks, {config.schedule.num_microbatches} microbatches"
+
+
+def _size(schedule: Schedule) -> str:
+    return f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
+
+
+def print_on(draw_on: Callable[[Console], None], out: Path | None) -> int:
+    """0 after `draw_on(console)`, on the terminal or in a text file."""
+    if out is None:
+        draw_on(Console())
+        return 0
+    text = io.StringIO()
+    draw_on(Console(file=text, width=FILE_WIDTH, color_system=None))
+    return deliver(text.getvalue(), out)
+
+
+def deliver(content: str | bytes, out: Path | None) -> int:
+    """0 after writing `content` to a file or to stdout; bytes are for a file only."""
+    if out is None:
+        if isinstance(content, bytes):
+            sys.stdout.buffer.write(content)
+        else:
+            print(content, end="")
+        return 0
+    write_file(f"--out {out}", out, content)
+    return 0

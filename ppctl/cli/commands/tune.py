@@ -1,0 +1,5 @@
+"""`ppctl tune`."""
+
+from ppctl.planner.tune import tune
+
+__all__ = ["tune"]

@@ -1,0 +1,151 @@
+"""From the schedule that a config asks for to the schedule itself. Loads no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ppctl import config as settings
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.search.auto import Choice, choose
+from ppctl.schedule.text import from_csv
+from ppctl.schedule.ticks import Ticks, keeping, ticks
+
+KINDS: dict[str, type[settings.Schedule]] = {  # of the families with knobs of their own
+    "eager_1f1b": settings.Eager1F1B,
+    "interleaved": settings.Interleaved,
+    "looped_bfs": settings.Chunked,
+    "interleaved_zb": settings.Chunked,
+    "gis": settings.Gis,
+    "hanayo": settings.Hanayo,
+}
+
+
+@dataclass(frozen=True)
+class Requested:
+    """A schedule, the label that tells it from others, and for schedule=auto what it was chosen from."""
+
+    schedule: Schedule
+    label: str
+    choice: Choice | None = None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule as an executor runs it, and what its tasks cost beside each other."""
+
+    schedule: Schedule
+    label: str
+    ticks: Ticks | None  # of executor=spmd
+    costs: Costs
+
+
+def schedule_of(
+    asked: settings.Schedule,
+    num_ranks: int,
+    costs: Costs,
+    most_chunks: int | None = None,
+    makespan_s: Callable[[Schedule], float] | None = None,
+) -> Requested:
+    """The schedule that `asked` names. ScheduleError or ConfigError for what cannot be.
+
+    costs, most_chunks (stages a rank that the model has layers for) and makespan_s (see `choose`) matter to
+    schedule=auto alone.
+    """
+    if isinstance(asked, settings.Csv):
+        schedule = read_valid(Path(asked.path))
+        _check_size(asked, schedule, num_ranks)
+        return Requested(schedule, Path(asked.path).name)
+    if isinstance(asked, settings.Auto):
+        choice = choose(
+            num_ranks,
+            asked.num_microbatches,
+            costs,
+            asked.max_activations,
+            max_chunks=min(asked.max_chunks, most_chunks or asked.max_chunks),
+            may_split=asked.split_backward,
+            by_period=asked.objective == "period",
+            makespan_s=makespan_s,
+        )
+        return Requested(choice.best.schedule, f"auto: {choice.best.label}", choice)
+    schedule = build(asked.name, num_ranks, asked.num_microbatches, **asked.knobs())
+    return Requested(schedule, label(asked))
+
+
+def pipeline_of(schedule: settings.Schedule, executor: Any, num_ranks: int, num_layers: int) -> Pipeline:
+    """The schedule that a run asks for, as its executor runs it. ScheduleError or ConfigError for what cannot be."""
+    costs = task_costs(executor.remat)
+    lower = partial(ticks, costs=costs, **keeping(executor.remat))
+    is_lockstep = executor.name == "spmd"
+    in_lockstep = (lambda each: lower(each).makespan_s(costs)) if is_lockstep else None
+    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), in_lockstep)
+    return Pipeline(found.schedule, found.label, lower(found.schedule) if is_lockstep else None, costs)
+
+
+def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:
+    """The request for a family with its usual knobs; num_chunks counts where the family has that knob.
+
+    >>> named("interleaved", 8, 4)
+    Interleaved(name='interleaved', num_microbatches=8, num_chunks=4, warmup_hops=2.0, group_size=None)
+    """
+    kind = KINDS.get(family, settings.Schedule)
+    knobs = {"num_chunks": num_chunks} if issubclass(kind, settings.Chunked) else {}
+    return kind(name=family, num_microbatches=num_microbatches, **knobs)
+
+
+def settled(asked: settings.Schedule) -> settings.Schedule:
+    """`asked` with the number of microbatches that a CSV file has; others as they are."""
+    if isinstance(asked, settings.Csv) and asked.num_microbatches == 0:
+        return replace(asked, num_microbatches=read_valid(Path(asked.path)).num_microbatches)
+    return asked
+
+
+def read(path: Path) -> Schedule:
+    """The schedule in a CSV file; ConfigError if it cannot be read, ScheduleError if it is not a valid schedule."""
+    try:
+        return from_csv(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{path} cannot be read: {reason}.") from None
+
+
+def read_valid(path: Path) -> Schedule:
+    """The same, with the fault in one line: `ppctl schedule check` draws it."""
+    try:
+        return read(path)
+    except ScheduleError as error:
+        raise ScheduleError(f"{str(error).partition(chr(10))[0]} `ppctl schedule check {path}` shows where.") from None
+
+
+def label(schedule: settings.Schedule) -> str:
+    """Name and knobs: the number of chunks, and what is not the default.
+
+    >>> label(settings.Interleaved(num_chunks=4))
+    'interleaved (num_chunks=4)'
+    """
+    default = type(schedule)(name=schedule.name).knobs()
+    told = [
+        f"{key}={value}"
+        for key, value in schedule.knobs().items()
+        if value is not None and (key == "num_chunks" or value != default[key])
+    ]
+    return schedule.name + (f" ({', '.join(told)})" if told else "")
+
+
+def _check_size(asked: settings.Csv, schedule: Schedule, num_ranks: int) -> None:
+    if schedule.num_ranks != num_ranks:
+        raise ConfigError(
+            f"mesh.pp={num_ranks}, but {asked.path} has {schedule.num_ranks} ranks (a line each). "
+            f"Use mesh.pp={schedule.num_ranks}."
+        )
+    if schedule.num_microbatches != asked.num_microbatches:
+        raise ConfigError(
+            f"schedule.num_microbatches={asked.num_microbatches}, but {asked.path} has {schedule.num_microbatches}. "
+            f"Use schedule.num_microbatches={schedule.num_microbatches}, or leave it out."
+        )

@@ -1,1 +1,0 @@
-"""Layer 5: a priced schedule as a picture: on the terminal, as html, as an image, as a trace, as numbers."""

@@ -1,0 +1,1 @@
+"""Schedules run on devices: mesh, layout, the reference, spmd and mpmd."""

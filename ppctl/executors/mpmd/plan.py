@@ -1,0 +1,164 @@
+"""The host's plan: which program runs where in which order, what it reads and writes, and when a value is last used.
+
+A plan is data, made once from a schedule; a step only follows it. Values have names:
+
+w, ends_in, ends_out        a stage's parameters, those of the embedding and of the head, as the tasks take them
+inputs, targets, m          the batch, and the number of a microbatch
+x, gx; y, gy                input and output of a stage for one microbatch, and their gradients
+stash, pending              what a forward keeps for its backward, what I leaves to W
+acc, acc_in, acc_out        sums of gradients: a stage's, the embedding's, the head's
+losses                      sums of the losses and of their number
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.partition.partition import Partition
+
+TASKS = ("E", "F", "B", "I", "W")  # the programs of tasks; others run once a step
+Key = tuple  # (name, numbers that tell values of this name apart)
+
+
+class Program(NamedTuple):
+    """What is traced and lowered once: equal programs are one. Kind E is a forward that keeps nothing."""
+
+    kind: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    shape: Any  # whatever else tells programs of a kind apart, hashable
+
+
+class Op(NamedTuple):
+    """One entry of a plan: a program on a rank, or a move to it (program is None) of the one value read."""
+
+    program: Program | None
+    rank: int
+    reads: tuple[Key, ...]
+    writes: tuple[Key, ...]
+    task: Task | None = None
+    sender: int | None = None  # of a move: the rank that the value is on
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that take part."""
+        return (self.rank,) if self.sender is None else (self.sender, self.rank)
+
+
+def move(sender: int, key: Key, rank: int, there: Key, task: Task | None = None) -> Op:
+    """The entry by which the value `key` of a rank becomes `there` on another."""
+    return Op(None, rank, (key,), (there,), task, sender)
+
+
+class Role(NamedTuple):
+    """What a stage does beside its layers."""
+
+    num_layers: int
+    is_first: bool
+    is_last: bool
+    first_layer: int | None = None  # where layers differ: the number of its first one
+
+
+def roles(partition: Partition, *, are_alike: bool) -> tuple[Role, ...]:
+    """The role of each stage. Of layers that are alike it does not matter which ones a stage holds."""
+    last = len(partition) - 1
+    return tuple(
+        Role(len(layers), s == 0, s == last, None if are_alike else layers.start) for s, layers in enumerate(partition)
+    )
+
+
+def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
+    """The program of a task, or None where there is nothing to run.
+
+    keeps_input (remat=full): the stash is the stage's input, and the backward runs the stage again; so the last stage's
+    forward is left to its backward, with the head, and the first one's input is embedded again.
+    """
+    embedding = ("ends_in", "inputs", "m") if role.is_first else ("x",)
+    head = ("ends_out", "targets", "m", "losses") if role.is_last else ()
+    with_grad = ("acc_out",) if role.is_last else ()
+    reads: tuple[str, ...] = ("w",)
+    writes: tuple[str, ...] = ()
+    if kind == "F" and keeps_input:
+        if role.is_last:
+            return None
+        kind = "E"
+    if kind == "E":
+        reads += embedding + head
+        writes += ("losses",) if role.is_last else ("y",)
+    elif kind == "F":
+        reads += embedding + head + with_grad
+        writes += ("stash", "gy", "losses", "acc_out") if role.is_last else ("stash", "y")
+    elif kind == "W":
+        reads += ("pending", "acc")
+        writes += ("acc",)
+    else:
+        reads += embedding + head + with_grad if keeps_input else ("stash",)
+        if not (keeps_input and role.is_last):
+            reads += ("gy",)
+        if role.is_first:
+            reads += ("ends_in", "inputs", "m", "acc_in")
+        reads += ("acc",) if kind == "B" else ()
+        writes += ("acc",) if kind == "B" else ("pending",)
+        writes += ("acc_in",) if role.is_first else ("gx",)
+        writes += ("losses", "acc_out") if keeps_input and role.is_last else ()
+    return Program(kind, tuple(dict.fromkeys(reads)), writes, role)
+
+
+def task_ops(schedule: Schedule, order: Iterable[Task], role: Sequence[Role], *, keeps_input: bool) -> list[Op]:
+    """The tasks of `schedule` in `order`, and the moves of what one rank writes and another reads; role: of each stage.
+
+    A move comes before its sender's next task or its reader, whichever is first. `order` has tasks by their start, so
+    what the receiver begins while the value is still being made comes before the move and need not wait for it. A
+    schedule of forwards alone keeps nothing.
+    """
+    rank_of = schedule.rank_of
+    has_backward = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
+    ops: list[Op] = []
+    pending: list[Op] = []  # moves that are not in `ops` yet
+    for task in order:
+        s, kind, m = task
+        program = task_program(kind if has_backward else "E", role[s], keeps_input)
+        if program is None:
+            continue
+        rank = rank_of[s]
+        moves = {}  # name written -> (rank that reads it, key there)
+        if s < schedule.num_stages - 1:
+            moves["y"] = rank_of[s + 1], ("x", s + 1, m)
+        if s > 0:
+            moves["gx"] = rank_of[s - 1], ("gy", s - 1, m)
+
+        def key(name: str, s: int = s, m: int = m, rank: int = rank) -> Key:
+            if name == "m":
+                return (name, rank, m)
+            if name in ("w", "acc"):
+                return (name, s)
+            return (name, s, m) if name in ("x", "y", "gx", "gy", "stash", "pending") else (name,)
+
+        here = {name: there for name, (reader, there) in moves.items() if reader == rank}
+        reads = tuple(map(key, program.reads))
+        writes = tuple(here.get(name, key(name)) for name in program.writes)
+        due = [each for each in pending if each.sender == rank or each.writes[0] in reads]
+        pending = [each for each in pending if each not in due]
+        ops += [*due, Op(program, rank, reads, writes, task)]
+        for name, (reader, there) in moves.items():
+            if reader != rank and name in program.writes:
+                pending.append(move(rank, key(name), reader, there, task))
+    return ops + pending
+
+
+def last_uses(ops: Sequence[Op], keep: Collection[Key]) -> list[tuple[Key, ...]]:
+    """For each entry the values that nothing reads after it, `keep` excepted: they are freed there.
+
+    >>> copy = Program("copy", ("a",), ("b",), None)
+    >>> last_uses([Op(copy, 0, (("a",),), (("b",),)), Op(copy, 0, (("b",),), (("c",),))], keep={("c",)})
+    [(('a',),), (('b',),)]
+    """
+    live = set(keep)
+    found: list[tuple[Key, ...]] = []
+    for op in reversed(ops):
+        touched = dict.fromkeys(op.reads + op.writes)
+        found.append(tuple(key for key in touched if key not in live))
+        live = (live - set(op.writes)) | set(op.reads)
+    return found[::-1]

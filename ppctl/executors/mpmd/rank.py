@@ -1,0 +1,214 @@
+"""What a rank does once a step: before its tasks its parameters are made ready, after them its gradients are reduced.
+
+These programs communicate over (dp, fsdp) of the rank's submesh; tasks do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.compiler_preset import Effort
+from ppctl.executors.layout import Layout, gather, scatter
+from ppctl.executors.mesh import DATA_AXES
+from ppctl.executors.mpmd.plan import TASKS, Key, Op, Program, Role, move
+from ppctl.executors.mpmd.tasks import Model, is_none, run_task, unlead
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class RankRole:
+    """What a rank holds: the roles of its stages, and how its part of a tied leaf of the ends is summed."""
+
+    stages: tuple[Role, ...]
+    num_rows: int  # of a chunk in the staged form: its layers and padding
+    tied: str | None = None  # the other part is elsewhere: "embedding" (this rank adds both) | "head"
+
+    @property
+    def has_first(self) -> bool:
+        return any(role.is_first for role in self.stages)
+
+    @property
+    def has_last(self) -> bool:
+        return any(role.is_last for role in self.stages)
+
+
+def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[RankRole, ...]:
+    """The role of each rank of a layout whose stages have these roles."""
+    here: list[list[Role]] = [[] for _ in range(layout.mesh.shape["pp"])]
+    for role, rank in zip(roles, layout.rank_of, strict=True):
+        here[rank].append(role)
+    first, last = layout.rank_of[0], layout.rank_of[-1]
+    tied = {first: "embedding", last: "head"} if any(model.tied) and first != last else {}
+    num_rows = int(layout.counts.max())
+    return tuple(RankRole(tuple(stages), num_rows, tied.get(rank)) for rank, stages in enumerate(here))
+
+
+def rank_ops(layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool) -> tuple[list[Op], list[Op]]:
+    """What runs before the tasks, from ("params", rank), and after them, to ("grads", rank).
+
+    A tied leaf's gradient goes from the head's rank to the embedding's, and the whole sum back, as ("tied", rank).
+    """
+    before, after = [], []
+    for r, here in enumerate(ranks):
+        stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
+        writes: list[Key] = [("w", s) for s in stages]
+        sums: list[Key] = [("acc", s) for s in stages]
+        sums += [("acc_in",)] * here.has_first + [("acc_out",)] * here.has_last
+        writes += [("ends_in",)] * here.has_first + [("ends_out",)] * here.has_last
+        writes += [("losses",)] * here.has_last
+        writes += sums if with_grads else []
+        before.append(rank_op("prepare", here, r, [("params", r)], writes))
+        if here.tied == "head":
+            to = layout.rank_of[0]
+            after.insert(0, rank_op("finish", here, r, sums, [("grads", r), ("tied_head",)]))
+            after.insert(1, move(r, ("tied_head",), to, ("tied", to)))
+        elif here.tied == "embedding":
+            back = layout.rank_of[-1]
+            after.append(rank_op("finish", here, r, [*sums, ("tied", r)], [("grads", r), ("tied_sum",)]))
+            after.append(move(r, ("tied_sum",), back, ("tied", back)))
+        else:
+            after.append(rank_op("finish", here, r, sums, [("grads", r)]))
+    return before, after if with_grads else []
+
+
+def rank_op(kind: str, here: RankRole, rank: int, reads: Sequence[Key], writes: Sequence[Key]) -> Op:
+    """A program of a whole rank, from these values to those."""
+    names = lambda keys: tuple(key[0] for key in keys)  # noqa: E731
+    return Op(Program(kind, names(reads), names(writes), here), rank, tuple(reads), tuple(writes))
+
+
+def prepare(model: Model, here: RankRole, program: Program, specs: Tree, params: Tree) -> tuple:
+    """What the tasks of a rank take: parameters whole, in the compute dtype, layer by layer; sums of zero.
+
+    `params` are the rank's: {"ends": None where not used, "layers": [V, 1, K, ...]}, sharded by `specs`.
+    """
+    leaves = jax.tree.leaves(params)
+    master = leaves[0].dtype
+    zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), master), tree)  # noqa: E731
+    whole = jax.tree.map(lambda a: a.astype(model.dtype), gather(params, specs))
+    take = lambda *index: jax.tree.map(lambda a: a[index], whole["layers"])  # noqa: E731
+    w = [
+        take(v, 0, slice(role.num_layers))
+        if role.num_layers > model.unroll
+        else [take(v, 0, k) for k in range(role.num_layers)]
+        for v, role in enumerate(here.stages)
+    ]
+    by_embedding, by_head = model.uses
+    found: dict[str, list] = {"w": w, "acc": [zeros(each) for each in w]}
+    if here.has_first:
+        found["ends_in"] = [model.keep(whole["ends"], by_embedding)]
+        found["acc_in"] = [zeros(found["ends_in"][0])]
+    if here.has_last:
+        found["ends_out"] = [ends] = [model.keep(whole["ends"], by_head)]
+        head = lambda ends, x, targets: model.stack.head(model.fill(ends), x, targets)  # noqa: E731
+        sums = jax.eval_shape(head, ends, model.x, model.microbatch["targets"])
+        found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in sums)]
+        found["acc_out"] = [zeros(ends)]
+    return tuple(found[name].pop(0) for name in program.writes)
+
+
+def finish(model: Model, here: RankRole, program: Program, specs: Tree, *values: Any) -> tuple:
+    """A rank's gradients, summed over its devices and sharded as its parameters; not yet divided by the number.
+
+    The embedding's rank adds what the head's has of tied leaves; the head's leaves them None in its gradients.
+    """
+    v = dict(zip(program.reads, values, strict=True))
+    accs = [value for name, value in zip(program.reads, values, strict=True) if name == "acc"]
+    chunks = [_stacked(model, here.num_rows, acc) for acc in accs]
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *chunks)
+    ends = model.keep(model.ends, (False,) * len(model.tied))
+    for part in (v.get("acc_in"), v.get("acc_out")):
+        if part is not None:
+            ends = jax.tree.map(_plus, ends, unlead(part), is_leaf=is_none)
+    grads = {"ends": scatter(ends, specs["ends"], DATA_AXES), "layers": scatter(layers, specs["layers"], DATA_AXES)}
+    if here.tied is None:
+        return (grads,)
+    tied = [leaf for leaf, is_tied in zip(_leaves(grads["ends"]), model.tied, strict=True) if is_tied]
+    if here.tied == "head":
+        return grads | {"ends": model.keep(grads["ends"], tuple(not is_tied for is_tied in model.tied))}, tied
+    tied = [here_sum + there for here_sum, there in zip(tied, v["tied"], strict=True)]
+    return grads | {"ends": with_tied(model, grads["ends"], tied)}, tied
+
+
+def with_tied(model: Model, ends: Tree, tied: list[Any]) -> Tree:
+    """`ends` with these values for the tied leaves."""
+    rest = iter(tied)
+    leaves = [next(rest) if is_tied else a for a, is_tied in zip(_leaves(ends), model.tied, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(model.ends), leaves)
+
+
+def _leaves(ends: Tree) -> list[Any]:
+    return jax.tree.leaves(ends, is_leaf=is_none)
+
+
+def _plus(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    return a if b is None else b if a is None else a + b
+
+
+def _stacked(model: Model, num_rows: int, acc: Any) -> Tree:
+    """The sums of a stage's layers, [num_rows, ...], zero where it has fewer."""
+    if isinstance(acc, list):
+        none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), model.layer)
+        acc = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), none, *acc)
+    else:
+        acc = unlead(acc)
+    return jax.tree.map(lambda a: jnp.pad(a, [(0, num_rows - len(a))] + [(0, 0)] * (a.ndim - 1)), acc)
+
+
+class Library:
+    """The function, the PartitionSpecs and the donated arguments of every program up to the gradients."""
+
+    def __init__(self, model: Model, param_specs: dict[RankRole, Tree]):
+        self.model, self.param_specs = model, param_specs
+
+    def specs(self, program: Program, name: str) -> Tree:
+        """The spec of a value that a program reads or writes: a tree, or one for all its leaves."""
+        if name == "params":
+            return self.param_specs[program.shape]
+        if name == "grads":
+            specs = self.param_specs[program.shape]
+            if program.shape.tied != "head":
+                return specs
+            return specs | {"ends": self.model.keep(specs["ends"], tuple(not tied for tied in self.model.tied))}
+        if name.startswith("tied"):
+            specs = _leaves(self.param_specs[program.shape]["ends"])
+            return [spec for spec, tied in zip(specs, self.model.tied, strict=True) if tied]
+        return P() if name in ("w", "ends_in", "ends_out", "m") else P(DATA_AXES)
+
+    def function(self, program: Program) -> Callable[..., tuple]:
+        """What one device computes of a program: values in the order of its reads to values in that of its writes."""
+        model, shape = self.model, program.shape
+        if program.kind in ("prepare", "finish"):
+            run = prepare if program.kind == "prepare" else finish
+            return partial(run, model, shape, program, self.param_specs[shape])
+
+        def task(*values: Any) -> tuple:
+            found = run_task(model, program.kind, shape, dict(zip(program.reads, values, strict=True)))
+            return tuple(found[name] for name in program.writes)
+
+        return task
+
+    def donated(self, program: Program) -> tuple[str, ...]:
+        """The values read whose memory a value written takes over."""
+        if program.kind in ("prepare", "finish"):
+            return ()
+        replaced = [name for name in program.reads if name in program.writes]
+        if program.kind == "F":
+            replaced += ["x"] * ("x" in program.reads)
+        elif program.kind in "BI":
+            replaced += ["gy"] * ("gy" in program.reads and "gx" in program.writes)
+        return tuple(replaced)
+
+    def effort(self, program: Program) -> Effort:
+        """How hard the compiler is to try, on CPU."""
+        if program.kind == "prepare":
+            return "once"
+        return "quick" if program.kind in TASKS and self.model.remat == "none" else "full"

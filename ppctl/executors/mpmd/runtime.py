@@ -1,0 +1,381 @@
+"""Programs on submeshes: traced and lowered once for all ranks, compiled in threads, dispatched by the host.
+
+A program is lowered for an abstract submesh and compiled for the devices of each rank that runs it. JAX has no public
+way to load one executable on other devices, so ranks share the trace, and the stages of one rank the executable.
+
+Several processes walk the same plan, and each passes over what none of its devices takes part in. A value moves by
+copies where sender and receiver in the same place of their submeshes belong to one process, otherwise by a program of
+both submeshes, a crossing, which every process of either runs.
+
+A program may wait for devices of other processes and must not keep these from what they wait for. So every device runs
+its programs in the order of the plan. A GPU's stream does so anyway; a CPU runs whatever is ready. Hence turns: each
+program takes a number that the program before it on its rank made; a crossing takes those of both ranks. Then nothing
+stands still. Of all programs not yet done, take the first in the plan. What it reads was made before it, and is there,
+turns included. Each of its processes has dispatched it or will, for dispatching waits at most for programs before it.
+And there are threads for it: a device works for one program at a time, the first that it has not done, and XLA has as
+many threads as devices. Nor can two programs of the same devices take each other's messages: turns put them in one
+order everywhere.
+
+On CPU the same threads start programs of a rank that has several devices here. XLA lets a device have MOST_STARTED
+programs that are not done. A thread that starts one more waits, for ever if what is to be done first waits for a
+thread. So `pass_turn` waits long before that.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.compiler_preset import Effort, cpu_options, temp_bytes
+from ppctl.executors.mpmd.plan import Key, Op, Program, last_uses
+from ppctl.executors.mpmd.transfers import (
+    TURN,
+    Part,
+    copied,
+    crossing,
+    each_its_own,
+    is_mine,
+    lower_crossing,
+    pair_mesh,
+    parts_of,
+    processes,
+    zeros,
+)
+from ppctl.executors.spmd.memory import shard_bytes
+from ppctl.schedule.ir import Task
+
+Tree = Any
+MOST_STARTED = 32  # programs of a device that XLA has under way on CPU
+
+
+class Programs(Protocol):
+    """What a machine must know of programs."""
+
+    def function(self, program: Program) -> Callable[..., tuple]: ...
+    def specs(self, program: Program, name: str) -> Tree: ...
+    def donated(self, program: Program) -> tuple[str, ...]: ...
+    def effort(self, program: Program) -> Effort: ...
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A compiled plan: of each op of this process (call, slots read, slots written, slots freed).
+
+    Values that none of its devices holds are None.
+    """
+
+    ops: tuple[Op, ...]
+    steps: tuple[tuple[Callable[..., Sequence], tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+    slots: Mapping[Key, int]
+    given: tuple[Key, ...]
+    kept: tuple[Key, ...]
+    shapes: Mapping[Key, Tree]  # of what is kept
+    held: tuple[Mapping[str, int], ...]  # for each rank what `Machine.held` says; empty where this process has none
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """For each rank, on one device: values and temporaries, without what is given."""
+        return tuple(sum(held.values()) for held in self.held)
+
+    def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
+        """The values to keep, from those given. Returns when all is dispatched, not when it is done."""
+        values: list[Any] = [None] * len(self.slots)
+        for key in self.given:
+            values[self.slots[key]] = given[key]
+        for call, reads, writes, freed in self.steps:
+            results = call(*[values[i] for i in reads])
+            for i, result in zip(writes, results, strict=True):
+                values[i] = result
+            results = None
+            for i in freed:
+                values[i] = None
+        return {key: values[self.slots[key]] for key in self.kept}
+
+    def timed(self, seconds: dict[Task, float]) -> Walk:
+        """The same walk, one program at a time; its runs put the seconds of each task into `seconds`."""
+
+        def waiting(op: Op, call: Callable[..., Sequence]) -> Callable[..., Sequence]:
+            def run(*values: Tree) -> Sequence:
+                began = time.perf_counter()
+                results = jax.block_until_ready(call(*values))
+                if op.program is not None and op.task is not None:
+                    seconds[op.task] = time.perf_counter() - began
+                return results
+
+            return run
+
+        steps = tuple((waiting(op, call), *rest) for op, (call, *rest) in zip(self.ops, self.steps, strict=True))
+        return replace(self, steps=steps)
+
+    @cached_property
+    def programs(self) -> list[list[tuple[str, Task | None]]]:
+        """For each rank its programs in order: name of the compiled module, and the task if it is one."""
+        ranks = range(len(self.peak_bytes))
+        return [[(f"jit_{o.program.kind}", o.task) for o in self.ops if o.program and o.rank == r] for r in ranks]
+
+
+class Machine:
+    """The submeshes of the ranks, all of one shape, and the programs that run on them."""
+
+    def __init__(self, submeshes: Sequence[Mesh], programs: Programs, options: Mapping[str, Any] | None = None):
+        self.submeshes, self.programs, self.options = submeshes, programs, dict(options or {})
+        one = submeshes[0]
+        self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
+        self.is_mine = tuple(map(is_mine, submeshes))
+        self.turns = [self.number(0, r) for r in range(len(submeshes))]
+        mine, is_cpu = jax.process_index(), one.devices.flat[0].platform == "cpu"
+        self.under_way: list[deque[jax.Array] | None] = [
+            deque() if is_cpu and processes(submesh).count(mine) > 1 else None for submesh in submeshes
+        ]
+        self.traced: dict[Program, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of what it writes
+        self.lowered: dict[Program, jax.stages.Lowered] = {}
+        self.compiled: dict[tuple[Program, int], jax.stages.Compiled] = {}
+        self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}  # what, sender, receiver
+        self.connected: set[tuple[int, ...]] = set()  # senders and receivers
+
+    def number(self, value: int, rank: int) -> jax.Array | None:
+        """An int32 on a rank; None where this process has no device of it."""
+        if not self.is_mine[rank]:
+            return None
+        sharding = NamedSharding(self.submeshes[rank], P())
+        return jax.make_array_from_callback((), sharding, lambda _: np.int32(value), dtype=np.int32)
+
+    def pass_turn(self, rank: int, turn: jax.Array | None) -> None:
+        """The turn that the next program of a rank takes. Waits while too many programs of the rank are under way."""
+        self.turns[rank] = turn
+        under_way = self.under_way[rank]
+        if under_way is not None and turn is not None:
+            under_way.append(turn)
+            if len(under_way) > MOST_STARTED // 2:
+                under_way.popleft().block_until_ready()
+
+    def wait(self) -> None:
+        """Returns when all that was dispatched is done."""
+        jax.block_until_ready(self.turns)
+
+    def connect(self) -> None:
+        """Nothing; runs a crossing of each pair of submeshes that has not run any, on zeros.
+
+        To be called by all processes at about the same time, with nothing else under way. Gloo waits half a minute for
+        the other side of a new connection, and for as long as it takes once there is one.
+        """
+        for (parts, *ranks), compiled in self.crossings.items():
+            if tuple(ranks) not in self.connected:
+                self.connected.add(tuple(ranks))
+                pair = pair_mesh(*(self.submeshes[rank] for rank in ranks))
+                jax.block_until_ready(compiled(*(each_its_own(pair, zeros(pair, *part)) for part in (TURN, *parts))))
+
+    def shape(self, tree: Tree, specs: Tree) -> Tree:
+        """Shapes with the shardings of `specs` (a tree, or a prefix of one) on a submesh."""
+
+        def one(spec: P, part: Tree) -> Tree:
+            sharding = NamedSharding(self.abstract, spec)
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), part)
+
+        return jax.tree.map(one, specs, tree, is_leaf=lambda a: isinstance(a, P))
+
+    def on(self, rank: int, shapes: Tree) -> Tree:
+        """The shardings of `shapes` on the devices of a rank."""
+        return jax.tree.map(lambda a: NamedSharding(self.submeshes[rank], a.sharding.spec), shapes)
+
+    def compile(self, ops: Sequence[Op], given: Mapping[Key, Tree], kept: Collection[Key]) -> Walk:
+        """The walk over `ops`, from values of these shapes to those that are kept."""
+        shapes = self.shapes(ops, given)
+        freed = last_uses(ops, {*kept, *given})
+        here = [(op, drop) for op, drop in zip(ops, freed, strict=True) if any(self.is_mine[r] for r in op.ranks)]
+        mine = tuple(op for op, _ in here)
+        self._compile(mine, shapes)
+        slots = {key: i for i, key in enumerate(shapes)}
+        steps = []
+        for op, drop in here:
+            places = (tuple(slots[key] for key in keys) for keys in (op.reads, op.writes, drop))
+            steps.append((self._call(op, shapes), *places))
+        held = self._held(mine, [drop for _, drop in here], shapes, given, self._temps(mine))
+        kept_shapes = {key: shapes[key] for key in kept}
+        return Walk(mine, tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, held)
+
+    def held(
+        self,
+        ops: Sequence[Op],
+        given: Mapping[Key, Tree],
+        kept: Collection[Key],
+        temps: Sequence[int] | None = None,
+    ) -> tuple[dict[str, int], ...]:
+        """For each rank, bytes of values by name at its peak, on one device, without what is given.
+
+        temps: the "temporaries" of each op; None: those of programs that are compiled. `ops` are traced only.
+        """
+        temps = self._temps(ops) if temps is None else temps
+        return self._held(ops, last_uses(ops, {*kept, *given}), self.shapes(ops, given), given, temps)
+
+    def weigh(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> list[int]:
+        """The temporaries of each op on CPU, from its program compiled once for all ranks to be weighed alone."""
+        self.shapes(ops, given)
+        rank_of = {op.program: op.rank for op in ops if op.program is not None}
+
+        def weighed(lowered: jax.stages.Lowered, rank: int) -> int:
+            devices = tuple(self.submeshes[rank].devices.flat)
+            return temp_bytes(lowered.compile(cpu_options("once"), device_assignment=devices))
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            weights = threads.map(weighed, map(self.lower, rank_of), rank_of.values())
+            found = dict(zip(rank_of, weights, strict=True))
+        return [0 if op.program is None else found[op.program] for op in ops]
+
+    def compiled_first(self, ops: Sequence[Op]) -> dict[Program, jax.stages.Compiled]:
+        """Each program of `ops`, which were traced, as compiled for the first rank that runs it."""
+        first = {op.program: op for op in reversed(ops) if op.program is not None}
+        self._compile(list(first.values()), {})
+        return {program: self.compiled[program, op.rank] for program, op in first.items()}
+
+    def _temps(self, ops: Sequence[Op]) -> list[int]:
+        """The temporaries of each op whose program is compiled."""
+        compiled = (None if op.program is None else self.compiled.get((op.program, op.rank)) for op in ops)
+        return [0 if each is None else temp_bytes(each) for each in compiled]
+
+    def lower(self, program: Program) -> jax.stages.Lowered:
+        """A program that was traced, ready to compile."""
+        if program not in self.lowered:
+            traced, _ = self.traced[program]
+            self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
+        return self.lowered[program]
+
+    def shapes(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
+        """The shapes of all values of a plan."""
+        shapes: dict[Key, Tree] = dict(given)
+        for op in ops:
+            reads = tuple(shapes[key] for key in op.reads)
+            shapes.update(zip(op.writes, reads if op.program is None else self._trace(op.program, reads), strict=True))
+        return shapes
+
+    def _trace(self, program: Program, reads: tuple) -> tuple:
+        """Shapes of what a program writes; traces it the first time, with a turn before what it reads and writes."""
+        if program not in self.traced:
+            specs = [self.programs.specs(program, name) for name in program.reads]
+            out_specs = [self.programs.specs(program, name) for name in program.writes]
+            donated = self.programs.donated(program)
+            function = self.programs.function(program)
+
+            def local(turn: jax.Array, *values: Tree) -> tuple:
+                return turn + 1, *function(*values)
+
+            local.__name__ = program.kind  # names the compiled module
+            whole = jax.shard_map(
+                local, mesh=self.abstract, in_specs=(P(), *specs), out_specs=(P(), *out_specs), check_vma=False
+            )
+            donate = tuple(i for i, name in enumerate(program.reads, 1) if name in donated)
+            turn = self.shape(jax.ShapeDtypeStruct((), np.int32), P())
+            traced = jax.jit(whole, donate_argnums=donate).trace(turn, *reads)
+            written = tuple(self.shape(out, spec) for out, spec in zip(traced.out_info[1:], out_specs, strict=True))
+            self.traced[program] = traced, written
+        return self.traced[program][1]
+
+    @property
+    def _platform(self) -> str:
+        device = self.submeshes[0].devices.flat[0]
+        if device.platform != "gpu":
+            return device.platform
+        return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+    def _options(self, program: Program | None) -> dict[str, Any]:
+        """Of the compiler, for a program or a crossing: those given come before ours."""
+        if self._platform != "cpu":
+            return self.options
+        return cpu_options("once" if program is None else self.programs.effort(program)) | self.options
+
+    def _crosses(self, op: Op) -> bool:
+        """Whether a move is between processes."""
+        assert op.sender is not None, "only moves are asked"
+        return processes(self.submeshes[op.sender]) != processes(self.submeshes[op.rank])
+
+    def _compile(self, ops: Sequence[Op], shapes: Mapping[Key, Tree]) -> None:
+        """Compiles what is not compiled yet, in threads that begin in the order of `ops`, as in every process."""
+        missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, Program | None]] = {}
+        for op in ops:
+            if op.program is not None and (op.program, op.rank) not in self.compiled:
+                lowered, devices = self.lower(op.program), self.submeshes[op.rank]
+                missing[op.program, op.rank] = self.compiled, lowered, devices, op.program
+            elif op.sender is not None and self._crosses(op):
+                parts = parts_of(shapes[op.reads[0]])
+                if (parts, op.sender, op.rank) not in self.crossings:
+                    lowered = lower_crossing(self.abstract, parts, self._platform)
+                    devices = pair_mesh(self.submeshes[op.sender], self.submeshes[op.rank])
+                    missing[parts, op.sender, op.rank] = self.crossings, lowered, devices, None
+
+        def compiled(job: tuple[dict, jax.stages.Lowered, Mesh, Program | None]) -> jax.stages.Compiled:
+            _, lowered, mesh, program = job
+            return lowered.compile(self._options(program), device_assignment=tuple(mesh.devices.flat))
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for key, result in zip(missing, threads.map(compiled, missing.values()), strict=True):
+                missing[key][0][key] = result
+
+    def _call(self, op: Op, shapes: Mapping[Key, Tree]) -> Callable[..., Sequence]:
+        """What runs an op: values read to values written."""
+        turns, rank, sender = self.turns, op.rank, op.sender
+        if op.program is not None:
+            program = self.compiled[op.program, rank]
+
+            def in_turn(*values: Tree) -> Sequence:
+                turn, *written = program(turns[rank], *values)
+                self.pass_turn(rank, turn)
+                return written
+
+            return in_turn
+        there = self.on(rank, shapes[op.reads[0]])
+        assert sender is not None, "what is no program is a move"
+        if not self._crosses(op):
+            if len(set(processes(self.submeshes[rank]))) == 1:
+                devices = self.submeshes[rank].devices
+                return partial(_move, devices.item() if devices.size == 1 else there)  # a device: 70 us, not 110
+            return partial(copied, self.submeshes[sender], self.submeshes[rank], there)
+        value = shapes[op.reads[0]]
+        compiled = self.crossings[parts_of(value), sender, rank]
+        cross = crossing(compiled, self.submeshes[sender], self.submeshes[rank], value, there)
+
+        def in_both_turns(sent: Tree) -> Sequence:
+            sender_turn, turn, received = cross(turns[sender], turns[rank], sent)
+            self.pass_turn(sender, sender_turn)
+            self.pass_turn(rank, turn)
+            return (received,)
+
+        return in_both_turns
+
+    def _held(
+        self,
+        ops: Sequence[Op],
+        freed: Sequence[tuple[Key, ...]],
+        shapes: Mapping[Key, Tree],
+        given: Collection[Key],
+        temps: Sequence[int],
+    ) -> tuple[dict[str, int], ...]:
+        live = [Counter[str]() for _ in self.submeshes]
+        peak = [Counter[str]() for _ in self.submeshes]
+        where: dict[Key, int] = {}
+        size = {key: shard_bytes(tree) for key, tree in shapes.items()}
+        for op, drop, temp in zip(ops, freed, temps, strict=True):
+            for key in op.writes:
+                if key not in where and key not in given:
+                    where[key] = op.rank
+                    live[op.rank][key[0]] += size[key]
+            if live[op.rank].total() + temp > peak[op.rank].total():
+                peak[op.rank] = live[op.rank] + Counter(temporaries=temp)
+            for key in drop:
+                if key in where:
+                    live[where.pop(key)][key[0]] -= size[key]
+        return tuple(dict(held) if mine else {} for held, mine in zip(peak, self.is_mine, strict=True))
+
+
+def _move(there: Tree, value: Tree) -> tuple[Tree]:
+    return (jax.device_put(value, there),)

@@ -1,0 +1,159 @@
+"""What each program computes on one device, traced inside shard_map over the (dp, fsdp) submesh of a rank.
+
+No task communicates: values are this device's rows, sums of gradients are its own. Sums, stashes and pendings have a
+leading axis of length 1 here, and one entry a device outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.executors.mpmd.plan import Role
+from ppctl.executors.stage.stage import Rows, Stage
+from ppctl.model.stack import Stack
+
+Tree = Any
+
+
+def is_none(a: Any) -> bool:
+    return a is None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as the programs see it. Shapes are those of one device's rows; parameters are whole."""
+
+    stack: Stack
+    ends: Tree  # shapes of the ends, natural
+    layer: Tree  # shapes of one layer
+    microbatch: Tree  # shapes of one device's rows of a microbatch: {"inputs", "targets"}
+    num_microbatches: int
+    remat: str
+    unroll: int
+    dtype: Any
+
+    @cached_property
+    def x(self) -> jax.ShapeDtypeStruct:
+        """Shape of what passes between layers."""
+        return jax.eval_shape(self.stack.embed, self._computed(self.ends), self.microbatch["inputs"])
+
+    @cached_property
+    def stage(self) -> Stage:
+        return Stage(self.stack.layer, self.remat, self._computed(self.layer), self.x)
+
+    @cached_property
+    def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """For each leaf of the ends, whether the embedding uses it and whether the head does. Each is used by one."""
+        leaves, treedef = jax.tree.flatten(self._computed(self.ends))
+
+        def used(function: Any, *args: Any) -> list[bool]:
+            call = lambda leaves, args: function(jax.tree.unflatten(treedef, leaves), *args)  # noqa: E731
+            jaxpr = jax.make_jaxpr(call)(leaves, args).jaxpr
+            taken = {id(v) for equation in jaxpr.eqns for v in equation.invars} | {id(v) for v in jaxpr.outvars}
+            return [id(v) in taken for v in jaxpr.invars[: len(leaves)]]
+
+        by_embedding = used(self.stack.embed, self.microbatch["inputs"])
+        by_head = used(self.stack.head, self.x, self.microbatch["targets"])
+        by_head = [head or not embedding for embedding, head in zip(by_embedding, by_head, strict=True)]
+        return tuple(by_embedding), tuple(by_head)
+
+    @property
+    def tied(self) -> tuple[bool, ...]:
+        """For each leaf of the ends, whether embedding and head share it."""
+        return tuple(a and b for a, b in zip(*self.uses, strict=True))
+
+    def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
+        """For each leaf of the ends, whether a rank with the first or the last stage holds it."""
+        return tuple((is_first and a) or (is_last and b) for a, b in zip(*self.uses, strict=True))
+
+    def keep(self, ends: Tree, used: tuple[bool, ...]) -> Tree:
+        """`ends` with None for leaves not used."""
+        leaves, treedef = jax.tree.flatten(ends, is_leaf=is_none)
+        return jax.tree.unflatten(treedef, [leaf if use else None for leaf, use in zip(leaves, used, strict=True)])
+
+    def fill(self, ends: Tree) -> Tree:
+        """Ends with zeros for leaves that are None, which nothing uses."""
+        leaves, treedef = jax.tree.flatten(self.ends)
+        found = jax.tree.leaves(ends, is_leaf=is_none)
+        zeros = (jnp.zeros(a.shape, self.dtype) for a in leaves)
+        return jax.tree.unflatten(treedef, [z if a is None else a for z, a in zip(zeros, found, strict=True)])
+
+    def _computed(self, shapes: Tree) -> Tree:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, self.dtype), shapes)
+
+    # what a task calls
+
+    def rows(self, batch: jax.Array, m: jax.Array) -> jax.Array:
+        """Microbatch m of this device's rows of a batch."""
+        return jax.lax.dynamic_index_in_dim(batch.reshape(self.num_microbatches, -1, *batch.shape[1:]), m, 0, False)
+
+    def embed(self, v: dict[str, Any]) -> jax.Array:
+        return self.stack.embed(self.fill(v["ends_in"]), self.rows(v["inputs"], v["m"]))
+
+    def embed_grad(self, v: dict[str, Any], gx: jax.Array) -> Tree:
+        """acc_in with the gradient of the embedding added."""
+        inputs = self.rows(v["inputs"], v["m"])
+        _, pull = jax.vjp(lambda ends: self.stack.embed(self.fill(ends), inputs), v["ends_in"])
+        return add(v["acc_in"], pull(gx)[0])
+
+    def loss(self, v: dict[str, Any], y: jax.Array) -> Tree:
+        """losses with the loss of y added."""
+        return add(v["losses"], self.stack.head(self.fill(v["ends_out"]), y, self.rows(v["targets"], v["m"])))
+
+    def head(self, v: dict[str, Any], y: jax.Array) -> tuple[jax.Array, tuple[Tree, Tree]]:
+        """(gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
+        targets = self.rows(v["targets"], v["m"])
+        head = lambda ends, y: self.stack.head(self.fill(ends), y, targets)  # noqa: E731
+        loss, pull, number = jax.vjp(head, v["ends_out"], y, has_aux=True)
+        ends, gy = pull(jnp.ones_like(loss))
+        return gy, (add(v["losses"], (loss, number)), add(v["acc_out"], ends))
+
+
+def add(total: Tree, update: Tree) -> Tree:
+    """A sum with its leading axis, after `update`, which has none, was added."""
+    return jax.tree.map(lambda t, u: t + u.astype(t.dtype)[None], total, update)
+
+
+def lead(tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: a[None], tree)
+
+
+def unlead(tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: a[0], tree)
+
+
+def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
+    """What a task of this kind writes, by name, from what it reads."""
+    stage, first = model.stage, role.first_layer
+    rows = None if first is None else Rows(numbers=range(first, first + role.num_layers))
+    out: dict[str, Any] = {}
+    if kind in "EF":
+        x = model.embed(v) if role.is_first else v["x"]
+        out["y"], stash = stage.forward(v["w"], rows, x)
+        if kind == "F":
+            out["stash"] = lead(stash)
+        if role.is_last and kind == "F":
+            out["gy"], (out["losses"], out["acc_out"]) = model.head(v, out["y"])
+        elif role.is_last:
+            out["losses"] = model.loss(v, out["y"])
+        return out
+    if kind == "W":
+        out["acc"] = add(v["acc"], stage.weight_grad(v["w"], rows, unlead(v["pending"])))
+        return out
+    recomputed = lambda: model.embed(v) if role.is_first else v["x"]  # noqa: E731
+    stash = recomputed() if stage.keeps_input else unlead(v["stash"])
+    cotangent = lambda y: model.head(v, y) if stage.keeps_input and role.is_last else (v["gy"], (None, None))  # noqa: E731
+    if kind == "B":
+        out["gx"], dw, (out["losses"], out["acc_out"]) = stage.backward(v["w"], rows, stash, cotangent)
+        out["acc"] = add(v["acc"], dw)
+    else:
+        out["gx"], pending, (out["losses"], out["acc_out"]) = stage.input_grad(v["w"], rows, stash, cotangent)
+        out["pending"] = lead(pending)
+    if role.is_first:
+        out["acc_in"] = model.embed_grad(v, out["gx"])
+    return out

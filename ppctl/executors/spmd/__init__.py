@@ -1,0 +1,1 @@
+"""The spmd executor: a schedule as one XLA program, a scan over ticks."""

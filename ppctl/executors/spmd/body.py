@@ -1,0 +1,216 @@
+"""What the spmd program of one device is made of, whatever its ticks: its parameters, slots, stages, and both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.executors.layout import gather
+from ppctl.executors.stage.layers import zeros_like
+from ppctl.executors.stage.stage import Rows, Stage
+from ppctl.model.stack import Stack
+from ppctl.schedule.ir import Kind
+from ppctl.schedule.ticks import Ticks, keeping
+
+Tree = Any
+
+# names in the compiled program by which `profile` finds the operations of a tick's task
+SCOPES: dict[Kind, str] = {"F": "tick_forward", "B": "tick_backward", "I": "tick_input_grad", "W": "tick_weight_grad"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the program is written; none of them changes what it computes."""
+
+    remat: str = "full"  # none | layer | full
+    skip_idle: bool = True  # a rank without a task branches round it; otherwise it computes and masks the result
+    gather_each_tick: bool = False  # gather layers over fsdp in every tick instead of once a step
+    unroll: int = 16  # a rank's layers are unrolled up to this many, scanned above
+    dtype: Any = jnp.float32  # of compute
+
+    @property
+    def lowering(self) -> dict[str, bool]:
+        """The arguments of `schedule.ticks` that these options need."""
+        return keeping(self.remat)
+
+
+class Place(NamedTuple):
+    """Where a task stands, as its rank's table says: scalars of the program."""
+
+    chunk: jax.Array
+    microbatch: jax.Array
+    first: jax.Array  # whether its stage is the first
+    last: jax.Array  # whether its stage is the last
+
+
+class Device:
+    """One device, traced inside shard_map.
+
+    `sums` in the methods are the sums over tasks so far: of losses, their number, the gradients of the ends, and the
+    gradients of the layers, a tree for each chunk.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        ticks: Ticks,
+        options: Options,
+        params: Tree,
+        specs: Tree,
+        microbatches: Tree,
+        rows: Sequence[Rows | None],  # of each chunk
+    ):
+        self.stack, self.ticks, self.options = stack, ticks, options
+        self.params, self.specs, self.microbatches, self.rows = params, specs, microbatches, rows
+        self.num_ranks, self.num_chunks = ticks.schedule.num_ranks, ticks.schedule.num_chunks
+        self.ends = self._compute(gather(params["ends"], specs["ends"]))
+        self.chunks = self._gathered(params["layers"])
+        self.x = jax.eval_shape(stack.embed, self.ends, self.microbatch("inputs", 0))
+        w = self.chunks[0]
+        w0 = w[0] if isinstance(w, list) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w)
+        self.stage = Stage(stack.layer, options.remat, w0, self.x)
+
+    # parameters and data
+
+    def _compute(self, tree: Tree) -> Tree:
+        return jax.tree.map(lambda a: a.astype(self.options.dtype), tree)
+
+    def _gathered(self, layers: Tree) -> list[Any]:
+        """The layers of each chunk, whole and in the compute dtype: a list of layers, or stacked for a scan."""
+        whole = self._compute(gather(layers, self.specs["layers"]))  # [V, 1, K, ...]
+        num_chunks, _, num_layers = jax.tree.leaves(whole)[0].shape[:3]
+        take = lambda *index: jax.tree.map(lambda a: a[index], whole)  # noqa: E731
+        if self.num_chunks * num_layers > self.options.unroll:
+            return [take(v, 0) for v in range(num_chunks)]
+        return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
+
+    def chunk(self, v: int) -> tuple[Any, Rows | None]:
+        """(layers, what these rows are) of chunk v: the first arguments of every task of a stage."""
+        if self.options.gather_each_tick:
+            (layers,) = self._gathered(jax.tree.map(lambda a: a[v : v + 1], self.params["layers"]))
+        else:
+            layers = self.chunks[v]
+        return layers, self.rows[v]
+
+    def on_chunk(self, chunk: jax.Array, run: Callable[[int], Any]) -> Any:
+        """run(v) for the chunk that a tick names."""
+        if self.num_chunks == 1:
+            return run(0)
+        return jax.lax.switch(chunk, [partial(run, v) for v in range(self.num_chunks)])
+
+    def microbatch(self, name: str, m: Any) -> Tree:
+        """The inputs or targets of microbatch m."""
+        return read(self.microbatches[name], m)
+
+    # slots and sums
+
+    def slots_of_x(self, kind: str) -> jax.Array:
+        """Empty slots for activations or gradients."""
+        return _slots(self.ticks.num_slots[kind], self.x)
+
+    def stash_slots(self) -> Tree:
+        """Empty slots for what forwards keep; None where that is their input."""
+        if not self.ticks.num_slots["stash"]:
+            return None
+        return _slots(self.ticks.num_slots["stash"], self.stage.stash_shapes(*self.chunk(0)))
+
+    def pending_slots(self) -> Tree:
+        """Empty slots for what input gradients hand to weight gradients; None where none is split."""
+        if not self.ticks.num_slots["pending"]:
+            return None
+        return _slots(self.ticks.num_slots["pending"], self.stage.pending_shapes(*self.chunk(0)))
+
+    def zero_sums(self) -> Tree:
+        master = jax.tree.leaves(self.params)[0].dtype
+        sums = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, master), tree)  # noqa: E731
+        head = jax.eval_shape(self.stack.head, self.ends, self.x, self.microbatch("targets", 0))
+        gradients = (sums(self.ends), sums(self.chunks)) if self.ticks.has_backward else (None, None)
+        return (*zeros_like(head), *gradients)
+
+    def results(self, sums: Tree) -> tuple[jax.Array, jax.Array, Tree]:
+        """(sum of losses, number of losses, sums of gradients as parameters are laid out) of this device."""
+        loss, number, ends, layers = sums
+        if not self.ticks.has_backward:
+            return loss, number, None
+        if isinstance(layers[0], list):
+            layers = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunk) for chunk in layers]
+        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *layers)
+        return loss, number, {"ends": ends, "layers": layers}
+
+    # the ends of the model
+
+    def input(self, place: Place, slots: jax.Array, slot: jax.Array) -> jax.Array:
+        """The input of a stage: embedded tokens on the first, else the activation that arrived."""
+        embed = lambda: self.stack.embed(self.ends, self.microbatch("inputs", place.microbatch))  # noqa: E731
+        if slots.shape[0] == 0:
+            return embed()
+        return jax.lax.cond(place.first, embed, lambda: read(slots, slot))
+
+    def head(self, place: Place, y: jax.Array, otherwise: Callable | None, sums: Tree) -> tuple[jax.Array, Tree]:
+        """(gradient of the loss, sums with the loss) on the last stage, else (otherwise(), sums).
+
+        None: the stage is the only one.
+        """
+
+        def run(sums: Tree) -> tuple[jax.Array, Tree]:
+            targets = self.microbatch("targets", place.microbatch)
+            loss, pull, number = jax.vjp(lambda e, y: self.stack.head(e, y, targets), self.ends, y, has_aux=True)
+            ends_grad, y_grad = pull(jnp.ones_like(loss))
+            return y_grad, (sums[0] + loss, sums[1] + number, add(sums[2], ends_grad), sums[3])
+
+        if otherwise is None:
+            return run(sums)
+        return jax.lax.cond(place.last, run, lambda sums: (otherwise(), sums), sums)
+
+    def loss(self, place: Place, y: jax.Array, sums: Tree) -> Tree:
+        """Sums with the loss of y added if the stage is the last one; for forwards alone."""
+
+        def run(sums: Tree) -> Tree:
+            loss, number = self.stack.head(self.ends, y, self.microbatch("targets", place.microbatch))
+            return (sums[0] + loss, sums[1] + number, *sums[2:])
+
+        return jax.lax.cond(place.last, run, lambda sums: sums, sums)
+
+    def embedded(self, place: Place, gx: jax.Array, sums: Tree) -> Tree:
+        """Sums with the embedding's gradient added if the stage is the first one."""
+
+        def run(total: Tree) -> Tree:
+            inputs = self.microbatch("inputs", place.microbatch)
+            return add(total, jax.vjp(lambda e: self.stack.embed(e, inputs), self.ends)[1](gx)[0])
+
+        return (*sums[:2], jax.lax.cond(place.first, run, lambda total: total, sums[2]), sums[3])
+
+    def hop(self, value: jax.Array, step: int) -> jax.Array:
+        """The value of the rank that is `step` ranks before this one, round the ring."""
+        return jax.lax.ppermute(value, "pp", [(r, (r + step) % self.num_ranks) for r in range(self.num_ranks)])
+
+
+def add_layers(sums: Tree, v: int, dw: Tree) -> Tree:
+    """Sums with the gradients of chunk v's layers added."""
+    return (*sums[:3], [add(total, dw) if i == v else total for i, total in enumerate(sums[3])])
+
+
+def _slots(count: int, tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), tree)
+
+
+def read(slots: Tree, slot: Any) -> Tree:
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, slot, keepdims=False), slots)
+
+
+def write(slots: Tree, slot: jax.Array, value: Tree) -> Tree:
+    return jax.tree.map(lambda a, v: jax.lax.dynamic_update_index_in_dim(a, v, slot, 0), slots, value)
+
+
+def arrive(slots: jax.Array, slot: jax.Array, value: jax.Array, arrives: jax.Array) -> jax.Array:
+    """Slots with `value` written where `arrives`."""
+    return write(slots, slot, jnp.where(arrives, value, read(slots, slot)))
+
+
+def add(total: Tree, update: Tree) -> Tree:
+    return jax.tree.map(lambda t, u: t + u.astype(t.dtype), total, update)

@@ -1,0 +1,111 @@
+"""Ticks of an F, then a B: the program of looped schedules with whole backwards, with one ring permute each way a tick.
+
+A rank without a task in a tick branches round it, or computes and masks the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, arrive, read, write
+from ppctl.executors.stage.layers import zeros_like
+
+Tree = Any
+
+
+def run_pairs(device: Device, table: jax.Array) -> Tree:
+    """The sums of a device after all ticks; table [tick, column].
+
+    Carried from tick to tick: `acts` and `grads`, slots for values that arrive from a neighbour; `stash`, slots for
+    what forwards keep (empty with remat=full); `sums`.
+    """
+    program = _Pairs(device)
+    carry = {
+        "acts": device.slots_of_x("act"),
+        "grads": device.slots_of_x("grad"),
+        "stash": device.stash_slots(),
+        "sums": device.zero_sums(),
+    }
+    names = {name: column for column, name in enumerate(device.ticks.columns)}
+    # what is masked costs as much as a task: warm-up and cool-down apart
+    for which, forward, backward in device.ticks.segments(apart=not device.options.skip_idle):
+        tick = partial(program.tick, forward, backward, names)
+        carry, _ = jax.lax.scan(tick, carry, table[which.start : which.stop])
+    return carry["sums"]
+
+
+def _place(at: dict[str, jax.Array], prefix: str) -> Place:
+    return Place(*(at[f"{prefix}_{name}"] for name in Place._fields))
+
+
+class _Pairs:
+    def __init__(self, device: Device):
+        self.device, self.stage = device, device.stage
+
+    def tick(self, forward: bool, backward: bool, names: dict[str, int], carry: Tree, row: jax.Array) -> tuple:
+        """One tick: a forward, a backward, a hop each way. The flags say whether any rank has one in this scan."""
+        at = {name: row[column] for name, column in names.items()}
+        zero = y = gx = zeros_like(self.device.x)
+        if forward:
+            with jax.named_scope(SCOPES["F"]):
+                y, carry = self._run_if(at["f"], partial(self._forward, at), lambda carry: (zero, carry), carry)
+        if backward:
+            with jax.named_scope(SCOPES["B"]):
+                gx, carry = self._run_if(at["b"], partial(self._backward, at), lambda carry: (zero, carry), carry)
+        # transfers last: a value may arrive in a slot that this tick's backward has just freed
+        if forward:
+            carry["acts"] = self._arrive(carry["acts"], y, 1, at["act_arrives"], at["act_slot"])
+        if backward:
+            carry["grads"] = self._arrive(carry["grads"], gx, -1, at["grad_arrives"], at["grad_slot"])
+        return carry, None
+
+    def _run_if(self, active: jax.Array, run: Callable, idle: Callable, carry: Tree) -> tuple[jax.Array, Tree]:
+        return jax.lax.cond(active, run, idle, carry) if self.device.options.skip_idle else run(carry)
+
+    def _if_active(self, active: jax.Array, new: Tree, old: Tree) -> Tree:
+        """`new`, masked by `active` where idle ranks compute too."""
+        if self.device.options.skip_idle:
+            return new
+        return jax.tree.map(lambda n, o: jnp.where(active, n, o), new, old)
+
+    def _arrive(self, slots: jax.Array, value: jax.Array, step: int, arrives: jax.Array, slot: jax.Array) -> jax.Array:
+        """Slots after `value` of every rank moved `step` ranks round the ring."""
+        return arrive(slots, slot, self.device.hop(value, step), arrives) if slots.shape[0] else slots
+
+    def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
+        carry, device, place = dict(carry), self.device, _place(at, "f")
+        x = device.input(place, carry["acts"], at["f_act"])
+        y, stash = device.on_chunk(place.chunk, lambda v: self.stage.forward(*device.chunk(v), x))
+        if not device.ticks.has_backward:
+            carry["sums"] = device.loss(place, y, carry["sums"])
+        elif not self.stage.keeps_input:
+            old = read(carry["stash"], at["f_stash"])
+            carry["stash"] = write(carry["stash"], at["f_stash"], self._if_active(at["f"], stash, old))
+            slot = lambda: read(carry["grads"], at["f_grad"])  # noqa: E731
+            gy, carry["sums"] = device.head(place, y, slot, carry["sums"])
+            carry["grads"] = write(carry["grads"], at["f_grad"], gy)
+        return y, carry
+
+    def _backward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
+        carry, device, place = dict(carry), self.device, _place(at, "b")
+        arrived = lambda: read(carry["grads"], at["b_grad"])  # noqa: E731
+        if self.stage.keeps_input:
+            stash = device.input(place, carry["acts"], at["b_stash"])
+            otherwise = arrived if carry["grads"].shape[0] else None
+            cotangent = lambda y: device.head(place, y, otherwise, carry["sums"])  # noqa: E731
+        else:
+            stash = read(carry["stash"], at["b_stash"])
+            cotangent = lambda _: (arrived(), carry["sums"])  # noqa: E731
+
+        def run(v: int) -> tuple[jax.Array, Tree]:
+            gx, dw, sums = self.stage.backward(*device.chunk(v), stash, cotangent)
+            return gx, add_layers(sums, v, self._if_active(at["b"], dw, zeros_like(dw)))
+
+        gx, sums = device.on_chunk(place.chunk, run)
+        carry["sums"] = device.embedded(place, gx, sums)
+        return gx, carry

@@ -1,0 +1,124 @@
+"""Ticks of one task of any kind: the program of split backwards and of placements that turn, such as a V.
+
+A tick branches round every kind that is not its task's. Its one output, an activation or a gradient, stays on the rank
+or takes a hop to either neighbour; only the kinds and hops that the schedule needs are in the program.
+
+Tried and rejected: one switch over the kinds. A branch that reads slots which another branch writes makes the compiler
+copy all of them in every tick: on CPU that doubled the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, arrive, read, write
+from ppctl.executors.stage.layers import zeros_like
+from ppctl.schedule.ir import KINDS, Kind
+from ppctl.schedule.op_ticks import HOPS
+
+Tree = Any
+
+
+def run_singles(device: Device, table: jax.Array) -> Tree:
+    """The sums of a device after all ticks; table [tick, column].
+
+    Carried from tick to tick: `values`, slots for activations and gradients that arrive; `stash`, slots for what
+    forwards keep (None with remat=full); `pending`, slots for what input gradients hand to weight gradients; `sums`.
+    """
+    names = {name: column for column, name in enumerate(device.ticks.columns)}
+    occurring = {name: {line[column] for row in device.ticks.table for line in row} for name, column in names.items()}
+    kinds: dict[Kind, int] = {kind: number for number, kind in enumerate(KINDS, start=1) if number in occurring["kind"]}
+    hops = {hop: step for hop, step in HOPS.items() if 1 in occurring[f"{hop}_arrives"]}
+    tasks = _Singles(device).tasks
+
+    def tick(carry: Tree, row: jax.Array) -> tuple[Tree, None]:
+        at = {name: row[column] for name, column in names.items()}
+        out = zeros_like(device.x)
+        for kind, number in kinds.items():
+            with jax.named_scope(SCOPES[kind]):
+                skip = lambda out, carry: (out, carry)  # noqa: E731
+                out, carry = jax.lax.cond(at["kind"] == number, partial(tasks[kind], at), skip, out, carry)
+        # transfers last: a value may arrive in a slot that this tick's task has just freed
+        for hop, step in hops.items():
+            value = device.hop(out, step) if step else out
+            carry["values"] = arrive(carry["values"], at[f"{hop}_slot"], value, at[f"{hop}_arrives"])
+        return carry, None
+
+    carry = {
+        "values": device.slots_of_x("value"),
+        "stash": device.stash_slots(),
+        "pending": device.pending_slots(),
+        "sums": device.zero_sums(),
+    }
+    carry, _ = jax.lax.scan(tick, carry, table)
+    return carry["sums"]
+
+
+class _Singles:
+    """A function (columns of the tick, output, carry) -> (output, carry) for each kind of task."""
+
+    def __init__(self, device: Device):
+        self.device, self.stage = device, device.stage
+        self.tasks: dict[Kind, Callable] = {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.input_grad,
+            "W": self.weight_grad,
+        }
+
+    def forward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+        carry, device, place = dict(carry), self.device, _place(at)
+        x = device.input(place, carry["values"], at["act"])
+        y, stash = device.on_chunk(place.chunk, lambda v: self.stage.forward(*device.chunk(v), x))
+        if not device.ticks.has_backward:
+            carry["sums"] = device.loss(place, y, carry["sums"])
+        elif not self.stage.keeps_input:
+            carry["stash"] = write(carry["stash"], at["stash"], stash)
+            y, carry["sums"] = device.head(place, y, lambda: y, carry["sums"])  # the last stage sends its gradient
+        return y, carry
+
+    def backward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+        carry, device, place = dict(carry), self.device, _place(at)
+        stash, cotangent = self._read(at, carry)
+
+        def run(v: int) -> tuple[jax.Array, Tree]:
+            gx, dw, sums = self.stage.backward(*device.chunk(v), stash, cotangent)
+            return gx, add_layers(sums, v, dw)
+
+        gx, sums = device.on_chunk(place.chunk, run)
+        carry["sums"] = device.embedded(place, gx, sums)
+        return gx, carry
+
+    def input_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+        carry, device, place = dict(carry), self.device, _place(at)
+        stash, cotangent = self._read(at, carry)
+        run = lambda v: self.stage.input_grad(*device.chunk(v), stash, cotangent)  # noqa: E731
+        gx, pending, sums = device.on_chunk(place.chunk, run)
+        carry["pending"] = write(carry["pending"], at["pending"], pending)
+        carry["sums"] = device.embedded(place, gx, sums)
+        return gx, carry
+
+    def weight_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+        carry, device, place = dict(carry), self.device, _place(at)
+        pending = read(carry["pending"], at["pending"])
+        run = lambda v: add_layers(carry["sums"], v, self.stage.weight_grad(*device.chunk(v), pending))  # noqa: E731
+        carry["sums"] = device.on_chunk(place.chunk, run)
+        return out, carry
+
+    def _read(self, at: dict, carry: Tree) -> tuple[Tree, Callable]:
+        """(stash, cotangent) for `Stage.backward` and `Stage.input_grad`, whose aux is the sums."""
+        device, values = self.device, carry["values"]
+        arrived = lambda: read(values, at["grad"])  # noqa: E731
+        if not self.stage.keeps_input:
+            return read(carry["stash"], at["stash"]), lambda _: (arrived(), carry["sums"])
+        otherwise = arrived if values.shape[0] else None  # no value ever arrives at a single stage
+        stash = device.input(_place(at), values, at["act"])
+        return stash, lambda y: device.head(_place(at), y, otherwise, carry["sums"])
+
+
+def _place(at: dict[str, jax.Array]) -> Place:
+    return Place(*(at[name] for name in Place._fields))

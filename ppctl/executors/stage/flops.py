@@ -1,0 +1,116 @@
+"""Floating-point operations of a function, counted in its jaxpr.
+
+The compiler's own count is no use here: it counts the body of a scan once, whatever its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from ppctl.model.stack import Stack, init
+from ppctl.schedule.partition.cut import divided_evenly
+from ppctl.schedule.partition.partition import Partition, stage_costs
+
+Tree = Any
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def matmul_flops(function: Callable, *args: Any) -> int:
+    """FLOPs of all matrix products in function(*args); args may be shapes. Multiply and add count as two.
+
+    >>> a, b = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 3), (3, 5)))
+    >>> matmul_flops(lambda a, b: a @ b, a, b)
+    60
+    """
+    return _flops(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What the pieces of a model cost, in layers: in means of them, where they differ."""
+
+    layers: tuple[float, ...]
+    embed: float
+    head: float
+
+    def of_stages(self, partition: Partition) -> tuple[float, ...]:
+        """What each stage costs."""
+        return stage_costs(partition, **vars(self))
+
+    def balanced(self, rank_of: Sequence[int]) -> Partition:
+        """The partition whose dearest stage costs least; rank_of: the rank of each stage."""
+        return divided_evenly(self.layers, rank_of, embed=self.embed, head=self.head)
+
+
+def worth(stack: Stack, batch: Tree, *, recompute: bool) -> Worth:
+    """What the pieces cost by FLOPs of matrix products, forward and backward; nothing is compiled.
+
+    recompute: a layer's forward counts twice, since its backward runs it again. Looking up an embedding counts nothing.
+    """
+    params = jax.eval_shape(lambda: init(stack, 0))
+    ends, layer = params["ends"], jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    x = jax.eval_shape(stack.embed, ends, batch["inputs"])
+
+    def there_and_back(function: Callable, *args: Any) -> Tree:
+        y, pull = jax.vjp(function, *args)
+        return pull(y)
+
+    def embed(ends: Tree, inputs: Any) -> Tree:  # the data need no gradient
+        return there_and_back(lambda ends: stack.embed(ends, inputs), ends)
+
+    def head(ends: Tree, x: Any, targets: Any) -> Tree:
+        return there_and_back(lambda ends, x: stack.head(ends, x, targets)[0], ends, x)
+
+    def cost(function: Callable) -> int:
+        again = matmul_flops(function, layer, x) if recompute else 0
+        return matmul_flops(partial(there_and_back, function), layer, x) + again
+
+    if stack.are_alike:
+        costs = [cost(stack.layer_of(0))] * stack.num_layers
+    else:
+        costs = [cost(stack.layer_of(l)) for l in range(stack.num_layers)]
+    one = sum(costs) / len(costs) or 1.0  # without products all cost the same: nothing
+    return Worth(
+        layers=tuple(cost / one for cost in costs) if any(costs) else (1.0,) * len(costs),
+        embed=matmul_flops(embed, ends, batch["inputs"]) / one,
+        head=matmul_flops(head, ends, x, batch["targets"]) / one,
+    )
+
+
+def _flops(jaxpr: core.Jaxpr) -> int:
+    return sum(map(equation_flops, jaxpr.eqns))
+
+
+def equation_flops(equation: core.JaxprEqn) -> int:
+    """FLOPs of the matrix products that an equation is or holds, convolutions included."""
+    if equation.primitive.name in PRODUCTS:
+        return product_flops(equation)
+    inner = [_flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
+    if equation.primitive.name == "cond":
+        return max(inner, default=0)
+    return equation.params.get("length", 1) * sum(inner)
+
+
+def product_flops(equation: core.JaxprEqn) -> int:
+    """FLOPs of one of PRODUCTS. A convolution is a product with each position of its kernel."""
+    left, right = (v.aval.shape for v in equation.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
+    out: Any = equation.outvars[0].aval
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return 2 * prod(left[dim] for dim in contracted) * prod(out.shape)
+    features = equation.params["dimension_numbers"].rhs_spec[0]
+    return 2 * prod(out.shape) * prod(right) // right[features]
+
+
+def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The programs that an equation holds."""
+    values = [v for value in equation.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    closed = (v.jaxpr if isinstance(v, core.ClosedJaxpr) else v for v in values)
+    return [v for v in closed if isinstance(v, core.Jaxpr)]

@@ -1,0 +1,198 @@
+"""One stage: its layers forward, what it keeps, and its layers backward, for each remat setting.
+
+A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree (scanned). `fold` hides the
+difference. `rows` says which layers they are, where that matters: rows of padding pass x through, and where layers
+differ each runs its own programs.
+
+remat  | the stash of a microbatch                                  | the backward recomputes
+none   | all but attention scores and element-wise results          | those
+layer  | the input of each layer                                    | one layer at a time
+full   | the stage's input                                          | the stage
+
+The backward runs whole (`backward`), or as `input_grad`, which recomputes the same, and later `weight_grad`, which
+recomputes nothing: what it needs was handed to it as `pending`, and the stash is free from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.executors.stage.layers import Layer, OneOf, Packings, Programs, zeros_like
+
+Tree = Any
+
+
+def fold(body: Callable, carry: Tree, xs: Any, *, reverse: bool = False) -> tuple[Tree, Any]:
+    """(last carry, per-layer results) of `carry, y = body(carry, x)`; unrolled when xs is a list of trees."""
+    if not isinstance(xs, list):
+        return jax.lax.scan(body, carry, xs, reverse=reverse)
+    ys: list = []
+    for x in reversed(xs) if reverse else xs:
+        carry, y = body(carry, x)
+        ys.append(y)
+    return carry, ys[::-1] if reverse else ys
+
+
+def numbered(w: Any, *others: Any) -> Any:
+    """xs for `fold`: (layer number, parameters, ...) of each layer."""
+    if isinstance(w, list):
+        return list(zip(range(len(w)), w, *others, strict=True))
+    return (jnp.arange(jax.tree.leaves(w)[0].shape[0]), w, *others)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a stage's parameters are, where they are not simply layers that are all alike."""
+
+    count: jax.Array | None = None  # so many are layers, the others padding; None: all are layers
+    numbers: range | jax.Array | None = None  # the layer of the model that each is; None: layers are alike
+    among: tuple[tuple[int, ...], ...] = ()  # of traced numbers: for each row the layers that it may be
+
+    def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
+        """(the layer that row k is, those that it may be for all that is known now)."""
+        assert self.numbers is not None, "layers differ"
+        if isinstance(self.numbers, range):
+            numbers = tuple(self.numbers)
+            return (numbers[k], numbers[k : k + 1]) if isinstance(k, int) else (jnp.asarray(numbers)[k], numbers)
+        return self.numbers[k], self.among[k] if isinstance(k, int) else tuple(sorted(set().union(*self.among)))
+
+
+def where_layer(rows: Rows | None, k: Any, run: Callable, otherwise: Callable, *args: Any) -> Any:
+    """run(*args) for rows that are layers, else otherwise(*args)."""
+    if rows is None or rows.count is None:
+        return run(*args)
+    return jax.lax.cond(k < rows.count, run, otherwise, *args)
+
+
+class Stage:
+    """The forward and backward of a stage as functions of arrays only. `w0` and `x` give shapes and dtypes.
+
+    layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
+    told which `rows` it has. None: layers that are all alike.
+    """
+
+    def __init__(self, layers: Layer | Sequence[Layer], remat: str, w0: Tree, x: jax.ShapeDtypeStruct):
+        functions = (layers,) if callable(layers) else layers
+        self.remat, self.are_alike, self.x = remat, callable(layers), x
+        self.layers = [Programs(function, remat, w0, x) for function in functions]
+        self.packings = Packings(self.layers)
+
+    def layer(self, rows: Rows | None, k: Any) -> Programs | OneOf:
+        """The programs of row k."""
+        if self.are_alike:
+            return self.layers[0]
+        assert rows is not None, "layers differ"
+        number, among = rows.at(k)
+        return self.layers[among[0]] if len(among) == 1 else OneOf(self.layers, number, among, self.packings)
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the stash is the stage's input, so that it can stay in the slot where it arrived."""
+        return self.remat == "full"
+
+    def stash_shapes(self, w: Any, rows: Rows | None = None) -> Tree:
+        """Shapes of the stash of a microbatch; w may be shapes. rows: None: of any layers, where layers differ."""
+        rows = rows or self._any(w)
+        return jax.eval_shape(lambda w, x: self.forward(w, rows, x)[1], w, self.x)
+
+    def pending_shapes(self, w: Any, rows: Rows | None = None) -> Any:
+        """Shapes of what `input_grad` hands on."""
+        rows = rows or self._any(w)
+
+        def hand_on(w: Any, stash: Tree, gy: jax.Array) -> Any:
+            return self.input_grad(w, rows, stash, lambda y: (gy, None))[1]
+
+        return jax.eval_shape(hand_on, w, self.stash_shapes(w, rows), self.x)
+
+    def _any(self, w: Any) -> Rows | None:
+        """Rows of which nothing is known."""
+        if self.are_alike:
+            return None
+        count = len(w) if isinstance(w, list) else len(jax.tree.leaves(w)[0])
+        return Rows(numbers=jnp.zeros(count, jnp.int32), among=(tuple(range(len(self.layers))),) * count)
+
+    def forward(self, w: Any, rows: Rows | None, x: jax.Array) -> tuple[jax.Array, Tree]:
+        """The stage's output and its stash."""
+        if self.remat == "none":
+            return self._save(w, rows, x)
+
+        def body(x: jax.Array, item: tuple) -> tuple[jax.Array, jax.Array | None]:
+            k, layer_w = item
+            y = where_layer(rows, k, self.layer(rows, k).run, lambda w, x: x, layer_w, x)
+            return y, x if self.remat == "layer" else None
+
+        y, inputs = fold(body, x, numbered(w))
+        return y, inputs if self.remat == "layer" else x
+
+    def backward(self, w: Any, rows: Rows | None, stash: Tree, cotangent: Callable) -> tuple[jax.Array, Any, Any]:
+        """(gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
+
+        y is the stage's output where the backward recomputes all of it (remat=full), else None.
+        """
+        if self.remat == "full":
+            y, saved = self._save(w, rows, stash)
+            gy, aux = cotangent(y)
+            gx, dw = self._pull(w, rows, saved, gy)
+            return gx, dw, aux
+        gy, aux = cotangent(None)
+        if self.remat == "none":
+            gx, dw = self._pull(w, rows, stash, gy)
+            return gx, dw, aux
+
+        def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
+            k, layer_w, x = item
+            redo = self.layer(rows, k).redo
+            return where_layer(rows, k, redo, lambda w, x, gy: (gy, zeros_like(w)), layer_w, x, gy)
+
+        gx, dw = fold(body, gy, numbered(w, stash), reverse=True)
+        return gx, dw, aux
+
+    def input_grad(self, w: Any, rows: Rows | None, stash: Tree, cotangent: Callable) -> tuple[jax.Array, Any, Any]:
+        """(gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
+        y, kept = self._save(w, rows, stash) if self.remat == "full" else (None, stash)
+        gy, aux = cotangent(y)
+
+        def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, list[jax.Array]]:
+            k, layer_w, layer_kept = item
+            layer = self.layer(rows, k)
+
+            def run(w: Tree, kept: Any, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+                saved = layer.save(w, kept)[1] if self.remat == "layer" else kept
+                return layer.input_grad(w, saved, gy)
+
+            skip = lambda w, kept, gy: (gy, zeros_like(layer.pending))  # noqa: E731
+            return where_layer(rows, k, run, skip, layer_w, layer_kept, gy)
+
+        gx, pending = fold(body, gy, numbered(w, kept), reverse=True)
+        return gx, pending, aux
+
+    def weight_grad(self, w: Any, rows: Rows | None, pending: Any) -> Any:
+        """Gradients of w, from what `input_grad` handed on."""
+
+        def body(_: None, item: tuple) -> tuple[None, Tree]:
+            k, layer_w, layer_pending = item
+            skip = lambda w, pending: zeros_like(w)  # noqa: E731
+            return None, where_layer(rows, k, self.layer(rows, k).weight_grad, skip, layer_w, layer_pending)
+
+        return fold(body, None, numbered(w, pending))[1]
+
+    def _save(self, w: Any, rows: Rows | None, x: jax.Array) -> tuple[jax.Array, Any]:
+        def body(x: jax.Array, item: tuple) -> tuple[jax.Array, list]:
+            k, layer_w = item
+            layer = self.layer(rows, k)
+            return where_layer(rows, k, layer.save, lambda w, x: (x, zeros_like(layer.saved)), layer_w, x)
+
+        return fold(body, x, numbered(w))
+
+    def _pull(self, w: Any, rows: Rows | None, saved: Any, gy: jax.Array) -> tuple[jax.Array, Any]:
+        def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
+            k, layer_w, layer_saved = item
+            skip = lambda w, saved, gy: (gy, zeros_like(w))  # noqa: E731
+            return where_layer(rows, k, self.layer(rows, k).pull, skip, layer_w, layer_saved, gy)
+
+        return fold(body, gy, numbered(w, saved), reverse=True)

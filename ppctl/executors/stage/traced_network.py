@@ -1,0 +1,295 @@
+"""A network, any function of a batch, as a stack: its operations in order, cut into layers.
+
+Layers of a stack have parameters of equal shapes, and pass on an x of one shape. Here x is a row of numbers for each
+row of the batch: all values that cross a boundary, one behind the other, padded to the widest boundary; a layer's
+parameters are two rows of numbers, "kernel" (what weight decay is for) and "bias" (what it is not for), padded to the
+largest layer. The padding is zero, and stays so.
+
+The embedding is what turns integers into floats. The head is the loss, with the operations before it where the outputs
+are more than twice as wide as any boundary, as logits are, or share parameters with the embedding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl.errors import ConfigError
+from ppctl.executors.stage.layers import cut, flat
+from ppctl.executors.stage.trace import Trace
+from ppctl.model.network import Network
+from ppctl.model.stack import NO_DECAY, Stack
+from ppctl.schedule.partition.clusters import clusters
+
+Tree = Any
+Shape = jax.ShapeDtypeStruct
+ROWS = (2, 3)  # of the batches by which a network is cut: what crosses has to grow with them
+MULTIPLE = 64  # of the length of a layer's parameters, so that they can be sharded
+WIDE = 2  # times the widest boundary: wider outputs are the head's
+
+
+class Pieces:
+    """A network and where it is cut.
+
+    inputs: the shape of a batch; dtype: of parameters; compute: of the parameters and floating inputs that `apply` is
+    given. ConfigError for what cannot be cut.
+    """
+
+    def __init__(self, network: Network, num_layers: int, *, auto: bool, inputs: Shape, dtype: Any, compute: Any):
+        self.network, self.num_layers, self.auto = network, num_layers, auto
+        self.inputs, self.dtype, self.compute = inputs, jnp.dtype(dtype), jnp.dtype(compute)
+        params = jax.eval_shape(network.init, jax.eval_shape(lambda: jax.random.key(0)))
+        self.treedef = jax.tree.structure(params)
+        flat_params = jax.tree_util.tree_leaves_with_path(params)
+        self.names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat_params]
+        self.shapes = [leaf.shape for _, leaf in flat_params]
+        for name, (_, leaf) in zip(self.names, flat_params, strict=True):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ConfigError(f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype.")
+        self.traces: dict[int, Trace] = {}
+        self.bounds = self._bounds(self.at(ROWS[0]))
+        self.places = self._places(self.at(ROWS[0]))
+        self.widths = [self._checked(place) for place in self.bounds]
+
+    # where it is cut
+
+    def at(self, rows: int) -> Trace:
+        """The network on so many rows."""
+        if rows not in self.traces:
+            leaves = [Shape(shape, self.compute) for shape in self.shapes]
+            dtype = self.compute if _is_floating(self.inputs) else self.inputs.dtype
+            trace = Trace(self._apply, leaves, Shape((rows, *self.inputs.shape[1:]), dtype))
+            usual = next(iter(self.traces.values()), trace)
+            if trace.names != usual.names or (trace.marks != usual.marks and not self.auto):
+                raise ConfigError(
+                    f"apply runs other operations on {rows} rows than on {ROWS[0]}. Let it do the same for any number."
+                )
+            self.traces[rows] = trace
+        return self.traces[rows]
+
+    def _apply(self, leaves: list, inputs: jax.Array) -> Tree:
+        return self.network.apply(jax.tree.unflatten(self.treedef, leaves), inputs)
+
+    def _bounds(self, trace: Trace) -> tuple[int, ...]:
+        """The operations at which each layer starts, and the head."""
+        last = trace.num_ops
+        first = next((place for place in range(last + 1) if not _integers(trace, place)), last + 1)
+        if self.auto:
+            last = self._tied(trace, first)
+            bounds = self._clustered(trace, first, last)
+            head = self._head(trace, bounds)
+            return bounds if head == last else self._clustered(trace, first, head)
+        if len(trace.marks) + 1 != self.num_layers:
+            raise ConfigError(
+                f"apply has {len(trace.marks)} stage_boundary marks, which make "
+                f"{len(trace.marks) + 1} layers, but model.num_layers={self.num_layers}. Use model.num_layers="
+                f"{len(trace.marks) + 1}, or model.layers=auto."
+            )
+        bounds = (first, *trace.marks, max(first, self._tied(trace, first)))
+        for l, (start, stop) in enumerate(pairwise(bounds)):
+            if start > stop and l == 0:
+                raise _no_floats(_integers(trace, stop), l + 1)
+            if start >= stop and (l or not first):  # the first one may have left all it does to the embedding
+                raise ConfigError(f"layer {l} of {self.num_layers} computes nothing of its own. Move a stage_boundary.")
+        return (*bounds[:-1], self._head(trace, bounds))
+
+    def _clustered(self, trace: Trace, first: int, last: int) -> tuple[int, ...]:
+        if first >= last:
+            raise _no_floats(_integers(trace, first - 1), 1)
+        torn = self._torn(trace, first)
+        is_possible = lambda place: place not in torn and not _integers(trace, place)  # noqa: E731
+        passing = [_size(trace.crossing(p)) if is_possible(p) else math.inf for p in range(first, last)]
+        return tuple(first + place for place in clusters(trace.costs[first:last], passing, self.num_layers))
+
+    def _tied(self, trace: Trace, first: int) -> int:
+        """The first operation of those behind the embedding that shares parameters with it, or the end."""
+        users = map(trace.users, range(len(self.shapes)))
+        return min([trace.num_ops, *(u for found in users if found and found[0] < first for u in found if u >= first)])
+
+    def _torn(self, trace: Trace, first: int) -> set[int]:
+        """The places on both sides of which a parameter is used that the embedding does not use."""
+        users = map(trace.users, range(len(self.shapes)))
+        return {place for found in users if found and found[0] >= first for place in range(found[0] + 1, found[-1] + 1)}
+
+    def _head(self, trace: Trace, bounds: Sequence[int]) -> int:
+        """The operation at which the head starts, in the last layer."""
+        widest = max(_size(trace.crossing(place)) for place in bounds[:-1])
+        if _size(trace.crossing(bounds[-1])) <= WIDE * widest:
+            return bounds[-1]
+        torn = self._torn(trace, bounds[0])
+        places = (p for p in range(bounds[-1] - 1, bounds[-2], -1) if p not in torn)
+        return next((p for p in places if _size(trace.crossing(p)) <= widest), bounds[-1])
+
+    def _places(self, trace: Trace) -> list[int | None]:
+        """For each leaf the layer that uses it; None: an end does."""
+        places: list[int | None] = []
+        for i, name in enumerate(self.names):
+            users = {self._layer(user) for user in trace.users(i)} or {0}  # what nobody uses has to be somewhere
+            if len(users) > 1:
+                which = ", ".join("an end" if l is None else f"layer {l}" for l in sorted(users, key=str))
+                raise ConfigError(
+                    f"parameter {name} is used by {which}, but a parameter lives in one layer. Give each an array of "
+                    "its own, or move the boundaries."
+                )
+            places.append(users.pop())
+        return places
+
+    def _layer(self, op: int) -> int | None:
+        l = bisect_right(self.bounds, op) - 1
+        return l if 0 <= l < self.num_layers else None
+
+    def _checked(self, place: int) -> int:
+        """What crosses a boundary, in numbers a row. ConfigError for what cannot."""
+        few, many = (self.at(rows).crossing(place) for rows in ROWS)
+        l = self.bounds.index(place)
+        if _integers(self.at(ROWS[0]), place):
+            raise _no_floats(_integers(self.at(ROWS[0]), place), l)
+        if not few:
+            raise ConfigError(f"nothing that depends on the inputs is needed behind layer {l - 1}. Use fewer layers.")
+        for a, b in zip(few, many, strict=True):
+            if a.size * ROWS[1] != b.size * ROWS[0]:
+                raise ConfigError(
+                    f"{a.dtype}{list(a.shape)} of {ROWS[0]} rows crosses the boundary before layer {l} and does not "
+                    f"grow with the rows of a batch ({b.dtype}{list(b.shape)} of {ROWS[1]}), so that microbatches "
+                    "would differ from the whole. Compute each row by itself, or move the boundary."
+                )
+        return sum(a.size for a in few) // ROWS[0]
+
+    # packing
+
+    @cached_property
+    def x(self) -> tuple[int, Any]:
+        """(width, dtype) of what passes between layers: that of the widest boundary, and of the most exact value."""
+        dtypes = [a.dtype for place in self.bounds for a in self.at(ROWS[0]).crossing(place) if _is_floating(a)]
+        return max(1, *self.widths), jnp.result_type(self.compute, *dtypes)
+
+    def _packed(self, values: Sequence[jax.Array], rows: int) -> jax.Array:
+        return flat(values, Shape((rows, self.x[0]), self.x[1]))
+
+    def _unpacked(self, x: jax.Array, place: int) -> list[jax.Array]:
+        shapes = self.at(len(x)).crossing(place)
+        return [_back(a, shape) for a, shape in zip(cut(shapes, x), shapes, strict=True)]
+
+    @cached_property
+    def groups(self) -> dict[str, list[list[int]]]:
+        """For "kernel" and "bias" the leaves of each layer that belong to it."""
+        found: dict[str, list[list[int]]] = {name: [[] for _ in range(self.num_layers)] for name in ("kernel", "bias")}
+        for i, place in enumerate(self.places):
+            if place is not None:
+                found[self._group(i)][place].append(i)
+        return {name: leaves for name, leaves in found.items() if name == "kernel" or any(leaves)}
+
+    def _group(self, leaf: int) -> str:
+        """Whether weight decay is for a leaf: for matrices, unless they are called as what it is not for."""
+        is_vector = len(self.shapes[leaf]) < 2 or self.names[leaf].rpartition("/")[2] in NO_DECAY
+        return "bias" if is_vector else "kernel"
+
+    @cached_property
+    def lengths(self) -> dict[str, int]:
+        """The numbers of each group of a layer, padded."""
+        size = lambda leaves: sum(math.prod(self.shapes[i]) for i in leaves)  # noqa: E731
+        return {name: -(-max(1, *map(size, layers)) // MULTIPLE) * MULTIPLE for name, layers in self.groups.items()}
+
+    @cached_property
+    def tag(self) -> str:
+        """Names where each parameter lies, so that a checkpoint of another cut is never taken for one of this."""
+        lies = list(zip(self.names, self.shapes, self.places, strict=True))
+        return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
+
+    def to_parts(self, params: Tree) -> Tree:
+        """A stack's parameters, of the network's."""
+        leaves = [leaf.astype(self.dtype) for leaf in jax.tree.leaves(params)]
+        ends = {self.names[i]: {self._group(i): leaves[i]} for i, place in enumerate(self.places) if place is None}
+        layers = {
+            name: jnp.stack([flat([leaves[i] for i in of_layer], Shape((size,), self.dtype)) for of_layer in found])
+            for (name, found), size in zip(self.groups.items(), self.lengths.values(), strict=True)
+        }
+        return {"ends": ends, "layers": {self.tag: layers}}
+
+    def from_parts(self, parts: Tree) -> Tree:
+        """The network's parameters, of a stack's in natural order."""
+        leaves: dict[int, Any] = self._leaves_of_ends(parts["ends"])
+        for l in range(self.num_layers):
+            leaves |= self._leaves_of(l, jax.tree.map(lambda a, l=l: a[l], parts["layers"]))
+        return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
+
+    def _leaves_of(self, l: int, w: Mapping[str, Mapping[str, jax.Array]]) -> dict[int, jax.Array]:
+        layer, found = w[self.tag], dict[int, jax.Array]()
+        for name, layers in self.groups.items():
+            shapes = [Shape(self.shapes[i], layer[name].dtype) for i in layers[l]]
+            found |= dict(zip(layers[l], cut(shapes, layer[name]), strict=True)) if shapes else {}
+        return found
+
+    def _leaves_of_ends(self, ends: Tree) -> dict[int, jax.Array]:
+        return {self.names.index(name): leaf for name, group in ends.items() for leaf in group.values()}
+
+    def _computed(self, leaves: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+        return {i: leaf.astype(self.compute) for i, leaf in leaves.items()}
+
+    # the functions of a stack
+
+    def embed(self, ends: Tree, inputs: jax.Array) -> jax.Array:
+        trace, leaves = self.at(len(inputs)), self._computed(self._leaves_of_ends(ends))
+        inputs = inputs.astype(self.compute) if _is_floating(self.inputs) else inputs
+        given = [inputs] * len(trace.crossing(0))  # none, should nothing depend on it
+        return self._packed(trace.run(0, self.bounds[0], given, leaves), len(inputs))
+
+    def layer(self, l: int, w: Tree, x: jax.Array) -> jax.Array:
+        start, stop = self.bounds[l : l + 2]
+        leaves = self._computed(self._leaves_of(l, w))
+        return self._packed(self.at(len(x)).run(start, stop, self._unpacked(x, start), leaves), len(x))
+
+    def head(self, ends: Tree, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        start, leaves = self.bounds[-1], self._computed(self._leaves_of_ends(ends))
+        return self.network.loss(self.at(len(x)).outputs(start, self._unpacked(x, start), leaves), targets)
+
+
+def stack_of(pieces: Pieces) -> Stack:
+    """The stack that a network is, cut so."""
+
+    def initial(key: jax.Array) -> Tree:
+        return pieces.to_parts(pieces.network.init(key))
+
+    return Stack(
+        pieces.num_layers,
+        lambda key: initial(key)["ends"],
+        lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
+        pieces.embed,
+        tuple(partial(pieces.layer, l) for l in range(pieces.num_layers)),
+        pieces.head,
+        initial=initial,
+        export=pieces.from_parts,
+    )
+
+
+def _is_floating(a: Shape) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.floating)
+
+
+def _integers(trace: Trace, place: int) -> list[Shape]:
+    """What crosses and is neither floating nor yes and no."""
+    return [a for a in trace.crossing(place) if not _is_floating(a) and a.dtype != jnp.bool_]
+
+
+def _back(a: jax.Array, shape: Shape) -> jax.Array:
+    return a != 0 if shape.dtype == jnp.bool_ else a.astype(shape.dtype)
+
+
+def _size(shapes: Sequence[Shape]) -> int:
+    return sum(a.size for a in shapes)
+
+
+def _no_floats(shapes: Sequence[Shape], l: int) -> ConfigError:
+    found = " and ".join(f"{a.dtype}{list(a.shape)}" for a in shapes)
+    return ConfigError(
+        f"{found} crosses the boundary before layer {l}, and what passes between layers is floating. Make floats of it "
+        "in the first layer, or move the boundary."
+    )

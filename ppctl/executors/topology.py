@@ -1,0 +1,129 @@
+"""Devices that are not here, described well enough that programs compile for them: TPUs, and NVIDIA GPUs.
+
+Source: jax.experimental.topologies. libtpu knows each kind of TPU itself. XLA's plugin for CUDA is told what a GPU is
+like (a GpuTargetConfigProto as text) and needs no driver; it makes no measurements then, and does not say what is too
+large for the device.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh
+
+from ppctl.config.hardware import Hardware
+from ppctl.errors import ConfigError
+from ppctl.executors.known_hardware import known
+from ppctl.executors.mesh import AXES
+
+AWAY_FROM_TPU = {  # libtpu asks a metadata server for these and complains of each
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}
+AWAY_FROM_GPU = "--xla_gpu_autotune_level=0"  # nothing can be timed
+CUDA_PLUGINS = ("xla_cuda12", "xla_cuda13")
+
+
+def described_mesh(dp: int, pp: int, fsdp: int, topology: str, hardware: Hardware | None) -> Mesh:
+    """A mesh of all devices of a topology: "v5e:4x4" of TPUs, "h100:2x8" (hosts x GPUs) of GPUs.
+
+    hardware: what is known of them; GPUs are those with `cuda`. ConfigError where the compiler for them is missing,
+    where it knows no such topology, or where that has another number of devices.
+    """
+    devices = _gpus(topology, hardware) if hardware is not None and hardware.cuda is not None else _tpus(topology)
+    need = dp * pp * fsdp
+    if need != len(devices):
+        raise ConfigError(
+            f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need}, but plan.topology={topology} has {len(devices)} devices. "
+            f"Use a mesh of {len(devices)}, such as mesh={len(devices)}x1, or another topology."
+        )
+    order = mesh_utils.create_device_mesh((dp, pp, fsdp), devices, allow_split_physical_axes=True)
+    return Mesh(order, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _tpus(topology: str) -> list[Any]:
+    for name, value in AWAY_FROM_TPU.items():
+        os.environ.setdefault(name, value)
+    if find_spec("libtpu") is None:
+        raise ConfigError(
+            f"plan.topology={topology} needs libtpu, which holds the compiler for TPUs. Install ppctl[tpu]; a TPU is "
+            f"not needed. GPUs are {', '.join(_gpu_names())}."
+        )
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(
+            f"plan.topology={topology} is none that libtpu describes: {reason}. Use one such as v5e:4x4; GPUs are "
+            f"{', '.join(_gpu_names())}."
+        ) from error
+
+
+def _gpus(topology: str, hardware: Hardware) -> list[Any]:
+    shape = topology.partition(":")[2]
+    if shape.count("x") != 1:
+        raise ConfigError(
+            f"plan.topology={topology} is of GPUs: write the number of hosts and of GPUs in each, such as "
+            f"{hardware.name}:2x8."
+        )
+    if not has_plugin():
+        raise ConfigError(
+            f"plan.topology={topology} needs XLA's plugin for CUDA, which holds the compiler for GPUs. Install "
+            "ppctl[cuda12] or ppctl[cuda13]; neither a GPU nor a driver is needed."
+        )
+    flags = os.environ.get("XLA_FLAGS", "")
+    if AWAY_FROM_GPU.partition("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {AWAY_FROM_GPU}".strip()
+    target = target_config(hardware)
+    return topologies.get_topology_desc(platform="cuda", topology=f"1x{shape}", target_config=target).devices
+
+
+def _gpu_names() -> list[str]:
+    return [name for name, hardware in known().items() if hardware.cuda is not None]
+
+
+def has_plugin() -> bool:
+    """Whether XLA's plugin for CUDA is installed."""
+    return find_spec("jax_plugins") is not None and any(find_spec(f"jax_plugins.{name}") for name in CUDA_PLUGINS)
+
+
+def target_config(hardware: Hardware) -> str:
+    """A GPU as XLA's compiler wants it described, a GpuTargetConfigProto as text.
+
+    What all NVIDIA GPUs from the A100 on have in common stands here. Source: the CUDA C++ programming guide, compute
+    capabilities; xla/backends/gpu/target_config of XLA.
+    """
+    cuda = hardware.cuda
+    assert cuda is not None, "only GPUs are described so"
+    major, minor = cuda.capability.split(".")
+    return f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          core_count: {cuda.cores}
+          fpus_per_core: {cuda.fp32_per_core}
+          clock_rate_ghz: {cuda.clock_ghz}
+          device_memory_size: {cuda.memory_bytes}
+          memory_bandwidth: {round(hardware.memory_bytes_per_s)}
+          l2_cache_size: {cuda.l2_bytes}
+          shared_memory_per_core: {cuda.shared_bytes_per_core}
+          shared_memory_per_block_optin: {cuda.shared_bytes_per_core - 1024}
+          shared_memory_per_block: 49152
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+          threads_per_warp: 32
+          threads_per_block_limit: 1024
+          threads_per_core_limit: 2048
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 8 }}
+        device_description_str: "{hardware.device_kinds[0]}"
+    """

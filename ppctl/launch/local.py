@@ -1,0 +1,139 @@
+"""`ppctl train launch.processes=4`: local processes of one run, started again after a crash. Loads no JAX.
+
+The processes are `ppctl train` with the same overrides; each learns its number and where to meet the others.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ppctl.config import Config
+from ppctl.config.launch import not_launched
+from ppctl.errors import ConfigError, LostError, NonFiniteError
+from ppctl.launch.supervise import LEFT, Child, Ending, run_group, stop_requests
+from ppctl.reports.run_files import checkpoint_steps, last_record
+
+HOST = "127.0.0.1"
+# A restart would meet these again: done or stopped, a request that is refused, numbers that are not finite.
+FINAL = (*LEFT, ConfigError.exit_code, NonFiniteError.exit_code)
+SAID_BY_CHILD = (ConfigError.exit_code, NonFiniteError.exit_code)  # in one line that needs no other
+
+
+def launch(config: Config, words: Sequence[str], *, as_json: bool) -> int:
+    """The exit code of the run: that of the process which ended it, 130 or 143 when it was asked to stop.
+
+    words: the command line without the program's name, as the user typed it: command, options and overrides.
+    """
+    settings, run_dir = config.launch, Path(config.run.dir)
+    groups = device_groups(config, os.environ)
+    found = newest_checkpoint(run_dir)
+
+    def start(restart: int) -> Ending:
+        began_s = time.time()
+        ending = run_group(
+            children(config, words, groups, is_own=restart > 0 and found is None),
+            events,
+            crash_grace_s=settings.crash_grace_s,
+            exit_grace_s=settings.exit_grace_s,
+            symptoms=(LostError.exit_code,),
+            raw_lead=as_json,
+        )
+        if ending.cause is not None and ending.code not in SAID_BY_CHILD:
+            step = last_step(run_dir, since_s=began_s)
+            _say(ending.cause + ("" if step is None else f" (last step logged: {step})"))
+        return ending
+
+    with stop_requests() as events:
+        return with_restarts(start, settings.max_restarts, lambda: newest_checkpoint(run_dir), _say)
+
+
+def with_restarts(
+    start: Callable[[int], Ending],
+    max_restarts: int,
+    newest: Callable[[], int | None],
+    say: Callable[[str], None],
+) -> int:
+    """The exit code of the last of at most 1 + max_restarts starts; only a crash is followed by another.
+
+    newest: the step of the newest checkpoint, which the next start goes on from.
+    """
+    before = newest()
+    ending = start(0)
+    for restart in range(1, max_restarts + 1):
+        if ending.is_stopped or ending.code in FINAL:
+            return ending.code
+        step = newest()
+        where = "from the start" if step is None else f"from the checkpoint of step {step}"
+        progress = "; the last start saved nothing" if step == before else ""
+        say(f"restart {restart} of {max_restarts}, {where}{progress}")
+        before = step
+        ending = start(restart)
+    if max_restarts and not ending.is_stopped and ending.code not in FINAL:
+        say(f"no restart is left (launch.max_restarts={max_restarts})")
+    return ending.code
+
+
+def children(config: Config, words: Sequence[str], groups: Sequence[str | None], *, is_own: bool) -> list[Child]:
+    """The processes of one start.
+
+    is_own: the checkpoints in run.dir, if there are any, are this launch's. run.resume=never, which keeps a run from
+    going on with another's, then no longer keeps it from its own.
+    """
+    command = [sys.executable, "-m", "ppctl.cli", *words, *not_launched()]
+    if is_own and config.run.resume == "never":
+        command.append("run.resume=auto")
+    number = config.launch.processes
+    if number == 1:
+        return [Child(command)]
+    meet = ["run.distributed=explicit", f"run.coordinator={HOST}:{_free_port()}", f"run.num_processes={number}"]
+    return [
+        Child([*command, *meet, f"run.process_id={index}"], {} if group is None else {"CUDA_VISIBLE_DEVICES": group})
+        for index, group in enumerate(groups)
+    ]
+
+
+def device_groups(config: Config, environ: Mapping[str, str]) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each process: equal runs of this process's devices; None: it is left as it is.
+
+    Which devices there are is not known here, only how many the mesh has; where there are no GPUs nobody reads it.
+    """
+    number, num_devices = config.launch.processes, config.mesh.num_devices
+    said = environ.get("CUDA_VISIBLE_DEVICES")
+    # an empty list, or one that starts with -1, hides all GPUs
+    if config.run.platform == "cpu" or number == 1 or (said is not None and said.split(",")[0].strip() in ("", "-1")):
+        return [None] * number
+    devices = [str(i) for i in range(num_devices)] if said is None else [name.strip() for name in said.split(",")]
+    if len(devices) < num_devices:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={said} names {len(devices)} devices, but mesh={config.mesh.text} has {num_devices} "
+            f"to share among launch.processes={number}. Name {num_devices}, or use run.platform=cpu or a smaller mesh."
+        )
+    each = num_devices // number
+    return [",".join(devices[i * each : (i + 1) * each]) for i in range(number)]
+
+
+def newest_checkpoint(run_dir: Path) -> int | None:
+    """The step that a run in run_dir goes on from; as `Checkpoints.latest`, which needs JAX."""
+    return max(checkpoint_steps(run_dir / "checkpoints"), default=None)
+
+
+def last_step(run_dir: Path, *, since_s: float) -> int | None:
+    """The last step in metrics.jsonl if that was written to since then."""
+    record = last_record(run_dir, since_s=since_s)
+    return None if record is None else record["step"]
+
+
+def _free_port() -> int:
+    """A port that nobody listens on now. Another process may take it first: the start then fails and says so."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def _say(text: str) -> None:
+    print(f"ppctl: {text}.", file=sys.stderr, flush=True)

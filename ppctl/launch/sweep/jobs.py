@@ -1,0 +1,198 @@
+"""A sweep as values: its jobs, and how each of them ended."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ppctl.config import Config
+from ppctl.config.sweep import Search, SubmititLocal, SubmititSlurm
+from ppctl.errors import ConfigError
+from ppctl.launch.sweep.finished import has_ended, other_settings
+
+FILES = ("sweep.csv", "sweep.json", "sweep.html")
+LOG = "output.log"  # in a run.dir: what a job printed that ran beside others
+SUBMITTED_LOG = "submitted.log"  # the same of a job that was submitted to a cluster
+SHARED = "Jobs ran side by side, which slows each of them: their speeds are not those of a run alone"
+MARK = "multirun.yaml"  # what a sweep leaves in its directory before its first job starts
+
+
+@dataclass(frozen=True)
+class Job:
+    """One combination of the swept values."""
+
+    index: int
+    swept: tuple[str, ...]  # its overrides of what the sweep varies, as one types them
+    values: Mapping[str, Any]  # the same by key
+    words: tuple[str, ...]  # of its command line, without the program's name and run.dir
+    run_dir: Path
+    config: Config | None  # None: refused
+    refusal: str | None = None  # why its settings are impossible together
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.swept)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `ppctl COMMAND --multirun` asks for."""
+
+    command: str
+    directory: Path
+    jobs: list[Job]  # a search adds to them
+    num_parallel: int = 1
+    as_json: bool = False
+    document: str = ""  # what all jobs share, as yaml
+    submit: SubmititLocal | SubmititSlurm | None = None  # None: jobs are processes of this one
+    study: Study | None = None  # chooses further jobs
+
+    @property
+    def trains(self) -> bool:
+        """Whether its jobs are runs: they can be finished before, and have a run.dir for what they leave."""
+        return self.command == "train"
+
+
+class Choices(NamedTuple):
+    """A search chooses one of these values, as one types them."""
+
+    texts: tuple[str, ...]
+
+
+class Span(NamedTuple):
+    """A search chooses a number from `low` to `high`, both included; a whole one where all here are."""
+
+    low: float
+    high: float
+    step: float | None = None  # None: 1 of whole numbers, any of others
+    is_log: bool = False
+
+
+class Study(Protocol):
+    """Chooses jobs by how those before them ended."""
+
+    search: Search
+
+    def samples(self) -> list[Job]:
+        """Jobs that might be chosen; each choice is in one of them."""
+        ...
+
+    def check(self) -> None:
+        """Nothing, or ConfigError where the directory holds the study of another search."""
+        ...
+
+    def open(self) -> None:
+        """Nothing; what stands in the directory is read, or begun."""
+        ...
+
+    def ask(self) -> Job | None:
+        """The next job, or None where there is none."""
+        ...
+
+    def tell(self, job: Job, outcome: Outcome) -> None:
+        """Nothing; notes how a job ended."""
+        ...
+
+
+class Said(NamedTuple):
+    """An event that is only to be told."""
+
+    text: str
+
+
+class Moved(NamedTuple):
+    """An event of a job that was submitted."""
+
+    child: int
+    state: str  # queued | running
+    more: str  # for the line that says so
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, or why it did not begin."""
+
+    status: str  # waiting | queued | running | finished | skipped | failed | interrupted | not started
+    code: int | None = None  # exit code as in a shell
+    seconds: float | None = None  # that its process lived
+    error: str | None = None  # one line, of a job that failed
+    began_s: float | None = None  # as time.time()
+
+
+def ran_beside_others(sweep: Sweep) -> bool:
+    """Whether any of its jobs shared the machine, in this start of the sweep or in one before."""
+    here = isinstance(sweep.submit, SubmititLocal) and sweep.num_parallel > 1
+    return here or any((job.run_dir / LOG).exists() for job in sweep.jobs)
+
+
+def check(sweep: Sweep) -> None:
+    """Nothing, or ConfigError for a sweep of which nothing should be started."""
+    if not sweep.jobs and sweep.study is None:
+        raise ConfigError("This sweep is empty: a list or range has no values. Give each KEY at least one.")
+    if (sweep.num_parallel > 1 or sweep.submit is not None) and not sweep.trains:
+        how = f"hydra.launcher.jobs={sweep.num_parallel}" if sweep.submit is None else "hydra/launcher=submitit"
+        raise ConfigError(
+            f"{how}: only jobs of `ppctl train` run side by side, which have a run.dir for their output. "
+            f"Leave it out, and jobs of `ppctl {sweep.command}` follow one another."
+        )
+    if sweep.study is not None and not sweep.trains:
+        raise ConfigError(f"hydra/sweeper=optuna searches by what runs record, and `ppctl {sweep.command}` makes none.")
+    refused = [job.refusal for job in sweep.jobs if job.refusal is not None]
+    if sweep.jobs and len(refused) == len(sweep.jobs):
+        raise ConfigError(refused[0] if len(refused) == 1 else f"All {len(refused)} jobs are refused. {refused[0]}")
+    if sweep.trains:
+        _check_directories(sweep)
+    if sweep.study is not None:
+        sweep.study.check()
+
+
+def _check_directories(sweep: Sweep) -> None:
+    """ConfigError where two jobs would write into one place, or a job or the summary over something else."""
+    taken: dict[str, Job] = {}
+    for job in sweep.jobs:
+        first = taken.setdefault(os.path.realpath(job.run_dir), job)
+        if first is not job:
+            raise ConfigError(
+                f"Jobs {first.index} ({first.name}) and {job.index} ({job.name}) have the same run.dir, {job.run_dir}. "
+                "Leave out a value that is there twice, or leave run.dir to the sweep."
+            )
+        if job.config is not None and has_ended(job.run_dir, job.config):
+            other = other_settings(job.run_dir, job.config)
+            if other is not None:
+                raise ConfigError(
+                    f"Job {job.index} ({job.name}): {job.run_dir} holds a finished run of other settings ({other}). "
+                    "Use another run.name or run.dir, or move it away."
+                )
+    there = [name for name in FILES if (sweep.directory / name).exists()]
+    if there and not (sweep.directory / MARK).exists():
+        raise ConfigError(
+            f"{sweep.directory / there[0]} is not of a sweep and stays. Use another run.name or run.dir, or move it."
+        )
+    nearest = next(path for path in (sweep.directory, *sweep.directory.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        why = "permission denied" if nearest.is_dir() else f"{nearest} is a file"
+        raise ConfigError(f"run.dir={sweep.directory} cannot be written: {why}. Use another run.dir.")
+
+
+def command_line(words: Sequence[str], run_dir: Path | None = None) -> str:
+    """What one types to run a job's words, in a run.dir of one's own if there is one.
+
+    >>> command_line(["train", "run.name=a b"], Path("runs/x"))
+    "ppctl train 'run.name=a b' run.dir=runs/x"
+    """
+    return shlex.join(["ppctl", *words, *([] if run_dir is None else [run_dir_override(run_dir)])])
+
+
+def run_dir_override(run_dir: Path) -> str:
+    """The override for a directory of any name; quotes are for Hydra, where its grammar needs them.
+
+    >>> run_dir_override(Path("runs/a=1,b=2"))
+    "run.dir='runs/a=1,b=2'"
+    """
+    text = str(run_dir)
+    is_plain = all(letter.isalnum() or letter in "/_.+-" for letter in text)
+    return f"run.dir={text}" if is_plain else "run.dir='{}'".format(text.replace("'", "\\'"))

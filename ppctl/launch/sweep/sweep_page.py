@@ -1,0 +1,207 @@
+"""A sweep as one html page that loads nothing: the best jobs, speed and bubble over microbatches, all numbers."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ppctl.config.sweep import Search
+from ppctl.launch.sweep.best import DONE, best_of
+from ppctl.launch.sweep.jobs import SHARED, Job, Outcome, Sweep, ran_beside_others
+from ppctl.launch.sweep.live_table import counted
+from ppctl.launch.sweep.theory import bubble_curve
+from ppctl.reports.charts.curves import Curve
+from ppctl.reports.charts.curves import figure as curve_figure
+from ppctl.reports.charts.elements import exact, section, table
+from ppctl.reports.charts.html import whole
+from ppctl.reports.charts.lines import MOST_LINES, Line, figure, key
+from ppctl.reports.run_page.write_report import FILE as REPORT
+from ppctl.reports.terminal import size_text
+
+MICROBATCHES = "schedule.num_microbatches"
+SPEEDS = {"tokens_per_s": "tokens/s", "rows_per_s": "rows/s"}
+SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a record: column, how it is written
+    "steps": ("steps", "{:,}".format),
+    "final_loss": ("loss", "{:.4f}".format),
+    "eval_loss": ("eval loss", "{:.4f}".format),
+    "step_time_s": ("s/step", "{:.4g}".format),
+    "predicted_step_time_s": ("predicted", "{:.4g}".format),
+    "tokens_per_s": ("tokens/s", "{:,.0f}".format),
+    "rows_per_s": ("rows/s", "{:,.0f}".format),
+    "predicted_bubble_fraction": ("bubble", "{:.1%}".format),
+    "measured_bubble_fraction": ("measured", "{:.1%}".format),
+    "memory_bytes": ("memory", size_text),
+    "seconds": ("s in all", "{:,.1f}".format),
+}
+ABOUT = (
+    "Seconds of a step and tokens/s are medians over all steps of a run; predicted: what the planner foresaw for a "
+    "step. Bubble: idle share of the ranks, predicted for the executor that ran if all layers cost the same; measured: "
+    "from a timeline (run.timeline=true). Memory: of the fullest device, as compiled. Seconds in all are of this "
+    "sweep, start and compiling included."
+)
+Records = Sequence[Mapping[str, Any]]
+
+
+def page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_earlier: int = 0) -> str:
+    """The text of the page; `num_earlier`: jobs of earlier sweeps in this directory, which the other files keep."""
+    found = {outcome.status for outcome in outcomes}
+    colour, mark = (
+        ("no", "&#10007;") if "failed" in found else ("yes", "&#10003;") if found <= {*DONE} else ("maybe", "?")
+    )
+    shared = f" {SHARED}." if ran_beside_others(sweep) else ""
+    sections = [
+        f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(counted(outcomes))}.{shared}</p>',
+        _best(sweep, records),
+        _figures(sweep, records) if sweep.study is None else _history(sweep.study.search, records),
+        section("Jobs", _jobs(sweep, outcomes, records) + _earlier(num_earlier)),
+        _failures(sweep, outcomes),
+    ]
+    return whole(f"Sweep: {sweep.directory}", f"<main>\n{''.join(sections)}</main>\n", "plan.css", "sweep.css")
+
+
+def _best(sweep: Sweep, records: Records) -> str:
+    told = [
+        f"<p>{escape(best.text)}. To train it anew:</p><code>{escape(best.command)}</code>"
+        for best in best_of(sweep, records)
+    ]
+    return section("The best", f'<div class="best">{"".join(told)}</div>') if told else ""
+
+
+def _figures(sweep: Sweep, records: Records) -> str:
+    """Speed and bubble over microbatches, where the sweep has several numbers of these."""
+    by_line: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
+    for job, record in zip(sweep.jobs, records, strict=True):
+        if record["status"] in DONE and job.config is not None and job.config.executor.name != "reference":
+            by_line[_line_name(job)].append((job, record))
+    if len({_size(job) for jobs in by_line.values() for job, _ in jobs}) < 2:
+        return ""
+    drawn = dict(list(by_line.items())[:MOST_LINES])
+    names = "".join(f"<li>{key(number)}{escape(name)}</li>" for number, name in enumerate(drawn))
+    figures = []
+    for speed, unit in SPEEDS.items():
+        lines = [_line(name, jobs, speed, _foreseen(jobs, speed)) for name, jobs in drawn.items()]
+        if any(line.points for line in lines):
+            figures.append(_figure(lines, unit, "dashed: as predicted before the run", "{:,.0f}".format))
+    lines = [
+        _line(name, jobs, "predicted_bubble_fraction", _theory(jobs), "measured_bubble_fraction")
+        for name, jobs in drawn.items()
+    ]
+    if any(line.points for line in lines):
+        about = "dashed: the theory, on ranks that run freely; marks: the executor's own order"
+        about += "; hollow: measured" if any(line.others for line in lines) else ""
+        figures.append(_figure(lines, "bubble", about, "{:.0%}".format))
+    left_out = len(by_line) - len(drawn)
+    few = f"<p class='soft'>The first {MOST_LINES} lines; {left_out} more are in the table.</p>" if left_out else ""
+    body = f'<ul class="keys">{names}</ul>{few}<div class="figures">{"".join(figures)}</div>'
+    return section("Over the number of microbatches", body) if figures else ""
+
+
+def _history(search: Search, records: Records) -> str:
+    """What a search looks for, over its jobs, and the best so far."""
+    name, better = search.metric, min if search.is_minimized else max
+    points = [(float(record["job"]), record[name]) for record in records if record[name] is not None]
+    if len(points) < 2:
+        return ""
+    so_far = accumulate((value for _, value in points), better)
+    best = [(job, value) for (job, _), value in zip(points, so_far, strict=True)]
+    curves = [Curve("best so far", best), Curve("each job", points, is_marked=True)]
+    drawn = curve_figure(curves, title=name, x_name="job")
+    return section("The search", f'<div class="figures"><figure><figcaption>{name}</figcaption>{drawn}</figure></div>')
+
+
+def _line_name(job: Job) -> str:
+    """What tells a line from others: all that the sweep varies but the number of microbatches."""
+    assert job.config is not None
+    others = {name: value for name, value in job.values.items() if name != MICROBATCHES}
+    told = [str(value) if name == "schedule" else f"{name}={value}" for name, value in others.items()]
+    return " ".join(told) or job.config.schedule.name
+
+
+def _size(job: Job) -> int:
+    assert job.config is not None
+    return job.config.schedule.num_microbatches
+
+
+def _line(
+    name: str,
+    jobs: Sequence[tuple[Job, Mapping[str, Any]]],
+    number: str,
+    expected: Sequence[tuple[float, float]],
+    other: str | None = None,
+) -> Line:
+    def points(of: str) -> list[tuple[float, float]]:
+        return sorted((float(_size(job)), record[of]) for job, record in jobs if record[of] is not None)
+
+    return Line(name, points(number), expected, points(other) if other else ())
+
+
+def _foreseen(jobs: Sequence[tuple[Job, Mapping[str, Any]]], speed: str) -> list[tuple[float, float]]:
+    """The speed at the predicted seconds of a step, of each job that has both."""
+    found = []
+    for job, record in jobs:
+        predicted_s = record["predicted_step_time_s"]
+        if predicted_s and record[speed] is not None and record["step_time_s"]:
+            found.append((float(_size(job)), record[speed] * record["step_time_s"] / predicted_s))
+    return sorted(found)
+
+
+def _theory(jobs: Sequence[tuple[Job, Mapping[str, Any]]]) -> list[tuple[float, float]]:
+    config = jobs[0][0].config
+    assert config is not None
+    return bubble_curve(config, [_size(job) for job, _ in jobs])
+
+
+def _figure(lines: Sequence[Line], name: str, about: str, y_text: Callable[[float], str]) -> str:
+    drawn = figure(lines, title=name, x_name="microbatches", y_text=y_text)
+    return f"<figure><figcaption>{name}</figcaption>{drawn}<p class='soft'>{about}</p></figure>"
+
+
+def _jobs(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
+    present = [name for name in SHOWN if any(record[name] is not None for record in records)]
+    keys = list(dict.fromkeys(name for job in sweep.jobs for name in job.values))
+    rows = []
+    for job, outcome, record in zip(sweep.jobs, outcomes, records, strict=True):
+        values = [escape(str(job.values.get(name, ""))) for name in keys]
+        numbers = [
+            "" if record[name] is None else exact(record[name], SHOWN[name][1](record[name])) for name in present
+        ]
+        status = f'<span class="{outcome.status}">{outcome.status}</span>'
+        rows.append([_number(job, sweep.directory), *values, status, *numbers])
+    head = ["job", *map(_breakable, keys), "status", *(SHOWN[name][0] for name in present)]
+    return f'<div class="jobs">{table("all jobs", head, rows)}</div><p class="soft">{ABOUT}</p>'
+
+
+def _number(job: Job, directory: Path) -> str:
+    """The number of a job, as a link to its report if there is one."""
+    report = job.run_dir / REPORT
+    if not report.is_file():
+        return str(job.index)
+    target = quote(os.fsencode(os.path.relpath(report.absolute(), directory.absolute())))
+    return f'<a href="{escape(target)}" title="{escape(f"report of job {job.index}")}">{job.index}</a>'
+
+
+def _earlier(number: int) -> str:
+    if not number:
+        return ""
+    jobs = "One job" if number == 1 else f"{number} jobs"
+    return f"<p class='soft'>{jobs} of earlier sweeps in this directory: see sweep.csv and sweep.json.</p>"
+
+
+def _failures(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
+    told = [
+        f"<dt>{job.index}: {escape(job.name)}</dt><dd>{escape(outcome.error)}</dd>"
+        for job, outcome in zip(sweep.jobs, outcomes, strict=True)
+        if outcome.error is not None
+    ]
+    return section("What failed", f'<dl class="errors">{"".join(told)}</dl>') if told else ""
+
+
+def _breakable(name: str) -> str:
+    """The name of a setting, which may go on in the next line after a dot or an underscore."""
+    return escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")

@@ -1,0 +1,112 @@
+"""Prices by counting: what the pieces of a model and the collectives of a step take on described hardware.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from ppctl.planner.op_times import Piece, Prices
+from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices as a plan sees them."""
+
+    speed: Speed
+    link: Link  # between devices of a host, or of a pod
+    network: Link | None  # between hosts; None: links reach every device
+    host_devices: int | None  # devices that links join; None: all
+    task_s: float  # what starting a task, or a tick, costs
+    cores: int | None = None  # that all devices share, as simulated ones do; a device alone keeps one busy
+
+    def link_of(self, stride: int, size: int, num_devices: int) -> Link:
+        """The slowest link of an axis of `size` devices that lie `stride` apart; `num_devices` in all, host by host."""
+        if self.network is None or self.host_devices is None or size == 1:
+            return self.link
+        is_within = num_devices <= self.host_devices or self.host_devices % (stride * size) == 0
+        return self.link if is_within else self.network
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on devices: the mesh (fsdp innermost, then pp) and the layers of its largest rank."""
+
+    dp: int
+    pp: int
+    fsdp: int
+    rank_layers: int  # of the rank that holds most, with padding
+    chunk_layers: int  # of its largest chunk, with padding
+
+    @property
+    def rows(self) -> int:
+        """Copies of the pipeline."""
+        return self.dp * self.fsdp
+
+    def links(self, machine: Machine) -> dict[str, Link]:
+        """The link of each axis, and of fsdp and pp together as "both"."""
+        dp, pp, fsdp = self.dp, self.pp, self.fsdp
+        axes = {"fsdp": (1, fsdp), "pp": (fsdp, pp), "both": (1, pp * fsdp), "dp": (pp * fsdp, dp)}
+        return {name: machine.link_of(*axis, dp * pp * fsdp) for name, axis in axes.items()}
+
+
+@dataclass(frozen=True)
+class ParamBytes:
+    """Sizes of parameters, as the optimizer keeps them."""
+
+    layer: int
+    ends: int
+    moments: float  # what the optimizer keeps beside, over the parameters
+    compute_ratio: float  # size of the dtype of compute over that of the parameters
+
+
+def priced(
+    work: ModelWork,
+    params: ParamBytes,
+    machine: Machine,
+    layout: Layout,
+    *,
+    microbatch_rows: int,
+    remat: str,
+    gathers_each_tick: bool = False,
+) -> Prices:
+    """The prices of a layout for microbatches of so many rows on each device."""
+
+    def seconds(piece: PieceWork, redo: bool) -> Piece:
+        f, i, w = (
+            machine.speed.seconds(ops, microbatch_rows) for ops in (piece.forward, piece.input_grad, piece.weight_grad)
+        )
+        return Piece(f, i + (f if redo else 0.0), w)
+
+    links = layout.links(machine)
+    hop_s = links["pp"].hop_s(microbatch_rows * work.x_bytes) if layout.pp > 1 else 0.0
+    gather_s = links["fsdp"].gather_s(layout.chunk_layers * params.layer, layout.fsdp)
+    return Prices(
+        embed=seconds(work.embed, redo=False),
+        layer=seconds(work.layer, redo=remat != "none"),
+        head=seconds(work.head, redo=False),
+        task_s=machine.task_s + (gather_s if gathers_each_tick else 0.0),
+        hop_s=hop_s,
+        once_s=once_s(params, machine, layout, gathers_layers=not gathers_each_tick),
+        capacity=inf if machine.cores is None else float(machine.cores),
+    )
+
+
+def once_s(params: ParamBytes, machine: Machine, layout: Layout, *, gathers_layers: bool = True) -> float:
+    """What runs once a step: parameters gathered, gradients summed over rows, the optimizer.
+
+    The ends are divided over pp and fsdp, a rank's layers over fsdp; sums over dp are of what each device keeps.
+    Collectives of single arrays count as one, as compilers combine them.
+    """
+    layers, ends = layout.rank_layers * params.layer, params.ends
+    links = layout.links(machine)
+    held = layers / layout.fsdp + ends / (layout.pp * layout.fsdp)
+    layers_s = links["fsdp"].gather_s(layers, layout.fsdp)  # gathered, or summed and scattered
+    ends_s = links["both"].gather_s(ends, layout.pp * layout.fsdp)
+    sum_s = links["dp"].sum_s(held, layout.dp)
+    cast = (layers + ends) * (1 + params.compute_ratio)
+    update = held * (2 * (1 + params.moments) + 2)  # all read and written; gradients read twice, once for their norm
+    return layers_s * (1 + gathers_layers) + ends_s * 2 + sum_s + (cast + update) / machine.speed.bytes_per_s

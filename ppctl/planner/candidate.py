@@ -1,0 +1,229 @@
+"""A layout with its price: a schedule on a mesh, its partition, microbatches and remat. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from math import inf
+from typing import Any
+
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.planner.analytic import Layout
+from ppctl.planner.op_times import StepTime, stage_costs, ticking_s
+from ppctl.planner.sizes import held_bytes, workspace_bytes
+from ppctl.planner.space import CHUNKED, WHOLE, Bounds
+from ppctl.schedule.activations import peak_activations
+from ppctl.schedule.bounds import makespan_bound_s
+from ppctl.schedule.costs import task_costs
+from ppctl.schedule.families.formulas import peak_formula
+from ppctl.schedule.families.registry import FAMILIES
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.lockstep import Counted, Shape, rows_s
+from ppctl.schedule.partition.cut import divided_evenly as divided
+from ppctl.schedule.partition.partition import explicit
+from ppctl.schedule.partition.partition import stage_costs as stage_worth
+from ppctl.schedule.ticks import Packing, fastest, in_shape, keeping, packings
+
+MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
+FEW_RANKS = 16  # up to here two rounds of microbatches tell what one more takes, above one
+SAME = 1e-9  # relative
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its price."""
+
+    mesh: tuple[int, int, int]  # dp, pp, fsdp
+    family: str
+    num_chunks: int
+    num_microbatches: int
+    remat: str
+    partition: tuple[int, ...]  # layers of each stage
+    time: StepTime
+    redone_fraction: float  # of the tasks' work: what backwards recompute
+    memory: Mapping[str, int] = field(compare=False)  # bytes by part, of the device that holds most
+    rank_of: tuple[int, ...] = field(default=(), compare=False)  # the rank of each stage
+    stage_s: tuple[tuple[float, float], ...] = field(default=(), compare=False)  # of a microbatch: there, and back
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    def is_like(self, other: Candidate) -> bool:
+        """Whether another family of schedules is as good, and has been found before."""
+        are_equal = (self.mesh, self.num_microbatches, self.remat) == (other.mesh, other.num_microbatches, other.remat)
+        is_no_faster = self.time.total_s >= other.time.total_s * (1 - SAME)
+        return are_equal and is_no_faster and self.total_bytes >= other.total_bytes
+
+
+class Pricer:
+    """Prices layouts that fit in `limit_bytes` a device."""
+
+    def __init__(self, limit_bytes: float = inf):
+        self.limit_bytes = limit_bytes
+        self.num_priced = 0  # simulated
+
+    def has_room(self, memory: Mapping[str, int]) -> bool:
+        return sum(memory.values()) <= self.limit_bytes
+
+    def candidate(
+        self, bounds: Bounds, family: str, chunks: int, last_s: float = inf, sizes: tuple[int, ...] | None = None
+    ) -> Candidate | None:
+        """A schedule, priced; None where it is none, does not fit, or takes longer than last_s.
+
+        sizes: the layers of each stage; None: those that balance it.
+
+        Cheapest question first: what its work takes, what its order holds, how long that takes, what its slots hold.
+        """
+        (dp, pp, fsdp), microbatch, is_spmd = bounds.mesh, bounds.microbatch, bounds.space.executor == "spmd"
+        peak = peak_formula(family, pp, microbatch.number, **knobs_of(family, chunks))
+        share = least_share(bounds, family)
+        if peak is not None and not self.has_room(bounds.with_stashes(peak * share)):
+            return None
+        try:
+            placed = _built(family, pp, min(microbatch.number, 2 * pp + microbatch.number % pp), chunks)
+            sizes = sizes or _balanced(bounds, placed.rank_of)
+        except (ScheduleError, ConfigError):
+            return None
+        largest = max(sizes)
+        most = largest * chunks if is_spmd else max(_sums(sizes, placed.rank_of))
+        layout = Layout(dp, pp, fsdp, most, largest)
+        prices = bounds.priced(layout)
+        worth = _worth(sizes, bounds.space.layer_worth)
+        costs = stage_costs(prices, worth, keeps_input=microbatch.remat == "full", split=family not in WHOLE)
+        if makespan_bound_s(placed, costs, microbatch.number) + prices.once_s > last_s:
+            return None  # whatever the order of its tasks
+        keys = [(family, pp, number, chunks) for number in shorter(pp, microbatch.number, chunks)]
+        numbers = [number for _, _, number, _ in keys]
+        try:
+            schedules = [_built(*key) for key in keys]
+        except ScheduleError:
+            return None
+
+        def memory(slots: Sequence[Mapping[str, float]]) -> dict[str, int]:
+            found = held_bytes(bounds.work, bounds.params, layout, microbatch, along(numbers, slots, microbatch.number))
+            return found | {"temporaries": workspace_bytes(bounds.work, bounds.params, layout, microbatch)}
+
+        stashes = [_stashes(*key) for key in keys]
+        if not self.has_room(memory([{"stash": share * number} for number in stashes])):
+            return None
+        self.num_priced += 1
+        times = []
+        for key, schedule in zip(keys, schedules, strict=True):
+            rows = rows_s(_rows(*key)[_shape(*key, microbatch.remat)], costs, chunks) if is_spmd else None
+            times.append(vars(ticking_s(prices, schedule, rows, costs, layout.rows)))
+        time = StepTime(**along(numbers, times, microbatch.number))
+        again = {"none": 0, "layer": sum(sizes), "full": sum(sizes[:-1])}[microbatch.remat]  # layers
+        redone = again * prices.layer.forward_s * microbatch.number * layout.rows / time.tasks_s
+        if time.total_s > last_s:
+            return None
+        if is_spmd:
+            held = memory([_slots(*key, microbatch.remat) for key in keys])
+        else:
+            held = memory([{"stash": number, "value": 2} for number in stashes])
+        if not self.has_room(held):
+            return None
+        there_and_back = tuple((costs.seconds("F", s, 1), costs.seconds("B", s, 1)) for s in range(len(sizes)))
+        layout_of = bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes
+        return Candidate(*layout_of, time, redone, held, tuple(placed.rank_of), there_and_back)
+
+
+def least_share(bounds: Bounds, family: str) -> float:
+    """Of a stash, what stays until W at least: with executor=spmd only what I hands on."""
+    stash, remat = bounds.work.stash_bytes[bounds.microbatch.remat], bounds.microbatch.remat
+    if bounds.space.executor != "spmd" or family in WHOLE or not stash:
+        return 1.0
+    return min(1.0, bounds.work.pending_bytes[remat] / stash)
+
+
+def _balanced(bounds: Bounds, rank_of: Sequence[int]) -> tuple[int, ...]:
+    """The layers of each stage, with embedding and head counted in layers."""
+    embed, head = (piece.all_s / bounds.prices.layer.all_s for piece in (bounds.prices.embed, bounds.prices.head))
+    layers = bounds.space.layer_worth or (1.0,) * bounds.space.num_layers
+    return _partition(layers, tuple(rank_of), round(embed, 3), round(head, 3))
+
+
+def _worth(sizes: Sequence[int], layers: tuple[float, ...] | None) -> Sequence[float]:
+    """What stages of these sizes cost, in layers."""
+    if layers is None:
+        return sizes
+    return stage_worth(explicit(len(layers), len(sizes), sizes), embed=0.0, head=0.0, layers=layers)
+
+
+# what is the same for many layouts is made once
+
+
+def knobs_of(family: str, chunks: int) -> dict[str, int]:
+    return {"num_chunks": chunks} if family in CHUNKED else {}
+
+
+@cache
+def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
+    """Not validated: the families are proved elsewhere, and what is run is validated before."""
+    return FAMILIES[family](num_ranks, num_microbatches, **knobs_of(family, chunks))
+
+
+@lru_cache(maxsize=8)  # the cells are many
+def _packings(family: str, pp: int, number: int, chunks: int) -> dict[Shape, Packing]:
+    return packings(_built(family, pp, number, chunks))
+
+
+@cache
+def _rows(family: str, pp: int, number: int, chunks: int) -> dict[Shape, Counted]:
+    return {shape: packing.counted for shape, packing in _packings(family, pp, number, chunks).items()}
+
+
+@cache
+def _shape(family: str, pp: int, number: int, chunks: int, remat: str) -> Shape:
+    """Of the ticks that the executor lowers to."""
+    return fastest(_rows(family, pp, number, chunks), task_costs(remat), chunks)
+
+
+@cache
+def _slots(family: str, pp: int, number: int, chunks: int, remat: str) -> Mapping[str, int]:
+    """Slots of the rank with most."""
+    key = family, pp, number, chunks
+    return in_shape(_built(*key), _packings(*key)[_shape(*key, remat)], **keeping(remat)).num_slots
+
+
+@cache
+def _stashes(family: str, pp: int, number: int, chunks: int) -> float:
+    """How many the rank with most holds at once by the order of its tasks."""
+    return max(peak_activations(_built(family, pp, number, chunks))) * chunks
+
+
+@cache
+def _partition(layers: tuple[float, ...], rank_of: tuple[int, ...], embed: float, head: float) -> tuple[int, ...]:
+    return tuple(map(len, divided(layers, rank_of, embed=embed, head=head)))
+
+
+def _sums(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
+    """The layers of each rank."""
+    return [sum(n for n, r in zip(sizes, rank_of, strict=True) if r == rank) for rank in range(max(rank_of) + 1)]
+
+
+def shorter(num_ranks: int, wanted: int, num_chunks: int) -> list[int]:
+    """Numbers of microbatches to simulate: the one wanted, or two smaller ones past the warm-up of every family.
+
+    That is after 3p of them. By 1% and less what follows grows by equal steps; after 2p, by up to 14%.
+
+    >>> shorter(8, 64, 1), shorter(8, 4096, 1)
+    ([64], [24, 40])
+    """
+    few = 3 * num_ranks + wanted % num_ranks
+    many = few + (2 if num_ranks <= FEW_RANKS else 1) * num_ranks
+    is_short = 3 * num_ranks * num_chunks * wanted <= MOST_TASKS or wanted <= many
+    return [wanted] if is_short else [few, many]
+
+
+def along(numbers: Sequence[int], values: Sequence[Mapping[str, float]], wanted: int) -> dict[str, Any]:
+    """What the values would be with `wanted` microbatches, if they grow by equal steps.
+
+    >>> along([2, 4], [{"a": 1.0}, {"a": 2.0}], 8)
+    {'a': 4.0}
+    """
+    if len(numbers) == 1:
+        return dict(values[0])
+    share, (first, last) = (wanted - numbers[0]) / (numbers[1] - numbers[0]), values
+    return {name: first[name] + share * (last[name] - first[name]) for name in first}

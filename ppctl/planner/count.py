@@ -1,0 +1,153 @@
+"""What the tasks of a layer and of both ends compute and move, counted in their jaxprs.
+
+Matrix products count their arithmetic, and their operands and results as memory traffic. Compilers fuse what is
+element by element into its readers, so of all else only what is written to memory counts: results that a matrix product
+reads, or the task keeps. Such a result counts twice: it is written, and something of its size was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ppctl.executors.mpmd.tasks import Model
+from ppctl.executors.spmd.body import add
+from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.executors.stage.flops import PRODUCTS, product_flops
+from ppctl.executors.stage.jaxprs import flatten
+from ppctl.executors.stage.stage import Rows, Stage
+from ppctl.planner.roofline import ModelWork, Op, PieceWork
+
+Tree = Any
+ROWS = (2, 4)  # everything grows with the rows of a microbatch by equal steps; one row alone is traced otherwise
+
+
+def work_of(model: Model) -> ModelWork:
+    """The work of `model`'s pieces, whatever its rows and remat."""
+    few, many = (_with_rows(model, rows) for rows in ROWS)
+    number = 1 if model.stack.are_alike else model.stack.num_layers
+    layers = [_piece(_tasks(few, "layer", l), _tasks(many, "layer", l)) for l in range(number)]
+    pieces = {
+        "embed": _piece(_tasks(few, "embed"), _tasks(many, "embed")),
+        "layer": layers[0] if number == 1 else _mean(layers),
+        "head": _piece(_tasks(few, "head"), _tasks(many, "head")),
+    }
+    stash, pending = {}, {}
+    for remat in ("none", "layer", "full"):
+        kept = [_kept_bytes(each, remat) for each in (few, many)]
+        stash[remat], pending[remat] = ((high - low) // (ROWS[1] - ROWS[0]) for low, high in zip(*kept, strict=True))
+    return ModelWork(**pieces, x_bytes=tree_bytes(few.x) // ROWS[0], stash_bytes=stash, pending_bytes=pending)
+
+
+def _piece(few: tuple[list[Op], ...], many: tuple[list[Op], ...]) -> PieceWork:
+    return PieceWork(*(_affine(a, b) for a, b in zip(few, many, strict=True)))
+
+
+def _mean(layers: list[PieceWork]) -> PieceWork:
+    """A layer that takes the mean of these, whatever the rows."""
+
+    def part(ops: tuple[Op, ...]) -> list[Op]:
+        count = len(layers)
+        return [Op(op.flops / count, op.bytes / count, fixed_bytes=op.fixed_bytes / count) for op in ops]
+
+    kinds = zip(*((layer.forward, layer.input_grad, layer.weight_grad) for layer in layers), strict=True)
+    return PieceWork(*(tuple(op for ops in kind for op in part(ops)) for kind in kinds))
+
+
+def _kept_bytes(model: Model, remat: str) -> tuple[int, int]:
+    """(what a forward keeps of a layer, what I hands to W). Gradients of norms, that I may hand on, do not grow."""
+    stage, w = _stage(model, remat), [_computed(model, model.layer)]
+    return tree_bytes(stage.stash_shapes(w)), tree_bytes(stage.pending_shapes(w))
+
+
+def _with_rows(model: Model, rows: int) -> Model:
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), model.microbatch)
+    return replace(model, microbatch=shapes, remat="none")
+
+
+def _stage(model: Model, remat: str) -> Stage:
+    return Stage(model.stack.layer, remat, _computed(model, model.layer), model.x)
+
+
+def _computed(model: Model, tree: Tree) -> Tree:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(model.dtype)), tree)
+
+
+def _layer_tasks(model: Model, l: int) -> tuple[list[Op], ...]:
+    """The operations of F, I and W of layer l, as `_tasks`."""
+    stage, w, x = _stage(model, "none"), [_computed(model, model.layer)], model.x
+    rows = None if model.stack.are_alike else Rows(numbers=range(l, l + 1))
+    stash, pending = stage.stash_shapes(w, rows), stage.pending_shapes(w, rows)
+    return (
+        _ops(lambda w, x: stage.forward(w, rows, x), w, x),
+        _ops(lambda w, s, gy: stage.input_grad(w, rows, s, lambda _: (gy, None))[:2], w, stash, x),
+        _ops(lambda w, p, acc: add(acc, stage.weight_grad(w, rows, p)), w, pending, [model.layer]),
+    )
+
+
+def _tasks(model: Model, piece: str, l: int = 0) -> tuple[list[Op], ...]:
+    """The operations of F, I and W of a piece, of layer l if it is a layer; numbers are those of all rows.
+
+    As the executors run them: gradients are added to sums, and the backward of the embedding runs it again.
+    """
+    if piece == "layer":
+        return _layer_tasks(model, l)
+    stack, x, microbatch = model.stack, model.x, model.microbatch
+    inputs, targets = microbatch["inputs"], microbatch["targets"]
+    used = model.uses[0] if piece == "embed" else model.uses[1]
+    acc = model.keep(model.ends, used)
+    ends = _computed(model, acc)
+
+    def embed(ends: Tree, inputs: Any) -> jax.Array:
+        return stack.embed(model.fill(ends), inputs)
+
+    def embed_grad(ends: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
+        return add(acc, jax.vjp(lambda ends: embed(ends, inputs), ends)[1](gx)[0])
+
+    def head(ends: Tree, y: jax.Array, targets: Any, acc: Tree) -> Tree:
+        loss, pull, _ = jax.vjp(lambda e, y: stack.head(model.fill(e), y, targets), ends, y, has_aux=True)
+        grads, gy = pull(jnp.ones_like(loss))
+        return gy, add(acc, grads)
+
+    if piece == "embed":
+        return _ops(embed, ends, inputs), [], _ops(embed_grad, ends, inputs, x, acc)
+    return [], _ops(head, ends, x, targets, acc), []
+
+
+def _affine(few: list[Op], many: list[Op]) -> tuple[Op, ...]:
+    """Operations of a row, from those of few rows and of many."""
+    (low, high), grown = ROWS, []
+    for a, b in zip(few, many, strict=True):
+        each = (b.bytes - a.bytes) / (high - low)
+        grown.append(Op((b.flops - a.flops) / (high - low), each, fixed_bytes=a.bytes - low * each))
+    return tuple(op for op in grown if not op.is_nothing)
+
+
+def _ops(function: Callable, *args: Tree) -> list[Op]:
+    return _of_jaxpr(flatten(jax.make_jaxpr(function)(*args)).jaxpr)
+
+
+def _of_jaxpr(jaxpr: core.Jaxpr) -> list[Op]:
+    products = {id(v) for eqn in jaxpr.eqns if eqn.primitive.name in PRODUCTS for v in eqn.invars}
+    written = products | {id(v) for v in jaxpr.outvars}
+    ops = []
+    for eqn in jaxpr.eqns:
+        made = sum(_size(v) for v in eqn.outvars if id(v) in written)
+        if eqn.primitive.name in PRODUCTS:
+            ops.append(Op(float(product_flops(eqn)), sum(map(_size, (*eqn.invars, *eqn.outvars)))))
+        elif eqn.primitive.name == "scan":
+            inner = _of_jaxpr(eqn.params["jaxpr"].jaxpr)
+            ops += [Op(eqn.params["length"] * op.flops, eqn.params["length"] * op.bytes) for op in inner]
+        else:
+            ops.append(Op(0.0, 2.0 * made))
+    return ops
+
+
+def _size(v: Any) -> int:
+    return prod(v.aval.shape) * v.aval.dtype.itemsize

@@ -1,0 +1,203 @@
+"""What `ppctl plan` says as one html page that loads nothing: numbers, memory, stages, and the step as a chart."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from html import escape
+
+from ppctl.config import Config
+from ppctl.planner.plan_terminal import ABOUT, PARTS, better, shown_ranks, total_name, verdict
+from ppctl.planner.prediction import Prediction
+from ppctl.planner.step_runs import timeline_of
+from ppctl.planner.step_time import prices_of
+from ppctl.reports.charts.bars import stacked, swatch
+from ppctl.reports.charts.drawing import Drawing, priced
+from ppctl.reports.charts.elements import exact, section, table
+from ppctl.reports.charts.html import charts, whole
+from ppctl.reports.terminal import size_text
+from ppctl.schedule.search.extrapolate import MOST_TASKS
+from ppctl.schedule.simulate import Timeline, duration_s
+from ppctl.training.job import Parts
+
+MOST_BARS = 64
+SETTINGS = ("model", "schedule", "partition", "executor", "data", "hardware", "costs")  # that a plan depends on
+FITS = {True: ("yes", "&#10003;"), False: ("no", "&#10007;"), None: ("maybe", "?")}
+
+
+def page(found: Prediction, config: Config, picture: Drawing | str) -> str:
+    """The text of the page; `picture`: of the step, or why there is none."""
+    pipeline = found.schedule if config.executor.name != "reference" else "un-pipelined"
+    title = f"{config.model.name} of {config.model.num_layers} layers, mesh {config.mesh.text}, {pipeline}"
+    colour, mark = FITS[found.fits]
+    sections = [
+        f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(verdict(found))}</p>',
+        _numbers(found, config),
+        section("Memory of one device", _memory(found)),
+        section("Stages", _stages(found, config)),
+        section("The step, as predicted", _picture(picture, found, config)),
+    ]
+    proposal = better(found, config)
+    if found.proposal is not None and proposal is not None:
+        layers = [exact(n, str(n)) for n in found.proposal.partition]
+        sections.append(
+            section(
+                "A better partition",
+                f"<p><code>{escape(proposal)}</code></p><p class='soft'>Layers of each stage: {' '.join(layers)}; "
+                f"{exact(found.proposal.time_ratio, f'{found.proposal.time_ratio:.3f}')} times the time.</p>",
+            )
+        )
+    sections.append(section("The request", _settings(config)))
+    return whole(f"Plan: {title}", f"<main>\n{''.join(sections)}</main>\n", "plan.css")
+
+
+def picture_of(parts: Parts, unknown: str | None) -> Drawing | str:
+    """The step as `ppctl plan` prices it, or why it cannot be drawn; `unknown`: why its time is not known."""
+    schedule = parts.schedule
+    if parts.config.executor.name == "reference":
+        return "executor=reference has no pipeline to draw."
+    if unknown is not None:
+        return f"Not drawn, because the step time is not known: {unknown}"
+    num_tasks = sum(map(len, schedule.ranks))
+    if num_tasks > MOST_TASKS:
+        return f"Not drawn: {num_tasks:,} tasks are too many for a chart ({MOST_TASKS:,} at most)."
+    return priced(schedule.name, timeline_of(parts, prices_of(parts, parts.config.costs)))
+
+
+def _numbers(found: Prediction, config: Config) -> str:
+    """The numbers that people ask for first."""
+    step = speed = ("not known", found.unknown or "")
+    if found.step_time_s is not None and found.tokens_per_s is not None and found.once_s is not None:
+        once = exact(found.once_s, f"{found.once_s / found.step_time_s:.1%}")
+        step = (
+            exact(found.step_time_s, f"{found.step_time_s:.4g} s"),
+            f"{once} of it for parameters, gradients, optimizer",
+        )
+        unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
+        speed = (exact(found.tokens_per_s, f"{found.tokens_per_s:,.0f} {unit}"), "")
+    else:
+        step = speed = ("not known", escape(found.unknown or ""))
+    mfu, bubble = found.mfu_fraction, found.bubble_fraction
+    microbatches = f"{config.schedule.num_microbatches} microbatches"
+    devices, hardware = escape(found.devices), escape(found.hardware or "not known")
+    cards = [
+        ("Step time", *step),
+        ("Speed", *speed),
+        (
+            "MFU",
+            "not known" if mfu is None else exact(mfu, f"{mfu:.1%}"),
+            "no peak is stated" if mfu is None else "of the peak of all devices",
+        ),
+        (
+            "Bubble",
+            "none" if bubble is None else exact(bubble, f"{bubble:.1%}"),
+            "no pipeline" if bubble is None else "idle share of the ranks if all layers cost the same",
+        ),
+        ("Parameters", exact(found.num_parameters, f"{found.num_parameters:,}"), ""),
+        ("Work of a step", exact(found.step_flops, f"{found.step_flops / 1e12:,.3g} TFLOP"), "nothing recomputed"),
+        ("Devices", devices, f"dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp}, {microbatches}"),
+        ("Prices", f"costs={escape(found.costs)}", f"hardware={hardware}"),
+    ]
+    told = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in cards)
+    return f'<dl class="numbers">{"".join(told)}</dl>'
+
+
+def _memory(found: Prediction) -> str:
+    """Bars of ranks by part, their legend, the numbers."""
+    present = [part for part in PARTS if any(held.get(part) for held in found.memory_bytes)]
+    drawn = shown_ranks(found, MOST_BARS)
+    are_alike = len(set(map(str, found.memory_bytes))) == 1
+    name = lambda rank: "every rank" if are_alike else f"rank {rank}"  # noqa: E731
+    bars = stacked([(name(r), found.memory_bytes[r]) for r in drawn], PARTS, found.limit_bytes, size_text)
+    few = (
+        "" if are_alike or len(drawn) == len(found.memory_bytes) else "<p>The first rank, the fullest and the last.</p>"
+    )
+    legend = "".join(f"<li>{swatch(PARTS.index(part))}{part}: {ABOUT[part]}</li>" for part in present)
+    columns = ["", *present, total_name(found)]
+    estimated = found.estimated_bytes if found.is_compiled else None
+    if estimated is not None:
+        columns.append("estimated, without plan.compile")
+    rows = []
+    for rank in [0] if are_alike else range(len(found.memory_bytes)):
+        sizes = [*(found.memory_bytes[rank].get(part, 0) for part in present), found.total_bytes[rank]]
+        sizes += [] if estimated is None else [estimated[rank]]
+        rows.append([name(rank), *(exact(each, size_text(each)) for each in sizes)])
+    limit = "not known" if found.limit_bytes is None else exact(found.limit_bytes, size_text(found.limit_bytes))
+    compiled = "" if found.compile_s is None else f" Compiled in {exact(found.compile_s, f'{found.compile_s:.1f}')} s."
+    about = f"<p class='soft'>Memory of a device: {limit}.{compiled}</p>"
+    return f'{few}{bars}<ul class="parts">{legend}</ul>{table("numbers of the bars", columns, rows)}{about}'
+
+
+def _stages(found: Prediction, config: Config) -> str:
+    """What each rank holds, a chunk a column."""
+    if config.executor.name == "reference":
+        return f"<p>executor=reference has no stages: one device holds all {config.model.num_layers} layers.</p>"
+    cells, first, last = defaultdict(list), 0, len(found.partition) - 1
+    for stage, (n, rank) in enumerate(zip(found.partition, found.rank_of, strict=True)):
+        which = "" if n == 0 else f" ({first})" if n == 1 else f" ({first} to {first + n - 1})"
+        layers = f"{exact(n, str(n))} layer{'s' * (n != 1)}{which}"
+        ends = ["<b>embedding</b>"] * (stage == 0), ["<b>head</b>"] * (stage == last)
+        holds = ", ".join([*ends[0], layers, *ends[1]])
+        cells[rank].append(f"stage {stage}: {holds}")
+        first += n
+    rows = [[f"rank {exact(rank, str(rank))}", *cells[rank]] for rank in sorted(cells)]
+    columns = ["", *(f"chunk {chunk}" for chunk in range(max(map(len, cells.values()))))]
+    return f'<div class="stages">{table("stages of each rank", columns, rows)}</div>{_prices(found)}'
+
+
+def _prices(found: Prediction) -> str:
+    """Each stage's layers, submesh and seconds."""
+    rows = []
+    for s, stage in enumerate(found.stages):
+        devices = " ".join(exact(device, str(device)) for device in stage.devices)
+        held = exact(stage.first_layer, str(stage.first_layer)), exact(stage.num_layers, str(stage.num_layers))
+        spent = (
+            "not known" if each is None else exact(each, f"{each:.3g}") for each in (stage.forward_s, stage.backward_s)
+        )
+        rows.append([f"stage {s}", *held, exact(stage.rank, str(stage.rank)), devices, *spent])
+    columns = ["", "first layer", "layers", "rank", "devices", "forward s", "backward s"]
+    return table("seconds of a microbatch", columns, rows)
+
+
+def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
+    if isinstance(picture, str):
+        return f"<p>{escape(picture)}</p>"
+    told = [
+        "Ticks in lockstep, as executor=spmd runs them: each lasts as long as its slowest rank, and a transfer."
+        if config.executor.name == "spmd"
+        else "Ranks run freely: a task starts when its rank is free and its values have arrived."
+    ]
+    if config.executor.name == "spmd" and config.executor.idle == "compute":
+        told.append("Where a rank has no task it computes all the same (executor.idle=compute), which is not drawn.")
+    if _is_shared(picture.timeline):
+        told.append("The simulated devices share this machine's cores, so that tasks take longer while others run.")
+    if found.once_s is not None:
+        told.append(f"Not drawn: {found.once_s:.3g} s once a step for parameters, gradients and optimizer.")
+    told.append(
+        "Its bubble is of the priced seconds; the one above takes all layers for equal, ends and transfers for free."
+    )
+    return f"<p class='soft'>{escape(' '.join(told))}</p>\n{charts([picture])}"
+
+
+def _is_shared(timeline: Timeline) -> bool:
+    """Whether a task takes longer than on a device working alone."""
+    chunks = timeline.schedule.num_chunks
+    alone = ((task, duration_s(task, timeline.costs, chunks)) for task in timeline.start_s)
+    return any(timeline.end_s[t] - timeline.start_s[t] > alone_s * 1.000001 for t, alone_s in alone if alone_s)
+
+
+def _settings(config: Config) -> str:
+    """The settings that a plan depends on, as one types them."""
+    rows = [[f"mesh={escape(config.mesh.text)}", ""]]
+    for part in SETTINGS:
+        values = asdict(getattr(config, part))
+        name = f"{part}={values.pop('name')}"
+        told = " ".join(f"<code>{escape(f'{part}.{key}={_typed(value)}')}</code>" for key, value in values.items())
+        rows.append([escape(name), told])
+    rows.append([f"run.dtype={escape(_typed(config.run.dtype))}", ""])
+    return f'<div class="asked">{table("settings", [], rows)}</div>'
+
+
+def _typed(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

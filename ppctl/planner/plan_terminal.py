@@ -1,0 +1,176 @@
+"""What `ppctl plan` prints: a prediction for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from ppctl.config import Config
+from ppctl.planner.prediction import Prediction, StagePart
+from ppctl.reports.terminal import show_table, size_text
+from ppctl.training.memory import PARTS
+
+ABOUT = {
+    "parameters": "as the optimizer keeps them, sharded",
+    "optimizer": "its moments, sharded likewise",
+    "weights": "copies that tasks read: whole layers, in the dtype of compute",
+    "gradients": "sums over microbatches, whole",
+    "activations": "what forwards keep for backwards, and I for W",
+    "transfers": "values between stages",
+    "batch": "rows of the global batch",
+    "temporaries": "all else that the compiler plans",
+}
+REMEDIES = {
+    "parameters": "shard them with mesh.fsdp, or use more ranks (mesh.pp).",
+    "optimizer": "shard it with mesh.fsdp, or use more ranks (mesh.pp).",
+    "weights": "use more ranks (mesh.pp), or executor.gather=tick with executor=spmd.",
+    "gradients": "use more ranks (mesh.pp).",
+    "activations": "use executor.remat=layer or full, more and smaller microbatches, or another schedule.",
+    "transfers": "use more and smaller microbatches (schedule.num_microbatches).",
+    "batch": "use a smaller data.batch_size, or more rows (mesh.dp).",
+    "temporaries": "use more and smaller microbatches (schedule.num_microbatches), or more rows (mesh.dp).",
+}
+MOST_COLUMNS = 8
+MOST_STAGES = 16
+MOST_DEVICES = 8
+
+
+def show(found: Prediction, config: Config) -> None:
+    """Nothing; prints a prediction for people."""
+    console = Console()
+    bubble = "" if found.bubble_fraction is None else f", bubble {found.bubble_fraction:.1%}"
+    lines = [
+        f"model     {config.model.name}, {config.model.num_layers} layers, {found.num_parameters:,} parameters, "
+        f"{found.step_flops / 1e12:,.3g} TFLOP a step",
+        f"mesh      dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp} on {found.devices}",
+    ]
+    microbatches = f"{config.schedule.num_microbatches} microbatches"
+    if config.executor.name == "reference":
+        lines.append(f"schedule  none: executor=reference has no pipeline; {microbatches}")
+    else:
+        stages = f"{' '.join(map(str, found.partition))} layers on ranks {' '.join(map(str, found.rank_of))}"
+        lines += [
+            f"schedule  {found.schedule}, {microbatches}{bubble}, executor={config.executor.name}",
+            f"stages    {stages}",
+        ]
+    lines.append(f"step      {_time_text(found)}")
+    proposal = better(found, config)
+    if proposal is not None:
+        lines.append(f"better    {proposal}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if found.stages:
+        show_stages(console, found.stages, (config.mesh.dp, config.mesh.fsdp))
+    ranks = shown_ranks(found, MOST_COLUMNS)
+    columns = [f"rank {r}" for r in ranks] if len(set(map(str, found.memory_bytes))) > 1 else ["every rank"]
+    rows = [
+        (f"{part}: {ABOUT[part]}", *(size_text(found.memory_bytes[r].get(part, 0)) for r in ranks))
+        for part in PARTS
+        if any(found.memory_bytes[r].get(part) for r in ranks)
+    ]
+    rows.append((total_name(found), *(size_text(found.total_bytes[r]) for r in ranks)))
+    if found.is_compiled and found.estimated_bytes is not None:
+        rows.append(("estimated, without plan.compile", *(size_text(found.estimated_bytes[r]) for r in ranks)))
+    show_table(console, "memory of one device", ("", *columns), rows)
+    console.print(verdict(found), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_stages(console: Console, stages: Sequence[StagePart], submesh: tuple[int, int]) -> None:
+    """Nothing; prints the stages, up to `MOST_STAGES`, else the first, the dearest and the last. submesh: dp, fsdp."""
+    last = len(stages) - 1
+    dearest = max(range(last + 1), key=lambda s: (stages[s].forward_s or 0.0) + (stages[s].backward_s or 0.0))
+    which = range(last + 1) if last < MOST_STAGES else sorted({0, dearest, last})
+    seconds = lambda s: "not known" if s is None else f"{s:.3g}"  # noqa: E731
+    rows = [
+        (
+            str(s),
+            _range(stages[s].first_layer, stages[s].num_layers),
+            str(stages[s].rank),
+            f"dp={submesh[0]} fsdp={submesh[1]}",
+            _devices(stages[s].devices),
+            seconds(stages[s].forward_s),
+            seconds(stages[s].backward_s),
+        )
+        for s in which
+    ]
+    title = "stages, with seconds of a microbatch" + (f" (3 of {last + 1})" if len(rows) <= last else "")
+    show_table(console, title, ("stage", "layers", "rank", "submesh", "devices", "forward s", "backward s"), rows)
+
+
+def _range(first: int, count: int) -> str:
+    return "none" if not count else str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _devices(devices: Sequence[int]) -> str:
+    listed = " ".join(map(str, devices))
+    return listed if len(devices) <= MOST_DEVICES else f"{len(devices)} from {devices[0]} to {devices[-1]}"
+
+
+def better(found: Prediction, config: Config) -> str | None:
+    """The proposed partition and what it gains, in a line."""
+    if found.proposal is None:
+        return None
+    layers = ",".join(map(str, found.proposal.partition))
+    fits = "" if found.limit_bytes is None or config.executor.name != "mpmd" else ", and fits without temporaries"
+    return (
+        f"partition=explicit partition.layers=[{layers}] takes {found.proposal.time_ratio:.2f} times as long a step, "
+        f"by simulation with costs from FLOPs{fits}"
+    )
+
+
+def total_name(found: Prediction) -> str:
+    """What the sums of parts are."""
+    return "total" if found.is_compiled else "total, estimated" if found.is_complete else "at least"
+
+
+def _time_text(found: Prediction) -> str:
+    """Seconds, speed and MFU of a step, and where they come from."""
+    if found.step_time_s is None or found.tokens_per_s is None or found.once_s is None:
+        return f"not known: {found.unknown}"
+    unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
+    mfu = "" if found.mfu_fraction is None else f", MFU {found.mfu_fraction:.1%}"
+    once = f"of which {found.once_s / found.step_time_s:.1%} for parameters, gradients and optimizer"
+    source = f"costs={found.costs}, hardware={found.hardware}"
+    return f"{found.step_time_s:.4g} s, {found.tokens_per_s:,.0f} {unit}{mfu}; {once} ({source})"
+
+
+def verdict(found: Prediction) -> str:
+    """Whether the request fits, by how much, and what to do where it does not, in a line."""
+    worst = max(range(len(found.total_bytes)), key=lambda r: found.total_bytes[r])
+    need = found.total_bytes[worst]
+    took = "" if found.compile_s is None else f" (compiled in {found.compile_s:.1f} s)"
+    if found.refusal is not None:
+        return f"does not fit{took}: {found.refusal.rstrip('.')}. {_remedy(found.memory_bytes[worst])}"
+    if found.fits and found.limit_bytes is None:
+        return f"fits: {size_text(need)} a device, which the compiler for {found.devices} accepts{took}."
+    estimated = "" if found.is_compiled or not found.is_complete else f", as estimated for {found.devices}"
+    if found.limit_bytes is None:
+        unknown = "the memory of a device is not known: say plan.memory_gib=N."
+        return f"needs {'' if found.is_complete else 'at least '}{size_text(need)} a device{estimated}{took}; {unknown}"
+    share = f"{size_text(need)} of {size_text(found.limit_bytes)}"
+    if found.fits is None and found.is_complete:
+        widened = f"as estimated for {found.devices}, which widen bfloat16"
+        return f"may fit: {share}, {widened}; plan.topology asks its compiler."
+    if found.fits is None:
+        return f"may fit: {share} ({need / found.limit_bytes:.0%}) without temporaries; plan.compile=true counts these."
+    if found.fits:
+        return f"fits{estimated}: {share} ({need / found.limit_bytes:.0%}){took}."
+    over = f"{size_text(need - found.limit_bytes)} too much on rank {worst}"
+    return f"does not fit{estimated}{took}: {share}, {over}. {_remedy(found.memory_bytes[worst])}"
+
+
+def _remedy(held: Mapping[str, int]) -> str:
+    """What makes the largest part smaller."""
+    largest = max(held, key=lambda part: held[part])
+    return f"Most are {largest}: {REMEDIES[largest]}"
+
+
+def shown_ranks(found: Prediction, most: int) -> list[int]:
+    """All ranks, up to `most`, where they differ; of more, the first, the largest and the last."""
+    num_ranks, total = len(found.memory_bytes), found.total_bytes
+    if len(set(map(str, found.memory_bytes))) == 1:
+        return [0]
+    if num_ranks <= most:
+        return [*range(num_ranks)]
+    return sorted({0, max(range(num_ranks), key=total.__getitem__), num_ranks - 1})

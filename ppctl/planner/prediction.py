@@ -1,0 +1,52 @@
+"""What `ppctl plan` says of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ppctl.planner.advise import Proposal
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What one stage is: layers on a submesh, and what a microbatch takes there."""
+
+    first_layer: int
+    num_layers: int
+    rank: int
+    devices: tuple[int, ...]  # of the submesh, by number
+    forward_s: float | None  # None: not known
+    backward_s: float | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `ppctl plan` says of a request."""
+
+    schedule: str
+    partition: tuple[int, ...]  # layers of each stage
+    rank_of: tuple[int, ...]  # the rank of each stage
+    stages: tuple[StagePart, ...]  # () without a pipeline
+    bubble_fraction: float | None  # 0..1; None without a pipeline
+    num_parameters: int
+    step_flops: int  # of the model, nothing recomputed
+    devices: str
+    hardware: str | None  # whose description was used
+    costs: str  # where seconds come from: analytic | measure
+    step_time_s: float | None
+    once_s: float | None  # of it: gathering parameters, reducing gradients, the optimizer
+    unknown: str | None  # why the step time is not known
+    unit: str  # tokens_per_s | rows_per_s
+    tokens_per_s: float | None  # or rows, as `unit` says
+    mfu_fraction: float | None  # 0..1: of the hardware's peak; None where that is not known, as of CPUs
+    memory_bytes: tuple[Mapping[str, int], ...]  # for each rank, of one device, by part
+    total_bytes: tuple[int, ...]  # for each rank; without "temporaries" it is what is needed at least
+    is_complete: bool  # whether temporaries are known, be it by estimate
+    is_compiled: bool  # whether they are those of the program that training runs
+    estimated_bytes: tuple[int, ...] | None  # for each rank; None for devices other than this machine's CPUs
+    limit_bytes: int | None  # memory of a device
+    fits: bool | None  # None: not known
+    compile_s: float | None
+    refusal: str | None  # the compiler's, where it found that the program does not fit
+    proposal: Proposal | None  # a better partition

@@ -1,0 +1,107 @@
+"""A request as a recipe: a file that `ppctl train recipes=NAME` runs as it is."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppctl.config import Config, Run
+from ppctl.config.files import ROOT
+from ppctl.errors import ConfigError
+from ppctl.planner.candidate import Candidate
+
+MARK = "# Written by `ppctl tune`, which writes it again when it is run again."
+CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")  # parts chosen by name
+OTHERS = ("run",)
+
+
+def recipe_path(name: str | None) -> Path | None:
+    """Where a recipe of this name goes. ConfigError where something else is there, or nothing can be written."""
+    if name is None:
+        return None
+    path = Path("recipes") / f"{name}.yaml"
+    with _writing(path):
+        if path.exists() and MARK not in path.read_text():
+            raise ConfigError(
+                f"tune.recipe={name}: {path} is not of `ppctl tune` and stays. Use another name, or null."
+            )
+        there = next(each for each in (path, path.parent, Path()) if each.exists())
+        if not os.access(there, os.W_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        if there == path.parent and not there.is_dir():
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return path
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Errors of files in here become ConfigErrors."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"tune.recipe={path.stem}: {path} cannot be written: {why}. Use another name, another directory, or null."
+        ) from error
+
+
+def command_of(path: Path) -> str:
+    """What trains with the recipe, from the directory it was written in."""
+    is_found = path.absolute().parent == (ROOT / "recipes").absolute()
+    return f"ppctl train {'' if is_found else '--config-dir . '}recipes={path.stem}"
+
+
+def write_recipe(path: Path, config: Config, candidate: Candidate, measured_s: float | None) -> None:
+    """Nothing; writes the request that a layout is."""
+    seconds = f"{candidate.time.total_s:.4g} seconds a step as planned"
+    seconds += "" if measured_s is None else f", {measured_s:.4g} as measured"
+    head = [
+        "# @package _global_",
+        MARK,
+        f"# Claim: the fastest layout found for {config.mesh.num_devices} devices: {seconds}.",
+        f"# Command: {command_of(path)}",
+    ]
+    document: dict[str, Any] = {"defaults": [{f"override /{part}": _choice(config, part)} for part in CHOSEN]}
+    for part in (*CHOSEN, *OTHERS):
+        if part != "mesh":
+            document |= {part: said} if (said := _said(getattr(config, part))) else {}
+    name = path.stem if config.run.name == Run().name else config.run.name
+    document["run"] = document.get("run", {}) | {"name": name}
+    if config.run.dir == f"runs/{config.run.name}":
+        document["run"].pop("dir", None)  # it follows from the name
+    with _writing(path):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
+
+
+def _choice(config: Config, part: str) -> str:
+    if part == "mesh":
+        return config.mesh.text
+    return getattr(config, part).name
+
+
+def _said(part: Any) -> dict[str, Any]:
+    """The settings of a part that are not the default, nested ones too."""
+    usual = {}
+    for field in fields(part):
+        made = field.default if field.default_factory is MISSING else field.default_factory()
+        usual[field.name] = asdict(made) if is_dataclass(made) and not isinstance(made, type) else made
+    return _differences(asdict(part), usual)
+
+
+def _differences(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and usual[name]:  # of fields, not of names of the user's
+            inner = _differences(value, usual[name])
+            found |= {name: inner} if inner else {}
+        elif name != "name" and value != usual[name]:
+            found[name] = value
+    return found

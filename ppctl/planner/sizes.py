@@ -1,0 +1,50 @@
+"""Bytes of what a device holds in a step, from sizes of a layer and of a row. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ppctl.planner.analytic import Layout, ParamBytes
+from ppctl.planner.roofline import ModelWork
+
+SLOTS_OF_X = ("act", "grad", "value")  # of the slots of `schedule.ticks`: those for values between stages
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """A microbatch of one device, and how many of them a step has."""
+
+    rows: int
+    number: int
+    row_bytes: int  # of the data: inputs and targets
+    remat: str
+
+
+def held_bytes(
+    work: ModelWork, params: ParamBytes, layout: Layout, microbatch: Microbatch, slots: Mapping[str, float]
+) -> dict[str, int]:
+    """Bytes by part on one device, without temporaries; `slots` as `schedule.ticks` counts them.
+
+    With executor=spmd all ranks are padded to the largest.
+    """
+    layers, rows, remat = layout.rank_layers * params.layer, microbatch.rows, microbatch.remat
+    state = layers / layout.fsdp + params.ends / (layout.fsdp * layout.pp)
+    stash = 0 if remat == "full" else slots.get("stash", 0) * work.stash_bytes[remat] * layout.chunk_layers
+    pending = slots.get("pending", 0) * work.pending_bytes[remat] * layout.chunk_layers
+    return {
+        "parameters": round(state),
+        "optimizer": round(state * params.moments),
+        "weights": round((layers + params.ends) * params.compute_ratio),
+        "gradients": layers + params.ends,
+        "activations": round(rows * (stash + pending)),
+        "transfers": round(rows * work.x_bytes * sum(slots.get(name, 0) for name in SLOTS_OF_X)),
+        "batch": microbatch.row_bytes * rows * microbatch.number,
+    }
+
+
+def workspace_bytes(work: ModelWork, params: ParamBytes, layout: Layout, microbatch: Microbatch) -> int:
+    """About what a task needs beside: gradients of a chunk before they are added, and activations of what it redoes."""
+    redone = {"none": 0, "layer": 1, "full": layout.chunk_layers}[microbatch.remat]
+    kept = (1 + redone) * work.stash_bytes["none"] * microbatch.rows
+    return round(layout.chunk_layers * params.layer * params.compute_ratio + kept)

@@ -1,0 +1,138 @@
+"""What `ppctl tune` may choose from, and what each choice takes at least. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from ppctl.planner.analytic import Layout, Machine, ParamBytes, priced
+from ppctl.planner.op_times import Prices
+from ppctl.planner.roofline import ModelWork
+from ppctl.planner.sizes import Microbatch, held_bytes
+from ppctl.schedule.families.registry import FAMILIES, ON_RING
+
+CHUNKED = ("interleaved", "looped_bfs", "interleaved_zb", "gis")  # families that take a number of chunks
+V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v", "hanayo")  # these have two
+WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs", "gis", "hanayo")  # of whole backwards
+PREFERRED = ("1f1b", *(name for name in FAMILIES if name != "1f1b"))  # where several do the same
+
+
+@dataclass(frozen=True)
+class Space:
+    """A model on so many devices, and what may be chosen."""
+
+    num_devices: int
+    num_layers: int
+    batch_size: int
+    row_bytes: int  # of the data: inputs and targets
+    executor: str = "spmd"
+    gathers_each_tick: bool = False  # executor.gather=tick
+    families: tuple[str, ...] = PREFERRED
+    remats: tuple[str, ...] = ("none", "layer", "full")
+    max_chunks: int = 4
+    layer_worth: tuple[float, ...] | None = None  # of each layer, in means of them; None: all are alike
+
+    @property
+    def meshes(self) -> Sequence[tuple[int, int, int]]:
+        """(dp, pp, fsdp), a layer for each rank at least.
+
+        >>> Space(4, 2, 8, 1).meshes
+        [(1, 1, 4), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
+        """
+        n = self.num_devices
+        return [(dp, pp, n // (dp * pp)) for pp in divisors(n) if pp <= self.num_layers for dp in divisors(n // pp)]
+
+    @property
+    def microbatches(self) -> Iterator[tuple[tuple[int, int, int], Microbatch]]:
+        """Every mesh with every number of microbatches and every remat.
+
+        Many microbatches are no waste: where they fit with remat=none, no forward is run again. (Tried and rejected: 8
+        for each rank at most. 8.4e9 parameters, batches of 512 on 8 A100 took 1.24 times as long.)
+        """
+        for (dp, pp, fsdp), remat in product(self.meshes, self.remats):
+            rows, left = divmod(self.batch_size, dp * fsdp)
+            for number in () if left else divisors(rows):
+                yield (dp, pp, fsdp), Microbatch(rows // number, number, self.row_bytes, remat)
+
+    def kinds(self, pp: int) -> Iterator[tuple[str, int]]:
+        """(family, stages a rank) of the schedules for pp ranks."""
+        for family in self.families:
+            if self.executor == "spmd" and family not in ON_RING:
+                continue
+            several = [v for v in (2, 4, 8) if v <= self.max_chunks]
+            chunks = several if family in CHUNKED else [2] if family in V_SHAPED else [1]
+            if pp == 1 and family != "1f1b":
+                continue
+            yield from ((family, v) for v in chunks if v * pp <= self.num_layers and v <= max(1, self.max_chunks))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a mesh with microbatches takes at least, whatever its schedule and partition."""
+
+    space: Space
+    work: ModelWork
+    params: ParamBytes
+    machine: Machine
+    mesh: tuple[int, int, int]
+    microbatch: Microbatch
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Of ranks with equal shares."""
+        layers = -(-self.space.num_layers // self.mesh[1])
+        return self.priced(Layout(*self.mesh, layers, layers))
+
+    def priced(self, layout: Layout) -> Prices:
+        return priced(
+            self.work,
+            self.params,
+            self.machine,
+            layout,
+            microbatch_rows=self.microbatch.rows,
+            remat=self.microbatch.remat,
+            gathers_each_tick=self.space.gathers_each_tick,
+        )
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by part of a rank with its share of the model, and one microbatch."""
+        return self.with_stashes(1.0)
+
+    def with_stashes(self, number: float) -> Mapping[str, int]:
+        """The same with so many microbatches, through all of the rank's layers."""
+        dp, pp, fsdp = self.mesh
+        layers = self.space.num_layers // pp
+        least = Layout(dp, pp, fsdp, layers, layers)
+        return held_bytes(self.work, self.params, least, self.microbatch, {"stash": number})
+
+    def step_s(self, *, is_whole: bool = False) -> float:
+        """Seconds of a step: its work, and the ways to the ranks, with whole backwards also back.
+
+        Whatever the partition, no rank is done before the mean of all: its work, and the middle stages before it, of a
+        layer each. With remat=full the last stage runs its forwards in its backwards, and may hold any layers.
+        """
+        prices, pp, number = self.prices, self.mesh[1], self.microbatch.number
+        layer, ends_s = prices.layer, prices.embed.all_s + prices.head.all_s
+        last_s = layer.all_s - (layer.forward_s if self.microbatch.remat == "full" else 0.0)  # of a layer of that stage
+        speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks
+        rank_s = number * (self.space.num_layers + ends_s / layer.all_s) / speed
+        way_s, hops = layer.forward_s, 1 + is_whole
+        if is_whole:
+            way_s += layer.input_grad_s + layer.weight_grad_s
+        way_s *= min(self.space.layer_worth or (1.0,))
+        rank_s += (pp - 1) / 2 * (hops * prices.hop_s + max(0, pp - 2) / pp * way_s)
+        together_s = number * (self.space.num_layers * last_s + ends_s) * self.mesh[0] * self.mesh[2] / prices.capacity
+        return max(rank_s, together_s) + prices.once_s
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

@@ -1,0 +1,223 @@
+"""Seconds of the pieces of a model on this backend: each compiled as the executors run it, in a loop, and timed.
+
+Simulated devices share cores, so on CPU all devices of the mesh run a piece at the same time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.layout import Layout, gather, scatter
+from ppctl.executors.mesh import AXES, DATA_AXES
+from ppctl.executors.mpmd.tasks import Model
+from ppctl.executors.spmd.body import add, arrive, read, write
+from ppctl.model.stack import Stack
+
+Tree = Any
+Body = Callable[[jax.Array, Tree, Tree], Tree]  # (number of the turn, what stays, what goes round) -> what goes round
+LAYERS = 2  # of a timed stage
+SLOTS = 4  # read in turn, so that nothing of a turn can be done before the loop
+RUNS = 5  # after one that warms up; the median counts
+LEAST_S = 0.1  # of a run
+DISPATCHES = 100  # of a run
+
+
+def random_like(tree: Tree) -> Tree:
+    """Arrays of the shapes, small numbers (integers are zeros)."""
+    rng = np.random.default_rng(0)
+
+    def fill(a: Any) -> jax.Array:
+        if not jnp.issubdtype(a.dtype, jnp.floating):
+            return jnp.zeros(a.shape, a.dtype)
+        return jnp.asarray(rng.standard_normal(a.shape, np.float32) * 0.02, a.dtype)
+
+    return jax.tree.map(fill, tree)
+
+
+class Taken(NamedTuple):
+    """What one turn takes: seconds on the clock, and of all cores together (not of accelerators)."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapping[str, Any] | None = None) -> Taken:
+    """What one turn of `body` takes when all devices of `mesh` run it at the same time; medians.
+
+    compiler_options: of XLA, as jax.jit takes them.
+    """
+    shape = tuple(mesh.shape.values())
+
+    def loop(count: jax.Array, stays: Tree, goes: Tree) -> Tree:
+        own = jax.tree.map(lambda a: a.reshape(a.shape[len(shape) :]), (stays, goes))
+        out = jax.lax.fori_loop(0, count, lambda i, goes: body(i, own[0], goes), own[1])
+        return jax.tree.map(lambda a: a.reshape((1,) * len(shape) + a.shape), out)
+
+    each = P(*mesh.axis_names)
+    run = jax.jit(
+        jax.shard_map(loop, mesh=mesh, in_specs=(P(), each, each), out_specs=each, check_vma=False),
+        donate_argnums=2,
+        compiler_options=None if compiler_options is None else dict(compiler_options),
+    )
+    sharding = NamedSharding(mesh, each)
+    place = lambda tree: jax.tree.map(  # noqa: E731
+        lambda a: jax.device_put(jnp.broadcast_to(a, (*shape, *a.shape)), sharding), tree
+    )
+    stays, goes, count = place(stays), place(goes), 1
+    goes, _ = _timed(run, 1, stays, goes)
+    while True:
+        goes, taken = _timed(run, count, stays, goes)
+        if taken.wall_s > LEAST_S:
+            break
+        count = max(count + 1, min(count * 8, int(1.5 * count * LEAST_S / taken.wall_s)))
+    all_taken = []
+    for _ in range(RUNS):
+        goes, taken = _timed(run, count, stays, goes)
+        all_taken.append(taken)
+    return Taken(*(statistics.median(seconds) / count for seconds in zip(*all_taken, strict=True)))
+
+
+def _timed(run: Callable, count: int, stays: Tree, goes: Tree) -> tuple[Tree, Taken]:
+    cpu, wall = time.process_time(), time.perf_counter()
+    goes = jax.block_until_ready(run(jnp.int32(count), stays, goes))
+    return goes, Taken(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tree]]:
+    """For "F", "B" (or "I" and "W") of a stage of LAYERS layers: its body, what stays and what goes round."""
+    stage = model.stage
+    w = [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, model.dtype), model.layer)] * LAYERS
+    stash = stage.stash_shapes(w)
+    slots = lambda tree: random_like(jax.tree.map(lambda a: jax.ShapeDtypeStruct((SLOTS, *a.shape), a.dtype), tree))  # noqa: E731
+    weights, x = random_like(w), random_like(model.x)
+    acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), [model.layer] * LAYERS)
+
+    def forward(i: jax.Array, w: Tree, goes: Tree) -> Tree:
+        y, stash = stage.forward(w, None, goes[0])
+        return y, goes[1] if stage.keeps_input else write(goes[1], i % SLOTS, stash)
+
+    def backward(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
+        gx, dw, _ = stage.backward(stays[0], None, read(stays[1], i % SLOTS), lambda y: (goes[0], None))
+        return gx, add(goes[1], dw)
+
+    def input_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
+        gx, pending, _ = stage.input_grad(stays[0], None, read(stays[1], i % SLOTS), lambda y: (goes[0], None))
+        return gx, write(goes[1], i % SLOTS, pending)
+
+    def weight_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
+        return add(goes, stage.weight_grad(stays[0], None, read(stays[1], i % SLOTS)))
+
+    stashes = slots(stash)
+    bodies: dict[str, tuple[Body, Tree, Tree]] = {"F": (forward, weights, (x, stashes))}
+    if not split:
+        return bodies | {"B": (backward, (weights, stashes), (x, acc))}
+    pending = slots(stage.pending_shapes(w))
+    bodies["I"] = (input_grad, (weights, stashes), (x, pending))
+    bodies["W"] = (weight_grad, (weights, pending), acc)
+    return bodies
+
+
+def end_bodies(model: Model) -> dict[str, tuple[Body, Tree, Tree]]:
+    """The same for "embed", "embed_grad" and "head" (with its gradients)."""
+    stack: Stack = model.stack
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, model.dtype), model.ends)
+    ends, x = random_like(shapes), random_like(model.x)
+    acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), model.ends)
+    rows = random_like(jax.tree.map(lambda a: jax.ShapeDtypeStruct((SLOTS, *a.shape), a.dtype), model.microbatch))
+
+    def embed(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
+        return stack.embed(stays[0], read(stays[1]["inputs"], i % SLOTS)).astype(goes.dtype)
+
+    def embed_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
+        inputs = read(stays[1]["inputs"], i % SLOTS)
+        return add(goes, jax.vjp(lambda ends: stack.embed(ends, inputs), stays[0])[1](stays[2])[0])
+
+    def head(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
+        targets = read(stays[1]["targets"], i % SLOTS)
+        loss, pull, _ = jax.vjp(lambda e, y: stack.head(e, y, targets), stays[0], goes[0], has_aux=True)
+        ends, gy = pull(jnp.ones_like(loss))
+        return gy, add(goes[1], ends)
+
+    return {
+        "embed": (embed, (ends, rows), x),
+        "embed_grad": (embed_grad, (ends, rows, x), acc),
+        "head": (head, (ends, rows), (x, acc)),
+    }
+
+
+def dispatched(model: Model, here: Mesh, there: Mesh) -> Taken:
+    """What the host takes to start a program with the arguments of a task, and to move its result; nothing is computed.
+
+    here, there: the submeshes of two ranks.
+    """
+    each = P(*here.axis_names)
+    own, other = NamedSharding(here, each), NamedSharding(there, each)
+    shape = tuple(here.shape.values())
+    little = jax.tree.map(lambda a: jnp.zeros(shape, a.dtype), [model.layer] * LAYERS)
+
+    def task(number: jax.Array, w: Tree, acc: Tree, x: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
+        return number + 1, acc, x
+
+    whole = jax.shard_map(task, mesh=here, in_specs=(P(), each, each, each), out_specs=(P(), each, each))
+    w, acc, x = jax.device_put((little, little, jnp.zeros(shape)), own)
+    number = jax.device_put(jnp.int32(0), NamedSharding(here, P()))
+    run = jax.jit(whole, donate_argnums=(0, 2)).lower(number, w, acc, x).compile()
+
+    def times(count: int) -> Taken:
+        nonlocal number, acc
+        moved, cpu, wall = x, time.process_time(), time.perf_counter()
+        for _ in range(count):
+            number, acc, y = run(number, w, acc, x)
+            moved = jax.device_put(y, other)
+        jax.block_until_ready((number, moved))
+        return Taken((time.perf_counter() - wall) / count, (time.process_time() - cpu) / count)
+
+    times(1)
+    taken = [times(DISPATCHES) for _ in range(RUNS)]
+    return Taken(*map(statistics.median, zip(*taken, strict=True)))
+
+
+def tick_body(x: jax.ShapeDtypeStruct, num_ranks: int) -> tuple[Body, Tree, Tree]:
+    """The transfers of a tick: a value of every rank to the next one, and one to the rank before."""
+    slots = jnp.zeros((SLOTS, *x.shape), x.dtype)
+
+    def arrived(i: jax.Array, slots: jax.Array, step: int) -> jax.Array:
+        ring = [(r, (r + step) % num_ranks) for r in range(num_ranks)]
+        return arrive(slots, i % SLOTS, jax.lax.ppermute(read(slots, (i + 1) % SLOTS), "pp", ring), i % 3 > 0)
+
+    def body(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
+        return arrived(i, goes[0], 1), arrived(i, goes[1], -1)
+
+    return body, (), (slots, slots)
+
+
+def without_tasks(layout: Layout, dtype: Any) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
+    """(loss, gradients) as the spmd program gathers parameters and reduces gradients, with no task between."""
+
+    def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        specs = layout.staged_specs(params)
+
+        def local(params: Tree) -> tuple[jax.Array, Tree]:
+            whole = jax.tree.map(lambda a: a.astype(dtype), gather(params, specs))
+            grads = jax.tree.map(lambda g, a: (g * 0.5).astype(a.dtype), whole, params)
+            loss = jax.lax.psum(jnp.float32(1), AXES)
+            grads = {
+                "ends": scatter(grads["ends"], specs["ends"], AXES),
+                "layers": scatter(grads["layers"], specs["layers"], DATA_AXES),
+            }
+            return loss, grads
+
+        return jax.shard_map(local, mesh=layout.mesh, in_specs=(specs,), out_specs=(P(), specs), check_vma=False)(
+            params
+        )
+
+    return loss_and_grads

@@ -1,0 +1,157 @@
+"""`ppctl tune`: the fastest layouts of a model on so many devices, and the best one as a recipe.
+
+Mesh, schedule, stages a rank, partition, microbatches and remat are searched together (`plan.search`) at costs counted
+for the hardware; tune.measure runs the best ones here. What it is asked of a request: the model, the data and their
+batch, the executor, the optimizer. What it answers replaces mesh, schedule, partition and remat.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ppctl import config as settings
+from ppctl.config import Config, Explicit, Spmd, Uniform
+from ppctl.config.schedule_from_config import named
+from ppctl.errors import ConfigError
+from ppctl.executors.known_hardware import mfu_peak_flops, resolved
+from ppctl.executors.mesh import all_devices
+from ppctl.executors.mpmd.tasks import Model
+from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.model.stack import init
+from ppctl.planner.candidate import Candidate
+from ppctl.planner.count import work_of
+from ppctl.planner.recipe import recipe_path, write_recipe
+from ppctl.planner.search import Found, Search
+from ppctl.planner.space import PREFERRED, Space
+from ppctl.planner.step_runs import run_steps
+from ppctl.planner.step_time import device_bytes, machine_of, param_bytes
+from ppctl.planner.tune_terminal import Tuned, show
+from ppctl.schedule.families.registry import FAMILIES, ON_RING
+from ppctl.training.job import DEFAULT_DTYPE, assemble, make_optimizer, make_stack, open_data, start_jax, worth_of
+from ppctl.training.train_step import init_state
+
+
+def tune(config: Config, *, as_json: bool) -> int:
+    """0 where a layout fits, else 1; prints the best ten, and writes the best as a recipe."""
+    path = recipe_path(config.tune.recipe)
+    tuned, configs = find(config)
+    if tuned.found.best and path is not None:
+        write_recipe(path, configs[0], tuned.found.best[0], tuned.measured_s[0] if tuned.measured_s else None)
+        tuned = replace(tuned, recipe=str(path))
+    show(tuned, configs, as_json=as_json)
+    return 0 if tuned.found.best else 1
+
+
+def find(config: Config) -> tuple[Tuned, list[Config]]:
+    """The layouts found, best first, and the request that each of them is. ConfigError for what cannot be."""
+    _check(config)
+    num_devices = config.tune.devices or config.mesh.num_devices
+    asked = replace(config, mesh=settings.Mesh(dp=num_devices if config.tune.measure else 1))
+    dtype_name = config.run.dtype or DEFAULT_DTYPE
+    start_jax(asked, dtype_name)
+    device = all_devices()[0]
+    hardware = resolved(config.hardware, device.device_kind)
+    if config.tune.measure and hardware.name != resolved(settings.AutoHardware(), device.device_kind).name:
+        raise ConfigError(
+            f"tune.measure={config.tune.measure} runs steps on what is here ({device.device_kind}), but "
+            f"hardware={hardware.name}. Use tune.measure=0, or hardware=auto."
+        )
+    dtype = jnp.dtype(dtype_name)
+    data = open_data(config)
+    stack = make_stack(config, data, dtype)
+    state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), make_optimizer(config)[0]))
+    row = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in next(data.batches(rows=(0,))).items()}
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state["params"]["layers"])
+    model = Model(stack, state["params"]["ends"], layer, row, 1, "none", config.executor.unroll, dtype)
+    space = Space(
+        num_devices,
+        stack.num_layers,
+        data.batch_size,
+        row_bytes=tree_bytes(row),
+        executor=config.executor.name,
+        gathers_each_tick=isinstance(config.executor, Spmd) and config.executor.gather == "tick",
+        families=tuple(config.tune.schedules or PREFERRED),
+        remats=tuple(config.tune.remat or config.tune.REMAT),
+        max_chunks=config.tune.max_chunks,
+        layer_worth=None if stack.are_alike else worth_of(config, stack, data).layers,
+    )
+    limit = _limit(config, num_devices, hardware.memory_gib, device)
+    machine = machine_of(config, device.device_kind, dtype_name)
+    work = work_of(model)
+    began = time.perf_counter()
+    search = Search(space, work, param_bytes(state, dtype), machine, limit)
+    found = search.improved(search.run())
+    search_s = time.perf_counter() - began
+    configs = [request_of(config, candidate) for candidate in found.best]
+    found, configs, measured_s = _measured(found, configs, config.tune.measure)
+    peak = mfu_peak_flops(hardware, device.device_kind, dtype_name)
+    tokens = None if data.vocab_size is None else data.batch_size * row["inputs"].shape[1]
+    flops = data.batch_size * work.flops(stack.num_layers)
+    devices = f"{num_devices} x {hardware.name}"
+    return (
+        Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak and peak * num_devices, None),
+        configs,
+    )
+
+
+def _check(config: Config) -> None:
+    name = config.executor.name
+    if name == "reference":
+        raise ConfigError("executor=reference has one layout, on one device. Use executor=spmd or executor=mpmd.")
+    if isinstance(config.executor, Spmd) and config.executor.idle != "skip":
+        raise ConfigError(
+            f"executor.idle={config.executor.idle} computes in idle ticks too, which `ppctl tune` does not price. "
+            "Leave it out; `ppctl plan executor.idle=compute` prices one layout."
+        )
+    if config.costs.name != "analytic":
+        raise ConfigError(
+            f"costs={config.costs.name} times the pieces of one layout, and `ppctl tune` looks at thousands. Use "
+            "tune.measure=K, which runs the best K."
+        )
+    runs = ON_RING if name == "spmd" else tuple(FAMILIES)
+    for family in config.tune.schedules or ():
+        if family not in runs:
+            raise ConfigError(f"tune.schedules: {family} is none that executor={name} runs ({', '.join(runs)}).")
+
+
+def _limit(config: Config, num_devices: int, described_gib: float | None, device: Any) -> int | None:
+    """Bytes of a device."""
+    gib = config.tune.memory_gib or described_gib
+    if gib is not None:
+        return round(gib * 2**30)
+    return device_bytes(replace(config, mesh=settings.Mesh(dp=num_devices)), device)
+
+
+def request_of(config: Config, candidate: Candidate) -> Config:
+    """The request that a layout is."""
+    dp, pp, fsdp = candidate.mesh
+    sizes = list(candidate.partition)
+    is_uniform = sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    found = replace(
+        config,
+        mesh=settings.Mesh(dp=dp, pp=pp, fsdp=fsdp),
+        schedule=named(candidate.family, candidate.num_microbatches, candidate.num_chunks),
+        partition=Uniform() if is_uniform else Explicit(layers=sizes),
+        executor=replace(config.executor, remat=candidate.remat),
+        tune=settings.Tune(),
+    )
+    settings.check(found)
+    return found
+
+
+def _measured(found: Found, configs: list[Config], count: int) -> tuple[Found, list[Config], tuple[float, ...]]:
+    """The same with the first `count` in the order of what their steps took here, and these seconds."""
+    taken = [(_step_s(config), i) for i, config in enumerate(configs[:count])]
+    order = [i for _, i in sorted(taken)] + list(range(len(taken), len(configs)))
+    best = tuple(found.best[i] for i in order)
+    return replace(found, best=best), [configs[i] for i in order], tuple(s for s, _ in sorted(taken))
+
+
+def _step_s(config: Config) -> float:
+    parts = assemble(config)
+    return run_steps(parts.engine, parts).wall_s

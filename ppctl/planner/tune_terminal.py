@@ -1,0 +1,198 @@
+"""What `ppctl tune` says, and how it is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ppctl import config as settings
+from ppctl.config import Config, Explicit
+from ppctl.config.schedule_from_config import label
+from ppctl.planner.candidate import Candidate
+from ppctl.planner.plan_terminal import show_stages
+from ppctl.planner.prediction import StagePart
+from ppctl.planner.recipe import command_of
+from ppctl.planner.search import Found
+from ppctl.reports.terminal import show_json, show_table, size_text
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `ppctl tune` says."""
+
+    found: Found
+    measured_s: tuple[float, ...]  # of the best ones, as far as they were run; `found.best` is in this order
+    search_s: float
+    devices: str
+    limit_bytes: int | None
+    batch_tokens: int | None  # of a step; None where the data are no text
+    step_flops: float  # of the model, nothing recomputed
+    peak_flops: float | None  # of all devices
+    recipe: str | None  # the file
+
+
+def show(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
+    """Nothing; prints the layouts, best first; `configs` are their requests."""
+    found = tuned.found
+    if as_json:
+        show_json(_document(tuned, configs))
+        return
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    limit = "" if tuned.limit_bytes is None else f" of {size_text(tuned.limit_bytes)} each"
+    say(
+        f"{found.num_layouts:,} layouts for {tuned.devices}{limit}: {found.num_too_large:,} too large, "
+        f"{found.num_priced:,} priced in {tuned.search_s:.1f} s"
+    )
+    if not found.best:
+        least = (
+            "" if found.smallest_bytes is None else f": the smallest needs {size_text(found.smallest_bytes)} a device"
+        )
+        say(f"none fits{least}. Use more devices (tune.devices), or a smaller model.")
+        return
+    before = ("", "mesh", "schedule", "microbatches", "remat", "stages", "step s")
+    head = (*before, *_columns(tuned), "bubble", "redone", "once", "memory")
+    rows = [_row(tuned, i, config) for i, config in enumerate(configs)]
+    show_table(console, "the fastest, by costs counted for the hardware", head, rows)
+    show_stages(console, _stages(found.best[0]), (found.best[0].mesh[0], found.best[0].mesh[2]))
+    say(_about_pipelines(tuned, configs[0]))
+    if tuned.recipe is not None:
+        say(f"the first is a recipe now, {tuned.recipe}: {command_of(Path(tuned.recipe))}")
+
+
+def _stages(candidate: Candidate) -> list[StagePart]:
+    """The stages of a layout, devices numbered as the mesh dp x pp x fsdp has them."""
+    dp, pp, fsdp = candidate.mesh
+    starts = accumulate(candidate.partition, initial=0)
+    submeshes = [tuple((d * pp + r) * fsdp + f for d in range(dp) for f in range(fsdp)) for r in range(pp)]
+    each = zip(starts, candidate.partition, candidate.rank_of, candidate.stage_s, strict=False)
+    return [StagePart(start, size, rank, submeshes[rank], *seconds) for start, size, rank, seconds in each]
+
+
+def _columns(tuned: Tuned) -> list[str]:
+    return [
+        *(["measured s"] if tuned.measured_s else []),
+        *(["tok/s"] if tuned.batch_tokens is not None else []),
+        *(["MFU"] if tuned.peak_flops is not None else []),
+    ]
+
+
+def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
+    candidate = tuned.found.best[i]
+    time = candidate.time
+    measured_s = tuned.measured_s[i] if i < len(tuned.measured_s) else None
+    step_s = measured_s if tuned.measured_s else time.total_s
+    more = []
+    if tuned.measured_s:
+        more.append("" if step_s is None else f"{step_s:.4g}")
+    if tuned.batch_tokens is not None:
+        more.append("" if step_s is None else f"{tuned.batch_tokens / step_s:,.0f}")
+    if tuned.peak_flops is not None:
+        more.append("" if step_s is None else f"{tuned.step_flops / step_s / tuned.peak_flops:.1%}")
+    stages = "even" if not isinstance(config.partition, Explicit) else _runs(candidate.partition)
+    return [
+        str(i + 1),
+        config.mesh.text,
+        "none" if candidate.mesh[1] == 1 else label(config.schedule),
+        str(candidate.num_microbatches),
+        candidate.remat,
+        stages,
+        f"{time.total_s:.4g}",
+        *more,
+        "" if candidate.mesh[1] == 1 else f"{time.bubble_fraction:.1%}",
+        f"{candidate.redone_fraction:.1%}",
+        f"{time.once_s / time.total_s:.1%}",
+        size_text(candidate.total_bytes),
+    ]
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    """Sizes of stages with equal neighbours put together.
+
+    >>> _runs([3, 2, 2, 2, 1])
+    '3 2*3 1'
+    """
+    found: list[list[int]] = []
+    for size in sizes:
+        if found and found[-1][0] == size:
+            found[-1][1] += 1
+        else:
+            found.append([size, 1])
+    return " ".join(str(size) if number == 1 else f"{size}*{number}" for size, number in found)
+
+
+def _about_pipelines(tuned: Tuned, best: Config) -> str:
+    """How the best layout compares with the best one that has no pipeline."""
+    first, alone = tuned.found.best[0], tuned.found.without_pipeline
+    if first.mesh[1] == 1:
+        rival = next((c for c in tuned.found.best if c.mesh[1] > 1), None)
+        slower = "" if rival is None else f"; the best pipeline takes {_times(tuned, rival):.2f} times as long"
+        return f"no pipeline is needed: mesh={best.mesh.text} (pp=1) is fastest{slower}."
+    if alone is None:
+        return "without a pipeline (mesh.pp=1) nothing fits."
+    alone = next((c for c in tuned.found.best if c.mesh[1] == 1), alone)
+    mesh = settings.Mesh(*alone.mesh).text
+    return (
+        f"without a pipeline the best is mesh={mesh}, {alone.num_microbatches} microbatches, "
+        f"remat={alone.remat}: {_times(tuned, alone):.2f} times as long."
+    )
+
+
+def _times(tuned: Tuned, other: Candidate) -> float:
+    """How many times as long as the first another layout takes: as measured, where both were."""
+    first = tuned.found.best[0]
+    measured_s = dict(zip(tuned.found.best, tuned.measured_s, strict=False))
+    if other in measured_s:
+        return measured_s[other] / measured_s[first]
+    return other.time.total_s / first.time.total_s
+
+
+def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
+    found = tuned.found
+    best = [
+        _plain(candidate)
+        | {"schedule": label(config.schedule), "overrides": _overrides(config), "measured_s": measured}
+        for candidate, config, measured in zip(
+            found.best, configs, [*tuned.measured_s, *[None] * (len(configs) - len(tuned.measured_s))], strict=True
+        )
+    ]
+    return {name: value for name, value in asdict(tuned).items() if name != "found"} | {
+        "best": best,
+        "without_pipeline": None if found.without_pipeline is None else _plain(found.without_pipeline),
+        "num_layouts": found.num_layouts,
+        "num_too_large": found.num_too_large,
+        "num_priced": found.num_priced,
+        "smallest_bytes": found.smallest_bytes,
+    }
+
+
+def _plain(candidate: Candidate) -> dict[str, Any]:
+    return asdict(candidate) | {
+        "step_time_s": candidate.time.total_s,
+        "bubble_fraction": candidate.time.bubble_fraction,
+        "total_bytes": candidate.total_bytes,
+    }
+
+
+def _overrides(config: Config) -> list[str]:
+    """What one types after `ppctl train` for this layout."""
+    schedule = config.schedule
+    said = [
+        f"mesh={config.mesh.text}",
+        f"schedule={schedule.name}",
+        f"schedule.num_microbatches={schedule.num_microbatches}",
+    ]
+    if "num_chunks" in schedule.knobs():
+        said.append(f"schedule.num_chunks={schedule.num_chunks}")
+    said.append(f"executor.remat={config.executor.remat}")
+    if isinstance(config.partition, Explicit):
+        said += ["partition=explicit", f"partition.layers=[{','.join(map(str, config.partition.layers))}]"]
+    return said

@@ -1,0 +1,1 @@
+"""What runs leave, read and drawn. Starts no JAX."""

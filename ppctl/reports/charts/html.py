@@ -1,0 +1,114 @@
+"""Schedules as one html file that loads nothing: charts on canvases, their data deflated inside the page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+import sys
+import zlib
+from array import array
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, reasons
+from ppctl.reports.charts.palette import INK, shade
+from ppctl.schedule.ir import KINDS
+
+
+def page(drawings: Sequence[Drawing]) -> str:
+    """The text of the page: a summary of all drawings, then the charts below each other on one time axis."""
+    title = drawings[0].title if len(drawings) == 1 else "Schedules: " + ", ".join(d.label for d in drawings)
+    return whole(title, f"<main>\n{charts(drawings)}</main>\n")
+
+
+def whole(title: str, content: str, *styles: str) -> str:
+    """A page of some html below its title; `styles` are further files of this folder."""
+    return _filled(
+        "page.html", TITLE=html.escape(title), CSS="".join(map(_read, ("page.css", *styles))), CONTENT=content
+    )
+
+
+def charts(drawings: Sequence[Drawing]) -> str:
+    """The html of charts with their buttons, once in a page."""
+    data = json.dumps([chart(drawing) for drawing in drawings]).replace("<", "\\u003c")
+    script = "".join(map(_read, ("page.js", "page_input.js", "page_start.js")))
+    return _filled("charts.html", JS=script, DATA=data)
+
+
+def _filled(name: str, **texts: str) -> str:
+    """A file of this folder with `texts` in the place of @@their names@@."""
+    return re.sub(r"@@(\w+)@@", lambda found: texts[found[1]], _read(name))
+
+
+def _read(name: str) -> str:
+    return (files("ppctl.reports.charts") / name).read_text(encoding="utf-8")
+
+
+def chart(drawing: Drawing) -> dict[str, Any]:
+    """What the page's script gets of one drawing.
+
+    `tasks` is base64 of deflated little-endian arrays in this order, each over all tasks, rank after rank in program
+    order: start (float64), waits_for (int32: distance to the number of that task, 0 for none), stage (uint32),
+    microbatch (uint32), kind (uint8: index in `kinds`). `memory` is the same of time (float32) and of activations
+    (float32), over the points of every rank's curve. A task of kind k and stage s lasts `seconds[k][s]`, unless the
+    timeline is uneven: then `lasts` is the same of each task's seconds (float64), otherwise of nothing.
+    """
+    timeline, schedule = drawing.timeline, drawing.schedule
+    tasks = [task for tasks in schedule.ranks for task in tasks]
+    index = {task: i for i, task in enumerate(tasks)}
+    waited = (timeline.waits_for(task) for task in tasks)
+    curves = [timeline.memory_curve(rank) for rank in range(schedule.num_ranks)]
+    stages, num_chunks = range(schedule.num_stages), schedule.num_chunks
+    return {
+        "label": drawing.label,
+        "title": drawing.title,
+        "verdict": drawing.verdict,
+        "reasons": reasons(drawing),
+        "makespan_s": timeline.makespan_s,
+        "period_s": timeline.period_s,
+        "lower_bound_s": drawing.lower_bound_s,
+        "period_bound_s": drawing.period_bound_s,
+        "peak_bound": max(drawing.peak_bounds),
+        "hop_s": timeline.costs.hop_s,
+        "bubble_fraction": timeline.bubble_fraction,
+        "bubbles": timeline.bubble_fractions,
+        "peaks": timeline.peak_activations,
+        "num_microbatches": schedule.num_microbatches,
+        "num_tasks": [len(program) for program in schedule.ranks],
+        "num_points": [len(curve) for curve in curves],
+        "rank_of": schedule.rank_of,
+        "chunk_of": schedule.chunk_of,
+        "kinds": KINDS,
+        "present": drawing.kinds,
+        "kind_names": [KIND_NAMES[kind] for kind in KINDS],
+        "colours": [[shade(kind, chunk, num_chunks) for chunk in range(num_chunks)] for kind in KINDS],
+        "ink": INK,
+        "seconds": [[timeline.costs.seconds(kind, stage, num_chunks) for stage in stages] for kind in KINDS],
+        "tasks": _packed(
+            array("d", (timeline.start_s[task] for task in tasks)),
+            array("i", (0 if w is None else index[w] - i for i, w in enumerate(waited))),
+            array("I", (task.stage for task in tasks)),
+            array("I", (task.microbatch for task in tasks)),
+            array("B", (KINDS.index(task.kind) for task in tasks)),
+        ),
+        "lasts": _packed(
+            array("d", (timeline.end_s[t] - timeline.start_s[t] for t in tasks) if timeline.is_uneven else ())
+        ),
+        "memory": _packed(
+            array("f", (at_s for curve in curves for at_s, _ in curve)),
+            array("f", (live for curve in curves for _, live in curve)),
+        ),
+    }
+
+
+def _packed(*arrays: array) -> str:
+    return base64.b64encode(zlib.compress(b"".join(_little(a) for a in arrays), 9)).decode()
+
+
+def _little(values: array) -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()

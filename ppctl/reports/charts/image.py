@@ -1,0 +1,169 @@
+"""Schedules and curves as png or svg. The only user of matplotlib, which is imported when a figure is asked for."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, nan
+from typing import Any
+
+from ppctl.errors import ConfigError
+from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, number
+from ppctl.reports.charts.palette import INK, LINES, PARTS, shade
+from ppctl.schedule.ir import KINDS, Kind
+
+WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
+PANEL_IN = 5.0  # height of a panel of curves
+MARKS = ("o", "s", "^", "D")  # a colour and a mark tell lines apart
+MANY_MARKS = 4  # on each line
+SCREEN_DPI = 100  # of a figure that is only looked at
+MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches
+MAX_VECTORS = 20_000  # tasks of an svg drawn one by one; more become one picture inside it
+POINTS_PER_CHARACTER = 4.6  # of the letters in cells, whose size is 7
+
+
+def image(drawing: Drawing, form: str) -> bytes:
+    """The bytes of a figure WIDTH_IN wide, with a row of ROW_IN for each rank; `form` is png or svg."""
+    if drawing.schedule.num_ranks > MAX_RANKS:
+        raise ConfigError(
+            f"mesh.pp={drawing.schedule.num_ranks}: a {form} has {MAX_RANKS} rows at most. Use --format html."
+        )
+    return _saved(_gantt([drawing], DPI), form)
+
+
+def _saved(figure: Any, form: str) -> bytes:
+    import matplotlib
+
+    out = io.BytesIO()
+    # a fixed date and fixed ids: the same schedule gives the same bytes
+    with matplotlib.rc_context({"svg.hashsalt": "ppctl", "svg.fonttype": "none"}):
+        figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else {})
+    return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines of one quantity by their labels; points ascend by x, and None is a gap. is_share: y is from 0 to 1."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, Sequence[tuple[int, float | None]]]
+    is_share: bool = False
+
+
+def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
+    """The bytes of a figure of panels in two columns; beside a share stands what is left of 1. `form`: png or svg."""
+    figure = _figure(PANEL_IN * ceil(len(each) / 2), DPI)
+    for axes, panel in zip(figure.subplots(ceil(len(each) / 2), 2).flat, each, strict=False):
+        n = len(panel.lines)
+        for i, (name, line) in enumerate(panel.lines.items()):
+            x, y = zip(*((x, nan if y is None else y) for x, y in line), strict=True)
+            mark = MARKS[(i + i // len(LINES)) % len(MARKS)]
+            marked = (i, n) if len(x) >= MANY_MARKS * n else 1  # in turns, so that lines that coincide are seen
+            axes.plot(x, y, label=name, color=LINES[i % len(LINES)], marker=mark, markersize=4, markevery=marked)
+        axes.set(xlabel=x_name, ylabel=panel.unit)
+        axes.set_title(panel.title, loc="left", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylim(bottom=0, top=1 if panel.is_share else None)
+        if panel.is_share:
+            rest = lambda y: 1 - y  # noqa: E731
+            axes.secondary_yaxis("right", functions=(rest, rest)).set_ylabel("efficiency")
+        axes.legend(fontsize=8, edgecolor="none")
+    figure.suptitle(title, fontsize=10)
+    return _saved(figure, form)
+
+
+def gantt_pixels(drawings: Sequence[Drawing]) -> Any:
+    """Drawings below each other on one time axis, as an array of [height, width, RGB] bytes."""
+    return _pixels(_gantt(drawings, SCREEN_DPI))
+
+
+def bar_pixels(title: str, sizes: Sequence[tuple[str, float]], unit: str, marks: Sequence[tuple[str, float]]) -> Any:
+    """A bar for each (name, size), and a dashed line at each of `marks`, as an array of [height, width, RGB] bytes."""
+    figure = _figure(MARGIN_IN + ROW_IN * len(sizes), SCREEN_DPI)
+    axes = figure.subplots()
+    names, values = [name for name, _ in sizes], [size for _, size in sizes]
+    bars = axes.barh(names, values, color=PARTS[0])
+    axes.bar_label(bars, [f"{value:.4g}" for value in values], padding=3, fontsize=8)
+    for (name, value), style in zip(marks, ("--", ":"), strict=False):
+        axes.axvline(value, color=INK, linestyle=style, label=f"{name} {value:.4g} {unit}")
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    axes.set(xlabel=unit)
+    axes.set_title(title, loc="left", fontsize=10)
+    if marks:
+        figure.legend(loc="outside lower center", ncols=len(marks), fontsize=8, frameon=False)
+    return _pixels(figure)
+
+
+def _figure(height_in: float, dpi: int) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window system is asked for
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _pixels(figure: Any) -> Any:
+    import numpy as np
+
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[:, :, :3].copy()
+
+
+def _gantt(drawings: Sequence[Drawing], dpi: int) -> Any:
+    """The figure of drawings below each other on one time axis."""
+    from matplotlib.patches import Patch
+
+    heights = [MARGIN_IN + ROW_IN * drawing.schedule.num_ranks for drawing in drawings]
+    figure = _figure(sum(heights), dpi)
+    rows = figure.subplots(len(drawings), squeeze=False, height_ratios=heights)
+    end_s = max(drawing.timeline.makespan_s for drawing in drawings)
+    for (axes,), drawing in zip(rows, drawings, strict=True):
+        _ranks(axes, drawing, end_s)
+    kinds: list[Kind] = [kind for kind in KINDS if any(kind in drawing.kinds for drawing in drawings)]
+    names = [f"{kind} {KIND_NAMES[kind]}" for kind in kinds]
+    handles = [Patch(color=shade(kind, 0, 1)) for kind in kinds]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
+    return figure
+
+
+def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
+    """Draws a row for each rank, with its bubble and peak to the right; time runs to `end_s`."""
+    timeline, schedule = drawing.timeline, drawing.schedule
+    boxes: dict[tuple[Kind, int, int], list[tuple[float, float]]] = defaultdict(list)
+    for task, start_s in timeline.start_s.items():
+        place = (task.kind, schedule.chunk_of[task.stage], schedule.rank_of[task.stage])
+        boxes[place].append((start_s, timeline.end_s[task] - start_s))
+    few = len(timeline.start_s) <= MAX_VECTORS
+    for (kind, chunk, rank), spans in boxes.items():
+        colour = shade(kind, chunk, schedule.num_chunks)
+        edge = "white" if few else "none"
+        axes.broken_barh(
+            spans, (rank - 0.45, 0.9), facecolors=colour, edgecolors=edge, linewidths=0.4, rasterized=not few
+        )
+    _letters(axes, drawing, points_per_s=0.8 * WIDTH_IN * 72 / end_s)
+    for rank, (bubble, peak) in enumerate(zip(timeline.bubble_fractions, timeline.peak_activations, strict=True)):
+        text = f"{bubble:.1%}, {number(peak)}"
+        axes.text(1.005, rank, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+    axes.text(1.005, -0.75, "bubble, peak", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+    axes.set(xlim=(0, end_s), ylim=(schedule.num_ranks - 0.5, -0.5), xlabel="seconds", ylabel="rank")
+    axes.set_yticks(range(0, schedule.num_ranks, 1 if schedule.num_ranks <= 64 else 8))
+    axes.set_title(f"{drawing.title}\n{drawing.verdict}", loc="left", fontsize=10)
+
+
+def _letters(axes: Any, drawing: Drawing, points_per_s: float) -> None:
+    """Writes the kind and microbatch of each task in its cell where they fit."""
+    timeline, schedule = drawing.timeline, drawing.schedule
+    for task, start_s in timeline.start_s.items():
+        end_s = timeline.end_s[task]
+        room = int((end_s - start_s) * points_per_s / POINTS_PER_CHARACTER)
+        text = f"{task.kind}{task.microbatch}"
+        if room:
+            text, rank = text if len(text) <= room else task.kind, schedule.rank_of[task.stage]
+            letters = axes.text((start_s + end_s) / 2, rank, text, ha="center", va="center", fontsize=7, color=INK)
+            letters.set_in_layout(False)

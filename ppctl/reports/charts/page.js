@@ -1,0 +1,237 @@
+"use strict";
+// Charts of schedules on canvases. All charts share one time axis (`view`); the data's layout is in ppctl/reports/charts/html.py.
+const $ = (id) => document.getElementById(id);
+const AXIS = 20, MEMORY = 120, MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
+const charts = [];
+let end = 0, view = [0, 1], rowScale = 1, focus = null, ink = {}, queued = false;
+
+const num = (x) => String(Number(x.toPrecision(5)));
+const percent = (x) => (100 * x).toFixed(1) + "%";
+const packed = (hex) => new Uint32Array(Uint8Array.of(...[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)), 255).buffer)[0];
+const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
+}
+
+const offsets = (counts) => counts.reduce((sums, n) => [...sums, sums[sums.length - 1] + n], [0]);
+
+async function decode(c) {
+  const [tasks, memory, lasts] = await Promise.all([c.tasks, c.memory, c.lasts].map(unpack));
+  c.first = offsets(c.num_tasks);
+  c.point = offsets(c.num_points);
+  const n = c.first[c.first.length - 1], points = c.point[c.point.length - 1];
+  let at = 0;
+  const take = (Type, length) => new Type(tasks, at, length, (at += length * Type.BYTES_PER_ELEMENT));
+  Object.assign(c, { start: take(Float64Array, n), waits: take(Int32Array, n), stage: take(Uint32Array, n) });
+  Object.assign(c, { mb: take(Uint32Array, n), kind: take(Uint8Array, n) });
+  c.when = new Float32Array(memory, 0, points);
+  c.live = new Float32Array(memory, 4 * points, points);
+  const measured = new Float64Array(lasts); // empty where tasks of a kind and stage are alike
+  c.end = c.start.map((s, i) => s + (measured.length ? measured[i] : c.seconds[c.kind[i]][c.stage[i]]));
+  c.peak = Math.max(...c.peaks);
+  c.ranks = c.num_tasks.length;
+  c.shown = c.peaks.indexOf(c.peak); // the rank of the memory curve
+  c.packed = c.colours.flat().map(packed);
+}
+
+// --- geometry -------------------------------------------------------------------------------------------------------
+
+function layout(c) {
+  const w = c.gantt.clientWidth, room = clamp(innerHeight * 0.62, 240, 900);
+  c.left = 12 + 7 * Math.max(String(c.ranks - 1).length, num(c.peak).length);
+  c.right = w > 640 ? 168 : 4;
+  c.wide = Math.max(w - c.left - c.right, 20);
+  c.row = clamp(clamp(room / c.ranks, c.ranks > 200 ? 2 : 4, 26) * rowScale, 2, Math.min(40, 15000 / c.ranks / devicePixelRatio));
+  size(c.gantt, w, AXIS + c.row * c.ranks);
+  size(c.memory, w, MEMORY);
+}
+
+function size(canvas, w, h) {
+  canvas.width = Math.round(w * devicePixelRatio);
+  canvas.height = Math.round(h * devicePixelRatio);
+  canvas.style.height = h + "px";
+  const pen = canvas.getContext("2d");
+  pen.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+  pen.fillStyle = ink.paper; // a page in dark colours is printed on white
+  pen.fillRect(0, 0, w, h);
+  return pen;
+}
+
+const toX = (c, t) => c.left + ((t - view[0]) / (view[1] - view[0])) * c.wide;
+const toT = (c, x) => view[0] + ((x - c.left) / c.wide) * (view[1] - view[0]);
+
+function firstAfter(values, low, high, t) { // the first index in [low, high) whose value is above t
+  while (low < high) {
+    const mid = (low + high) >> 1;
+    if (values[mid] > t) high = mid; else low = mid + 1;
+  }
+  return low;
+}
+
+// --- drawing --------------------------------------------------------------------------------------------------------
+
+function redraw() {
+  if (queued) return;
+  queued = true;
+  requestAnimationFrame(() => { queued = false; charts.forEach(draw); });
+}
+
+function draw(c) {
+  layout(c);
+  const pen = c.gantt.getContext("2d");
+  axis(c, pen);
+  for (let r = 0; r < c.ranks; r++) row(c, pen, r);
+  marks(c, pen);
+  memory(c);
+}
+
+function axis(c, pen) {
+  const raw = (view[1] - view[0]) / Math.max(c.wide / 90, 2), unit = 10 ** Math.floor(Math.log10(raw));
+  const step = unit * [1, 2, 5, 10].find((k) => k * unit >= raw);
+  pen.font = "11px system-ui, sans-serif";
+  pen.textBaseline = "middle";
+  pen.textAlign = "center";
+  for (let k = Math.ceil(view[0] / step); k * step <= view[1] * (1 + 1e-9); k++) {
+    const x = toX(c, k * step);
+    pen.fillStyle = ink.soft;
+    pen.fillText(num(k * step) + (k * step + step > view[1] && c.wide > 200 ? " s" : ""), Math.min(x, c.left + c.wide - 10), 8);
+    pen.fillRect(x, AXIS - 4, 1, 3);
+  }
+  if (c.right > 100) {
+    pen.textAlign = "left";
+    pen.fillText("bubble", c.left + c.wide + 10, 8);
+    pen.fillText("peak", c.left + c.wide + 92, 8);
+  }
+}
+
+function row(c, pen, r) {
+  const y = AXIS + r * c.row, h = c.row > 6 ? c.row - 1.5 : c.row - (c.row > 3 ? 0.5 : 0), right = c.left + c.wide;
+  pen.fillStyle = ink.idle;
+  pen.fillRect(c.left, y, c.wide, h);
+  const i = firstAfter(c.end, c.first[r], c.first[r + 1], view[0]);
+  const last = firstAfter(c.start, i, c.first[r + 1], view[1]);
+  if (last - i > c.wide * 0.6) stacked(c, pen, i, last, y, h);
+  else {
+    const letter = Math.min(12, h - 3), wide = letter * 0.61;
+    pen.font = letter + "px " + MONO;
+    pen.textAlign = "center";
+    for (let t = i; t < last; t++) {
+      const x = Math.max(toX(c, c.start[t]), c.left), w = Math.min(toX(c, c.end[t]), right) - x;
+      pen.fillStyle = c.colours[c.kind[t]][c.chunk_of[c.stage[t]]];
+      pen.fillRect(x, y, Math.max(w - (w > 4 ? 1 : 0), 0.5), h);
+      if (letter < 7 || w < wide + 4) continue;
+      const kind = c.kinds[c.kind[t]], full = kind + c.mb[t];
+      pen.fillStyle = c.ink;
+      pen.fillText(full.length * wide + 3 <= w ? full : kind, x + w / 2, y + h / 2 + 0.5);
+    }
+  }
+  const every = Math.ceil(13 / c.row);
+  pen.font = "11px system-ui, sans-serif";
+  pen.fillStyle = ink.soft;
+  pen.textAlign = "right";
+  if (r % every === 0) pen.fillText(r, c.left - 6, y + h / 2 + 0.5);
+  if (c.right < 100) return;
+  bar(pen, right + 10, y, h, c.bubbles[r], percent(c.bubbles[r]), r % every === 0);
+  bar(pen, right + 92, y, h, c.peaks[r] / c.peak, num(c.peaks[r]), r % every === 0);
+}
+
+function bar(pen, x, y, h, share, text, said) {
+  pen.fillStyle = ink.fill;
+  pen.fillRect(x, y, 72 * share, h);
+  if (!said) return;
+  pen.fillStyle = ink.ink;
+  pen.textAlign = "left";
+  pen.fillText(text, x + 2, y + h / 2 + 0.5);
+}
+
+// A row with more tasks than pixels: short stretches of time become stacks of what runs in them, by kind
+// and chunk, idle time at the bottom.
+function stacked(c, pen, i, last, y, h) {
+  // wide enough for a few tasks each, or the shares would flicker from one to the next
+  const bin = clamp(Math.ceil((3 * c.wide) / (last - i)), 1, 3), n = Math.ceil(c.wide / bin);
+  const high = Math.max(Math.round(h * devicePixelRatio), 4), chunks = c.colours[0].length;
+  const kinds = c.kinds.length * chunks, sums = new Float32Array(kinds * n), scale = c.wide / (view[1] - view[0]) / bin;
+  for (let t = i; t < last; t++) {
+    const a = Math.max((c.start[t] - view[0]) * scale, 0), b = Math.min((c.end[t] - view[0]) * scale, n);
+    const k = c.kind[t] * chunks + c.chunk_of[c.stage[t]];
+    for (let x = Math.floor(a); x < b; x++) sums[x * kinds + k] += Math.min(b, x + 1) - Math.max(a, x);
+  }
+  const canvas = (stacked.canvas ??= document.createElement("canvas"));
+  canvas.width = n;
+  canvas.height = high;
+  const line = canvas.getContext("2d"), image = line.createImageData(n, high), pixels = new Uint32Array(image.data.buffer);
+  for (let x = 0; x < n; x++) {
+    let share = 0, from = 0;
+    for (let k = 0; k <= kinds; k++) {
+      share += k < kinds ? sums[x * kinds + k] : 1;
+      const to = Math.min(Math.round(share * high), high), colour = k < kinds ? c.packed[k] : ink.idlePacked;
+      for (; from < to; from++) pixels[from * n + x] = colour;
+    }
+  }
+  line.putImageData(image, 0, 0);
+  pen.imageSmoothingEnabled = false;
+  pen.drawImage(canvas, 0, 0, c.wide / bin, high, c.left, y, c.wide, h);
+}
+
+function box(c, i) {
+  const r = c.rank_of[c.stage[i]], x = toX(c, c.start[i]);
+  return { x, y: AXIS + r * c.row, w: toX(c, c.end[i]) - x, h: c.row > 6 ? c.row - 1.5 : c.row };
+}
+
+function marks(c, pen) {
+  if (!focus || focus.chart !== c || focus.task === null) return;
+  const b = box(c, focus.task);
+  pen.save();
+  pen.beginPath();
+  pen.rect(c.left, 0, c.wide, AXIS + c.row * c.ranks);
+  pen.clip();
+  pen.strokeStyle = ink.ink;
+  pen.lineWidth = 2;
+  pen.strokeRect(b.x, b.y, Math.max(b.w, 2), b.h);
+  if (c.waits[focus.task]) {
+    const a = box(c, focus.task + c.waits[focus.task]);
+    pen.setLineDash([4, 3]);
+    pen.strokeRect(a.x, a.y, Math.max(a.w, 2), a.h);
+    pen.beginPath();
+    pen.moveTo(a.x + a.w, a.y + a.h / 2);
+    pen.lineTo(b.x, b.y + b.h / 2);
+    pen.stroke();
+  }
+  pen.restore();
+}
+
+function memory(c) {
+  const pen = c.memory.getContext("2d"), base = MEMORY - 6, top = 24, r = c.shown, right = c.left + c.wide;
+  const toY = (v) => base - ((base - top) * v) / (c.peak || 1);
+  pen.font = "12px system-ui, sans-serif";
+  pen.textBaseline = "middle";
+  pen.textAlign = "left";
+  pen.fillStyle = ink.soft;
+  const what = c.wide > 420 ? ` activations (largest of all ranks: ${num(c.peak)})` : "";
+  pen.fillText(`Memory of rank ${r}: peak ${num(c.peaks[r])}${what}`, c.left, 10, c.wide);
+  pen.strokeStyle = ink.line;
+  pen.lineWidth = 1;
+  for (const v of [0, c.peak]) {
+    pen.strokeRect(c.left, toY(v), c.wide, 0.01);
+    pen.textAlign = "right";
+    pen.fillText(num(v), c.left - 6, toY(v));
+  }
+  let low = firstAfter(c.when, c.point[r], c.point[r + 1], view[0]), x = c.left, v = low > c.point[r] ? c.live[low - 1] : 0;
+  const shape = new Path2D(), area = new Path2D();
+  shape.moveTo(x, toY(v));
+  area.moveTo(x, base);
+  area.lineTo(x, toY(v));
+  const to = (x1, v1) => { for (const p of [shape, area]) { p.lineTo(x1, toY(v)); p.lineTo(x1, toY(v1)); } v = v1; };
+  for (; low < c.point[r + 1] && c.when[low] <= view[1]; low++) {
+    if (c.when[low + 1] !== c.when[low] || low + 1 === c.point[r + 1]) to(toX(c, c.when[low]), c.live[low]);
+  }
+  to(right, v);
+  area.lineTo(right, base);
+  pen.fillStyle = ink.fill;
+  pen.fill(area);
+  pen.strokeStyle = ink.curve;
+  pen.lineWidth = 1.5;
+  pen.stroke(shape);
+}

@@ -1,0 +1,129 @@
+"""A schedule on the terminal: a row for each rank, a column for each stretch of time; tables of several schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, Row, number, reasons
+from ppctl.reports.charts.palette import INK, shade
+from ppctl.reports.terminal import show_table
+from ppctl.schedule.ir import Task
+
+MAX_RANKS = 32  # rows shown; of more ranks, the first and the last half
+FORMULA = "formula"
+COLUMNS = (
+    *("schedule", "makespan s", FORMULA, "at least", "period s", "at least"),
+    *("bubble", "peak activations", FORMULA, "at least"),
+)
+
+
+def show_gantt(console: Console, drawing: Drawing) -> None:
+    """Nothing; prints the chart as wide as the terminal. Bubbles are dots; without colour, dashes fill a task."""
+    timeline, schedule = drawing.timeline, drawing.schedule
+    labels = [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    left, right = max(map(len, labels)), len("  bubble    peak")
+    scale = _columns_per_s(drawing, console.width - left - 2 - right)
+    width = round(timeline.makespan_s * scale)
+    pad = "-" if console.color_system is None else " "
+
+    def say(text: str | Text) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(drawing.title)
+    say(drawing.verdict)
+    for reason in reasons(drawing):
+        say(reason)
+    say("")
+    say(" " * (left + 2 + width) + "  bubble    peak")
+    for rank in _shown(schedule.num_ranks):
+        if rank is None:
+            say(f"... {schedule.num_ranks - MAX_RANKS} ranks more; --format html shows all ...")
+            continue
+        row = Text(labels[rank].rjust(left) + "  ")
+        for text, style in _row(drawing, schedule.ranks[rank], scale, width, pad):
+            row.append(text, style)
+        bubble, peak = timeline.bubble_fractions[rank], timeline.peak_activations[rank]
+        say(row.append(f"  {bubble:>6.1%}  {number(peak):>6}"))
+    say("")
+    say(_legend(drawing, scale))
+
+
+def show_summary(console: Console, title: str, rows: Sequence[Row], *, formulas: bool = False) -> None:
+    """Nothing; prints a table with a row for each schedule, then the notes on each; formulas: their columns too."""
+    told = lambda value: "-" if value is None else number(value)  # noqa: E731
+    columns = [column for column in COLUMNS if formulas or column != FORMULA]
+    cells = []
+    for row in rows:
+        line = [
+            row.label,
+            number(row.makespan_s),
+            *([told(row.makespan_formula_s)] if formulas else []),
+            number(row.lower_bound_s),
+            number(row.period_s),
+            number(row.period_lower_bound_s),
+            f"{row.bubble_fraction:.1%}",
+            number(row.peak_activations),
+            *([told(row.peak_activations_formula)] if formulas else []),
+            told(row.peak_activations_lower_bound),
+        ]
+        cells.append(line)
+    show_table(console, title, columns, cells)
+    for row in rows:
+        for note in row.notes:
+            console.print(f"{row.label}: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _columns_per_s(drawing: Drawing, room: int) -> float:
+    """Columns that one second gets in `room` columns: enough for the letter and number of every task if they fit."""
+    timeline = drawing.timeline
+    lasts = (timeline.end_s[task] - start for task, start in timeline.start_s.items())
+    shortest_s = min(seconds for seconds in lasts if seconds > 0)
+    label = 1 + len(str(drawing.schedule.num_microbatches - 1))
+    each = min(label, int(room * shortest_s / timeline.makespan_s))
+    return each / shortest_s if each else max(room, 20) / timeline.makespan_s
+
+
+def _row(
+    drawing: Drawing, tasks: Sequence[Task], scale: float, width: int, pad: str
+) -> Iterator[tuple[str, Style | str]]:
+    """The pieces of one rank's row: text and style."""
+    timeline, schedule = drawing.timeline, drawing.schedule
+    column = 0
+    for task in tasks:
+        first, end = round(timeline.start_s[task] * scale), round(timeline.end_s[task] * scale)
+        if end <= max(first, column):
+            continue
+        if first > column:
+            yield "." * (first - column), "dim"
+            column = first
+        room = end - column
+        text = f"{task.kind}{task.microbatch}"
+        # judged by the time it takes, not by the columns it happens to get, so that equal tasks look alike
+        fits = len(text) <= min(room, (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9)
+        colour = shade(task.kind, schedule.chunk_of[task.stage], schedule.num_chunks)
+        yield (text if fits else task.kind).ljust(room, pad), Style(color=INK, bgcolor=colour)
+        column = end
+    yield "." * (width - column), "dim"
+
+
+def _shown(num_ranks: int) -> Iterator[int | None]:
+    """The ranks that get a row; None where some are left out."""
+    if num_ranks <= MAX_RANKS:
+        yield from range(num_ranks)
+        return
+    yield from range(MAX_RANKS // 2)
+    yield None
+    yield from range(num_ranks - MAX_RANKS // 2, num_ranks)
+
+
+def _legend(drawing: Drawing, scale: float) -> Text:
+    legend = Text()
+    for kind in drawing.kinds:
+        legend.append(f" {kind} ", Style(color=INK, bgcolor=shade(kind, 0, 1))).append(f" {KIND_NAMES[kind]}  ")
+    if drawing.schedule.num_chunks > 1:
+        legend.append("lighter: later chunk  ")
+    return legend.append(f"1 column: {number(1 / scale)} s")

@@ -1,0 +1,316 @@
+"""What runs have left on disk, read without JAX: where they are, how far they got and how they ended.
+
+Only the ends of files are read, so that a thousand long runs are listed in a second; `history` reads one run whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ppctl.reports import run_status
+
+RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
+INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # directories of a run that hold no run
+MEMORY_FILE = "memory.json"  # of each rank bytes of a device by part, as compiled at the last start
+FAILED_FILE = "failed.json"  # in processes/, of the first process that failed
+TAILS = (4096, 65536)  # bytes read of a file's end: a line has 400, or so
+NUM_STEPS = re.compile(rb"^run:\n(?:  .*\n)*?  num_steps: (\d{1,18})$", re.MULTILINE)  # a parser of YAML takes 20 ms
+
+
+class Summary(NamedTuple):
+    """How a run stands."""
+
+    name: str
+    path: Path
+    status: str  # running | finished | interrupted | failed | broken off | no end recorded | not started
+    reason: str | None  # of a run that failed or was interrupted
+    step: int  # finished steps, as recorded
+    num_steps: int | None  # None: its config does not say
+    loss: float | None  # of the newest step; None: there is none, or it is not finite
+    is_finite: bool  # the newest loss, if there is one
+    eval_loss: float | None  # of the newest evaluation
+    recorded_s: float  # when its newest record was written, seconds since 1970
+    checkpoints: tuple[int, ...]  # steps of those that are finished
+    problems: tuple[str, ...]  # what is wrong with its files
+
+
+class History(NamedTuple):
+    """What all records of a run say together."""
+
+    losses: dict[str, tuple[int, float]]  # first, last, least: (step, loss); empty: no step has a loss
+    eval_losses: dict[str, tuple[int, float]]  # likewise
+    step_time_s: float | None  # median
+    unit: str | None  # of speed: tokens_per_s or rows_per_s
+    speed: float | None  # median
+    problems: tuple[str, ...]
+
+
+class _Tail(NamedTuple):
+    record: dict[str, Any] | None  # of the last line that is one
+    written_s: float | None  # None: there is no file
+    problem: str | None
+
+
+def find_runs(top: Path) -> list[tuple[str, Path]]:
+    """(name, directory) of every run at or below `top`, those of sweeps included; a name is the path below `top`.
+
+    Directories that cannot be read are left out. A link is followed, to each directory once.
+    """
+    found: list[tuple[str, Path]] = []
+    seen: set[tuple[int, int]] = set()
+
+    def walk(path: str, name: str) -> None:
+        try:
+            info = os.stat(path)
+            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        except OSError:
+            return
+        if (info.st_dev, info.st_ino) in seen:
+            return
+        seen.add((info.st_dev, info.st_ino))
+        names = {entry.name for entry in entries}
+        if _is_run(path, names):
+            found.append((name or Path(path).absolute().name, Path(path)))
+        for entry in entries:
+            if entry.name not in INSIDE and entry.is_dir():
+                walk(entry.path, f"{name}/{entry.name}" if name else entry.name)
+
+    walk(str(top), "")
+    return found
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is that of a run; False where it cannot be read, or is none."""
+    try:
+        return _is_run(str(path), set(os.listdir(path)))
+    except OSError:
+        return False
+
+
+def _is_run(path: str, names: set[str]) -> bool:
+    if "metrics.jsonl" in names or run_status.FILE in names:
+        return True
+    return "config.yaml" in names and isinstance(_num_steps(path), int)  # other programs have files of that name
+
+
+def summary(name: str, path: Path) -> Summary:
+    """How the run in a directory stands, from the ends of its files. What is wrong with them is no exception."""
+    problems: list[str] = []
+    num_steps = _num_steps(str(path))
+    if isinstance(num_steps, str):
+        problems.append(num_steps)
+        num_steps = None
+    ends = [_tail(str(path / file)) for file in ("metrics.jsonl", "eval.jsonl", run_status.FILE)]
+    train, evaluation, standing = ends
+    step = whole_number(train.record, "step")
+    steps: tuple[int, ...] = ()
+    try:
+        steps = checkpoint_steps(path / "checkpoints")
+    except OSError as error:
+        problems.append(f"checkpoints cannot be read: {error.strerror}")
+    state, reason = _state(path, standing.record, steps, num_steps, has_begun=bool(step or steps))
+    if state != RUNNING:  # which may be about to write
+        problems += [end.problem for end in ends if end.problem is not None]
+        if train.written_s is not None and train.record is None and train.problem is None:
+            problems.append("metrics.jsonl is empty")
+    if train.record is not None and ("loss" not in train.record or step is None):
+        problems.append("the last line of metrics.jsonl has no step or no loss")
+    written = [end.written_s for end in ends if end.written_s is not None]
+    return Summary(
+        name,
+        path,
+        state,
+        reason,
+        step if step is not None else max(steps, default=0),
+        num_steps,
+        number(train.record, "loss"),
+        train.record is None or train.record.get("loss", 0) is not None,
+        number(evaluation.record, "eval_loss"),
+        max(written) if written else _written_s(path),
+        steps,
+        tuple(problems),
+    )
+
+
+def _state(
+    path: Path, last: Mapping[str, Any] | None, steps: Sequence[int], num_steps: int | None, *, has_begun: bool
+) -> tuple[str, str | None]:
+    """(status, reason), by the newest line of status.jsonl and the checkpoints.
+
+    A run whose last step has a checkpoint is finished, as `ppctl train` says of it too.
+    """
+    said = None if last is None else last.get("status")
+    if last is not None and said in (run_status.FINISHED, run_status.INTERRUPTED, run_status.FAILED):
+        reason = last.get("reason")
+        return said, reason if isinstance(reason, str) else None
+    is_locked = False
+    if last is not None and said == run_status.STARTED:
+        is_locked = last.get("is_locked") is True and last.get("host") == run_status.here()["host"]
+        with suppress(OSError):
+            if run_status.is_held(path / run_status.FILE):
+                return RUNNING, None
+    if num_steps is not None and num_steps in steps:
+        return run_status.FINISHED, None
+    told = _told_by_another(path, last)
+    if told is not None:
+        return run_status.FAILED, told
+    if is_locked:  # by a process of this machine, which is gone
+        return BROKEN_OFF, None
+    return (NO_END if has_begun or last is not None else NOT_STARTED), None
+
+
+def _told_by_another(path: Path, last: Mapping[str, Any] | None) -> str | None:
+    """What another process has failed of since the last start; the one that leads then leaves without a word."""
+    file = path / "processes" / FAILED_FILE
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if last is not None and file.stat().st_mtime >= last["at"]:
+            said = json.loads(file.read_text())
+            return f"process {said['process']}: {said['message']}"
+    return None
+
+
+def checkpoint_steps(directory: Path) -> tuple[int, ...]:
+    """The steps of the finished checkpoints in a directory, ascending: Orbax renames one when it is finished.
+
+    Raises OSError where there is one that cannot be read.
+    """
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    return tuple(sorted(int(name) for name in names if name.isdecimal()))
+
+
+def last_record(run_dir: Path, *, since_s: float) -> dict[str, Any] | None:
+    """The last record in metrics.jsonl, if that was written to since then and the record has a step."""
+    record, written_s, _ = _tail(str(run_dir / "metrics.jsonl"))
+    return (
+        record if written_s is not None and written_s >= since_s and whole_number(record, "step") is not None else None
+    )
+
+
+def history(path: Path) -> History:
+    """What all records of the run in a directory say together."""
+    problems: list[str] = []
+    steps = list(read_lines(path / "metrics.jsonl", problems))
+    evaluations = list(read_lines(path / "eval.jsonl", problems))
+    unit = next((unit for unit in ("tokens_per_s", "rows_per_s") if any(unit in each for each in steps)), None)
+    return History(
+        _extremes(steps, "loss"),
+        _extremes(evaluations, "eval_loss"),
+        _median(steps, "step_time_s"),
+        unit,
+        None if unit is None else _median(steps, unit),
+        tuple(problems),
+    )
+
+
+def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """Every line that is a record; says in `problems` how many are not, if they are not the end of the file."""
+    bad = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                record = _record(line)
+                if record is not None:
+                    yield record
+                elif line.endswith(b"\n"):  # else the torn last one, which `summary` tells
+                    bad += 1
+    except OSError:
+        return  # `summary` tells
+    if bad:
+        problems.append(f"{bad} line{'s' if bad > 1 else ''} of {path.name} {'are' if bad > 1 else 'is'} no record")
+
+
+def whole_number(record: Mapping[str, Any] | None, key: str) -> int | None:
+    """An entry of a record, if it is a whole number."""
+    value = None if record is None else record.get(key)
+    return value if type(value) is int else None
+
+
+def number(record: Mapping[str, Any] | None, key: str) -> float | None:
+    """An entry of a record, if it is a number; it may be one that is not finite."""
+    value = None if record is None else record.get(key)
+    return float(value) if type(value) is float or (type(value) is int and abs(value) < 10**300) else None
+
+
+def disk_bytes(path: Path) -> int:
+    """What all files below a directory take on disk. A file that vanishes meanwhile takes nothing."""
+    total = 0
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, file)).st_blocks * 512
+    return total
+
+
+def _extremes(records: Sequence[Mapping[str, Any]], key: str) -> dict[str, tuple[int, float]]:
+    found = [(whole_number(each, "step"), number(each, key)) for each in records]
+    pairs = [(step, loss) for step, loss in found if step is not None and loss is not None]
+    if not pairs:
+        return {}
+    return {"first": pairs[0], "last": pairs[-1], "least": min(pairs, key=lambda pair: pair[1])}
+
+
+def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [value for each in records if (value := number(each, key)) is not None]
+    return statistics.median(values) if values else None
+
+
+def _num_steps(path: str) -> int | str:
+    """run.num_steps of config.yaml, or what is wrong with that file."""
+    try:
+        with open(os.path.join(path, "config.yaml"), "rb") as file:
+            found = NUM_STEPS.search(file.read())
+    except FileNotFoundError:
+        return "config.yaml is missing"
+    except OSError as error:
+        return f"config.yaml cannot be read: {error.strerror}"
+    return int(found[1]) if found else "config.yaml has no run.num_steps"
+
+
+def _tail(path: str) -> _Tail:
+    """The last record of a file of records, and what is wrong with its end."""
+    name = os.path.basename(path)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            info = os.fstat(file.fileno())
+            content = b""
+            for size in TAILS:
+                content = os.pread(file.fileno(), size, max(0, info.st_size - size))
+                if content.count(b"\n") > 1 or size >= info.st_size:
+                    break
+    except FileNotFoundError:
+        return _Tail(None, None, None)
+    except OSError as error:
+        return _Tail(None, None, f"{name} cannot be read: {error.strerror}")
+    *whole, rest = content.split(b"\n")
+    problem = f"the last line of {name} is torn" if rest else None
+    for line in reversed(whole):
+        record = _record(line)
+        if record is not None:
+            return _Tail(record, info.st_mtime, problem)
+        problem = problem or f"the last line of {name} is no record"
+    return _Tail(None, info.st_mtime, problem)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _written_s(path: Path) -> float:
+    for file in (path / "config.yaml", path):
+        with suppress(OSError):
+            return file.stat().st_mtime
+    return 0.0

@@ -1,0 +1,112 @@
+"""The figures of a report: curves over steps, of one run or of several together, and the histogram of step times."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from html import escape
+
+from ppctl.reports.charts.curves import Curve, Points, figure
+from ppctl.reports.charts.histogram import histogram, is_far
+from ppctl.reports.run_page.read import Run
+
+SPEED_NAMES = {"tokens_per_s": "tokens/s", "rows_per_s": "rows/s"}
+SPEED_STEPS = 5  # over which speed is drawn
+FEW_EVALUATIONS = 40  # that carry a mark each
+_SPEED = f"Speed, {{}}, over {SPEED_STEPS} steps"
+
+
+def of_run(run: Run) -> list[str]:
+    """The figures of one run, those it has records for."""
+    drawn = [_loss(run)]
+    for name, title in (("grad_norm", "Gradient norm"), ("lr", "Learning rate")):
+        drawn.append(_figure(title, [_curve(run, name, title)], from_zero=name == "lr"))
+    if run.speed is not None:
+        unit = SPEED_NAMES[run.speed]
+        drawn.append(_figure(_SPEED.format(unit), [_speed(run, run.speed, unit)], from_zero=True))
+    drawn.append(_step_times(run))
+    return [each for each in drawn if each]
+
+
+def of_several(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
+    """Losses and speeds of runs, drawn together."""
+    drawn = [_figure("Loss", [_curve(run, "loss", label) for run, label in zip(runs, labels, strict=True)])]
+    curves = [Curve(label, run.evaluations, _lost(run.evaluations)) for run, label in zip(runs, labels, strict=True)]
+    drawn.append(_figure("Eval loss", curves))
+    for speed, unit in SPEED_NAMES.items():
+        curves = [_speed(run, speed, label) for run, label in zip(runs, labels, strict=True)]
+        drawn.append(_figure(_SPEED.format(unit), curves, from_zero=True))
+    return [each for each in drawn if each]
+
+
+def _loss(run: Run) -> str:
+    curves = [_curve(run, "loss", "train")]
+    if run.evaluations:
+        is_marked = len(run.evaluations) <= FEW_EVALUATIONS
+        curves.append(Curve("eval", run.evaluations, _lost(run.evaluations), is_marked))
+    return _figure("Loss", curves)
+
+
+def _step_times(run: Run) -> str:
+    values = [value for value in run.values("step_time_s") if value > 0]
+    median, predicted = run.median("step_time_s"), run.newest.get("predicted_step_time_s")
+    if not values or not median or median < 0:
+        return ""
+    named = [("median", median)]
+    note = "solid: the median"
+    if predicted is not None and predicted > 0:
+        named.append(("predicted", predicted))
+        far = f"; predicted: {predicted:.4g} s, too far to be drawn"
+        note += far if is_far(median, predicted) else "; dashed: as predicted"
+    drawn = histogram(values, named, title="Step times", x_name="seconds of a step")
+    return _framed("Step times, number of steps", drawn, note)
+
+
+def over_steps(speeds: Points, step_times_s: Points, num_steps: int) -> Points:
+    """The speed over the newest `num_steps` recorded steps, at each: their work by their time.
+
+    A host that is late makes one step too short and the next one too long, which evens out. At a step without
+    speed or time it begins anew.
+
+    >>> over_steps([(1, 4.0), (2, 8.0), (3, 3.0)], [(1, 1.5), (2, 0.5), (3, 1.5)], 2)
+    [(1, 4.0), (2, 5.0), (3, 4.25)]
+    """
+    seconds = dict(step_times_s)
+    window: deque[tuple[float, float]] = deque(maxlen=num_steps)  # (work, seconds)
+    found: list[tuple[float, float | None]] = []
+    for step, speed in speeds:
+        taken_s = seconds.get(step)
+        if speed is None or taken_s is None or taken_s <= 0:
+            window.clear()
+            found.append((step, speed))
+            continue
+        window.append((speed * taken_s, taken_s))
+        found.append((step, sum(work for work, _ in window) / sum(taken for _, taken in window)))
+    return found
+
+
+def _speed(run: Run, name: str, label: str) -> Curve:
+    points = over_steps(run.curves.get(name, ()), run.curves.get("step_time_s", ()), SPEED_STEPS)
+    return Curve(label, points, _lost(points))
+
+
+def _curve(run: Run, name: str, label: str) -> Curve:
+    points = run.curves.get(name, ())
+    return Curve(label, points, _lost(points))
+
+
+def _lost(points: Points) -> list[float]:
+    return [x for x, y in points if y is None]
+
+
+def _figure(title: str, curves: Sequence[Curve], *, from_zero: bool = False) -> str:
+    """Empty where no curve has a finite value."""
+    if not any(y is not None for curve in curves for _, y in curve.points):
+        return ""
+    note = "crosses: not finite" if any(curve.lost for curve in curves) else ""
+    return _framed(title, figure(curves, title=title, x_name="step", from_zero=from_zero), note)
+
+
+def _framed(title: str, drawn: str, note: str) -> str:
+    soft = f'<p class="soft">{escape(note)}</p>' if note else ""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawn}{soft}</figure>"

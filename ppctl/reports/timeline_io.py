@@ -1,0 +1,190 @@
+"""The measured timeline of a step, from when each task ran: beside its prediction, written, and read again.
+
+The prediction has the measured means as costs, so what is left between both is order, transfers and the host.
+Loads no JAX.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+from ppctl.reports.charts.drawing import Drawing, priced
+from ppctl.reports.charts.html import page
+from ppctl.reports.charts.perfetto import trace
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.simulate import Timeline
+from ppctl.schedule.text import from_csv, to_csv
+from ppctl.schedule.ticks import Ticks
+from ppctl.schedule.timeline import timeline_at
+from ppctl.schedule.validate import validate
+
+Span = tuple[float, float]  # start and end in seconds
+FILES = ("timeline.csv", "timeline.perfetto.json", "timeline.html")
+TASKS_FILE = "tasks.perfetto.json"  # of a profile
+FIRST_DEVICE = re.compile(r"rank \d+( dp=0)?( fsdp=0)?")  # the name of its track there
+OVERLAP_S = 1e-8  # of two tasks of a rank: the last digit of a file
+
+
+def measured(schedule: Schedule, spans: Mapping[Task, Span]) -> Timeline:
+    """The timeline of these spans, from 0 on. A task that was no program (left to another) takes no time."""
+    origin = min(start for start, _ in spans.values())
+    start_s: dict[Task, float] = {}
+    end_s: dict[Task, float] = {}
+    for tasks in schedule.ranks:
+        free_s = 0.0
+        for task in tasks:
+            start, end = spans[task] if task in spans else (origin + free_s, origin + free_s)
+            start_s[task], end_s[task] = start - origin, end - origin
+            free_s = end - origin
+    seconds = {task: end_s[task] - start_s[task] for task in start_s}
+    return Timeline(schedule, mean_costs(schedule, seconds), start_s, end_s, is_uneven=True)
+
+
+def mean_costs(schedule: Schedule, seconds: Mapping[Task, float]) -> Costs:
+    """The mean seconds of each stage's tasks. Of a whole backward half counts as I, half as W."""
+    of_kind: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for task, taken_s in seconds.items():
+        of_kind[task.kind, task.stage].append(taken_s)
+
+    def mean(kind: str, stage: int) -> float:
+        return statistics.fmean(of_kind[kind, stage]) if of_kind[kind, stage] else 0.0
+
+    stages = range(schedule.num_stages)
+    halves = [mean("B", s) / 2 for s in stages]
+    forward, of_input, of_weight = (tuple(mean(kind, s) for s in stages) for kind in "FIW")
+    split = lambda half, whole: half + whole  # noqa: E731
+    return Costs(forward, tuple(map(split, of_input, halves)), tuple(map(split, of_weight, halves)))
+
+
+def beside(timeline: Timeline, ticks: Ticks | None = None, label: str | None = None) -> tuple[Drawing, Drawing]:
+    """A measured timeline, and what its means predict: of free-running ranks, or of `ticks` in lockstep."""
+    name = label or timeline.schedule.name
+    schedule = timeline.schedule if ticks is None else ticks.schedule
+    predicted = timeline_at(schedule, ticks, timeline.costs)
+    return priced(f"{name}, measured", timeline), priced(f"{name}, predicted", predicted)
+
+
+def write(directory: Path, timeline: Timeline) -> list[str]:
+    """Writes CSV, Perfetto JSON and html of a measured timeline beside its prediction; the bubbles, a line each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    schedule, drawings = timeline.schedule, beside(timeline)
+    predicted = drawings[1].timeline
+    with (directory / FILES[0]).open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["rank", "task", "start_s", "end_s", "predicted_start_s", "predicted_end_s"])
+        for rank, tasks in enumerate(schedule.ranks):
+            for task in tasks:
+                numbers = (each[task] for line in (timeline, predicted) for each in (line.start_s, line.end_s))
+                rows.writerow([rank, task, *(f"{number:.9f}" for number in numbers)])
+    events = []
+    for pid, drawing in enumerate(drawings):
+        events += [event | {"pid": pid} for event in trace(drawing)["traceEvents"]]
+    (directory / FILES[1]).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    (directory / FILES[2]).write_text(page(drawings), encoding="utf-8")
+    ranks = zip(timeline.bubble_fractions, predicted.bubble_fractions, strict=True)
+    return [
+        f"timeline  {directory}: step {timeline.makespan_s:.4f} s, predicted {predicted.makespan_s:.4f} s",
+        *(f"rank {r:<4} bubble {bubble:.1%}, predicted {wanted:.1%}" for r, (bubble, wanted) in enumerate(ranks)),
+    ]
+
+
+def read(file: Path, name: str) -> Timeline:
+    """The measured timeline in such a CSV. OSError, ValueError or ScheduleError for what is not one."""
+    cells: dict[int, list[Task]] = defaultdict(list)
+    spans: dict[Task, Span] = {}
+    with file.open(newline="", encoding="utf-8") as text:
+        try:
+            for row in csv.DictReader(text):
+                task = Task.parse(row["task"])
+                cells[int(row["rank"])].append(task)
+                spans[task] = float(row["start_s"]), float(row["end_s"])
+        except (KeyError, TypeError, AttributeError, csv.Error) as error:
+            raise ValueError("a line has not rank, task, start_s and end_s") from error
+    if sorted(cells) != list(range(len(cells))):
+        raise ValueError("its ranks are not 0, 1, ...")
+    if any(max(task.stage, task.microbatch) > len(spans) for task in spans):
+        raise ValueError("tasks are missing")
+    schedule = from_csv(to_csv([cells[rank] for rank in range(len(cells))]), name)
+    return measured(schedule, _sound(schedule.ranks, spans))
+
+
+def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
+    """(the median one of the traced steps, how many there are) of what `profile.write_tasks` writes for `schedule`.
+
+    Ranks stand for their first devices. A rank's tasks are in the order in which they ran: in a tick of a forward and a
+    backward either may come first. OSError, ValueError or ScheduleError for what is not one.
+    """
+    try:
+        steps = _traced_steps(json.loads(file.read_bytes())["traceEvents"])
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("it is no trace of tasks") from error
+    last = schedule.num_stages - 1
+    needed = {task for tasks in schedule.ranks for task in tasks if task[:2] != (last, "F")}  # may be left to the B
+    every = needed | {task for tasks in schedule.ranks for task in tasks}
+    whole = [spans for spans in steps if needed <= spans.keys() <= every]
+    if not whole:
+        raise ValueError("no step in it has every task of the schedule on the first device of each rank")
+    lasts = lambda spans: max(end for _, end in spans.values()) - min(start for start, _ in spans.values())  # noqa: E731
+    spans = sorted(whole, key=lasts)[(len(whole) - 1) // 2]
+    timeline = measured(schedule, spans)
+    order = lambda task: (timeline.start_s[task], timeline.end_s[task])  # noqa: E731
+    as_run = validate(replace(schedule, ranks=tuple(tuple(sorted(tasks, key=order)) for tasks in schedule.ranks)))
+    _sound(as_run.ranks, spans)
+    return replace(timeline, schedule=as_run), len(whole)
+
+
+def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[dict[Task, Span]]:
+    """The spans of each step on the first device of each rank: a device runs a task once a step."""
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    first = {device for device, name in names.items() if FIRST_DEVICE.fullmatch(name)}
+    found: dict[Task, list[Span]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and event["tid"] in first:
+            found[Task.parse(event["name"])].append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
+    most = max(map(len, found.values()), default=0)
+    ordered = {task: sorted(spans) for task, spans in found.items()}
+    return [{task: spans[i] for task, spans in ordered.items() if i < len(spans)} for i in range(most)]
+
+
+def _sound(ranks: Sequence[Sequence[Task]], spans: Mapping[Task, Span]) -> Mapping[Task, Span]:
+    """`spans`, or ValueError where they are no ranges, or where two of a rank overlap or stand in another order."""
+    for tasks in ranks:
+        free_s = -inf
+        for task in tasks:
+            if task not in spans:
+                continue
+            start, end = spans[task]
+            if not (isfinite(start) and isfinite(end) and start <= end):
+                raise ValueError(f"{task} from {start:g} to {end:g} s is no range")
+            if start < free_s - OVERLAP_S:
+                raise ValueError(f"{task} begins before the task before it on its rank ends")
+            free_s = end
+    if max(end for _, end in spans.values()) <= min(start for start, _ in spans.values()):
+        raise ValueError("its ranges are empty")
+    return spans
+
+
+def measured_bubble(timeline: Path, since_s: float = 0.0) -> float | None:
+    """Idle share of all ranks between 0 and the last end of a measured timeline, 0..1; None if there is none."""
+    busy_s: dict[str, float] = defaultdict(float)
+    end_s = 0.0
+    try:
+        if timeline.stat().st_mtime < since_s:
+            return None
+        with timeline.open(newline="") as file:
+            for row in csv.DictReader(file):
+                busy_s[row["rank"]] += float(row["end_s"]) - float(row["start_s"])
+                end_s = max(end_s, float(row["end_s"]))
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    return 1 - sum(busy_s.values()) / len(busy_s) / end_s if end_s else None

@@ -1,0 +1,1 @@
+"""One file a schedule family, and the registry of them."""

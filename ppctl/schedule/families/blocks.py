@@ -1,0 +1,74 @@
+"""Every V-shaped building block with uniform offsets: the patterns that `squeeze` turns into schedules.
+
+A building block says when each rank runs the F and I of microbatch 0; the next microbatch follows six ticks later. Its
+sum of lifespans over the period is what the schedule holds in its steady state.
+Source: Qi et al. 2024, arXiv 2405.15362, sections 3.1 and 3.2 and appendix A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, permutations
+
+from ppctl.schedule.search.squeeze import F_DOWN, F_UP, I_DOWN, I_UP, PERIOD
+
+Block = tuple[tuple[int, int, int, int], ...]  # for each rank the ticks of F down, F up, I up, I down
+STEPS = range(1, PERIOD)  # ticks from a rank to the next on the way down; one tick on the way up
+
+
+def blocks(num_ranks: int) -> Iterator[Block]:
+    """The distinct building blocks in which no rank runs two of its four lines at once.
+
+    60 orders of the lines on rank 0, 15 pairs of steps from rank to rank on the way down (the first up to a rank, the
+    second from there on), and the ranks at which they change.
+
+    >>> len(list(blocks(8)))
+    480
+    """
+    seen = set()
+    for later in permutations(STEPS, 3):
+        for steps in _steps(num_ranks):
+            down = tuple(accumulate(steps, initial=0))
+            # ticks modulo the period; a microbatch goes down with F and I up, and comes back with F up and I down
+            phases = [(tick, later[0] - r, later[1] + tick, later[2] - r) for r, tick in enumerate(down)]
+            if any(len({phase % PERIOD for phase in row}) < 4 for row in phases):
+                continue
+            block = _unrolled(down, [tuple(phase % PERIOD for phase in row) for row in phases])
+            if block not in seen:
+                seen.add(block)
+                yield block
+
+
+def held(block: Block) -> float:
+    """The most activations that a rank holds in the steady state, in units of one microbatch through 1/p of the model.
+
+    From the start of F to the end of W, which comes right after I at the earliest.
+    """
+    lives = (row[I_DOWN] - row[F_DOWN] + row[I_UP] - row[F_UP] + 4 for row in block)
+    return max(lives) / PERIOD / 2
+
+
+def _steps(num_ranks: int) -> Iterator[tuple[int, ...]]:
+    for first in STEPS:
+        yield (first,) * (num_ranks - 1)
+        for second in range(1, first):
+            for change in range(1, num_ranks - 1):
+                yield (first,) * change + (second,) * (num_ranks - 1 - change)
+
+
+def _unrolled(down: tuple[int, ...], phases: list[tuple[int, ...]]) -> Block:
+    """The block whose lines follow each other as early as their phases allow."""
+    last = len(down) - 1
+    f_up = _next(down[last], phases[last][F_UP])  # on the last rank, the turn of the V
+    i_up = _next(f_up + last, phases[0][I_UP])  # on rank 0, where the loss is
+    i_down = _next(i_up + down[last], phases[last][I_DOWN])
+    return tuple((tick, f_up + last - r, i_up + tick, i_down + last - r) for r, tick in enumerate(down))
+
+
+def _next(tick: int, phase: int) -> int:
+    """The first tick after `tick` with this phase.
+
+    >>> _next(7, 2), _next(8, 2)
+    (8, 14)
+    """
+    return tick + 1 + (phase - tick - 1) % PERIOD

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from ppctl.schedule.families.rank_of import v_shape
+from ppctl.schedule.families.rank_program import Program
+from ppctl.schedule.ir import Schedule
+
+
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """DualPipeV: one direction of DualPipe folded into a V, weight gradients split off only where ranks would idle.
+
+    Makespan m(F+I+W) + (p-1)F/2 at F = I = W and m >= 2p; peak activations p + 1/2, and m at most. p = num_ranks. The
+    forward and the backward that DualPipe runs at once stand next to each other here. Fewer microbatches than 2p run in
+    the order of 2p without the others.
+    Source: DeepSeek-V3, arXiv 2412.19437, figure 5; DualPipeV by Sea AI Lab ("cut in half") and
+    github.com/deepseek-ai/DualPipe, whose eight steps these are.
+    """
+    full = max(2 * num_ranks, num_microbatches)
+    ranks = []
+    for r in range(num_ranks):
+        below = num_ranks - 1 - r  # ranks between this one and the turn
+        program = Program(down=r, up=2 * num_ranks - 1 - r)
+        # 1-3: fill the pipeline, down, then both ways, then up with the first backwards
+        program.add(2 * below, "F down")
+        program.add(r + 1, "F down", "F up")
+        program.add(below, "I up", "W up", "F up")
+        # 4-5: the steady state, then without new microbatches
+        program.add(full - 2 * num_ranks + r + 1, "F down", "B up", "F up", "B down")
+        program.add(below, "B up", "F up", "B down")
+        # 6: backwards alone, both ways; the second half of them leaves its weight gradients for later
+        steps = ("B up", "B down") * (r + 1)
+        program.add(1, *steps[: r + 1], *(step.replace("B", "I") for step in steps[r + 1 :]))
+        # 7-8: input gradients as they arrive, weight gradients between and behind them
+        program.add(below, "W", "I down")
+        program.add(r + 1, "W")
+        ranks.append(tuple(task for task in program.tasks if task.microbatch < num_microbatches))
+    return Schedule("dualpipe_v", tuple(ranks), v_shape(num_ranks), num_microbatches)

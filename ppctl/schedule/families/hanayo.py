@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import heapq
+
+from ppctl.schedule.families.rank_of import waves
+from ppctl.schedule.families.size_checks import at_least
+from ppctl.schedule.ir import Schedule, Task
+
+
+def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Schedule:
+    """Hanayo: 2w chunks a rank, placed down and back up w times, backwards before forwards.
+
+    Bubble (p-1)(F+B)/(2w) at F = B and m a multiple of p; longer, and growing with m, at B = 2F.
+    Peak activations min(m, p). p = num_ranks, w = num_waves.
+    Source: Liu et al. 2023, arXiv 2308.15762, section 3 (placement and rule; the paper prints no order). The order is
+    what ranks do that all take one tick for a task and prefer backwards to forwards and old microbatches to new ones.
+    """
+    at_least("hanayo", "num_waves", num_waves, 1)
+    rank_of = waves(num_ranks, num_waves)
+    last = len(rank_of) - 1
+    ready: list[list[tuple[bool, int, Task]]] = [[] for _ in range(num_ranks)]  # heaps: backwards, then oldest, first
+    ranks: list[list[Task]] = [[] for _ in range(num_ranks)]
+
+    def offer(task: Task) -> None:
+        heapq.heappush(ready[rank_of[task.stage]], (task.kind == "F", task.microbatch, task))
+
+    for m in range(num_microbatches):
+        offer(Task(0, "F", m))
+    while any(ready):
+        for stage, kind, m in _run_tick(ready, ranks):  # what a tick writes can be read in the next
+            if kind == "F":
+                offer(Task(stage + 1, "F", m) if stage < last else Task(stage, "B", m))
+            elif stage > 0:
+                offer(Task(stage - 1, "B", m))
+    return Schedule("hanayo", tuple(map(tuple, ranks)), rank_of, num_microbatches)
+
+
+def _run_tick(ready: list[list[tuple[bool, int, Task]]], ranks: list[list[Task]]) -> list[Task]:
+    """The tasks of one tick, one a rank at most, moved from `ready` to `ranks`."""
+    ran = [(r, heapq.heappop(queue)[2]) for r, queue in enumerate(ready) if queue]
+    for r, task in ran:
+        ranks[r].append(task)
+    return [task for _, task in ran]

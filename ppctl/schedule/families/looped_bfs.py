@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from ppctl.schedule.families.rank_of import loop
+from ppctl.schedule.families.size_checks import at_least
+from ppctl.schedule.ir import Schedule, Task
+
+
+def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
+    """Breadth-first looped pipeline: all microbatches through a chunk before the next chunk, backwards in reverse.
+
+    Bubble (p-1)(F+B)/V for m >= p, and the least sensitive of the looped schedules to transfer latency; below, each of
+    the V-1 turns to the next chunk waits (p-m)(F+B)/V more. Peak activations m. p = num_ranks, V = num_chunks.
+    Source: Lamy-Poirier 2023, arXiv 2211.05953, figure 2d.
+    """
+    at_least("looped_bfs", "num_chunks", num_chunks, 1)
+    ranks = []
+    for r in range(num_ranks):
+        stages = range(r, num_ranks * num_chunks, num_ranks)
+        forwards = [Task(s, "F", m) for s in stages for m in range(num_microbatches)]
+        backwards = [Task(task.stage, "B", task.microbatch) for task in reversed(forwards)]
+        ranks.append((*forwards, *backwards))
+    return Schedule("looped_bfs", tuple(ranks), loop(num_ranks, num_chunks), num_microbatches)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from ppctl.schedule.families.rank_of import loop
+from ppctl.schedule.families.size_checks import hops_floor
+from ppctl.schedule.ir import Schedule, Task
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B: a rank starts its first backward as early as it can, then alternates.
+
+    Bubble (p-1)(F+B); peak activations min(m, p-r) on rank r: p at most, whatever m.
+    Source: PipeDream-flush, Narayanan et al. 2021, arXiv 2006.09503; DAPPLE, Fan et al. 2021, arXiv 2007.01045.
+    """
+    return _alternating("1f1b", num_ranks, num_microbatches, warmup_hops=1)
+
+
+def eager_1f1b(num_ranks: int, num_microbatches: int, *, warmup_hops: float = 2) -> Schedule:
+    """Eager 1F1B: a longer warm-up than 1F1B, floor(h(p-1-r)) forwards with h = warmup_hops in [1, 2].
+
+    Bubble (p-1)(F+B), with h = 2 at any transfer latency; peak activations min(m, floor(h(p-1-r))+1) on rank r: 2p-1
+    at most with h = 2, where no forward waits for the backward of the same step, and those of 1F1B with h = 1.
+    Source: Zhuang et al. 2022, arXiv 2211.05322 (h = 2); the h between by simulation.
+    """
+    return _alternating("eager_1f1b", num_ranks, num_microbatches, warmup_hops)
+
+
+def _alternating(name: str, num_ranks: int, num_microbatches: int, warmup_hops: float) -> Schedule:
+    ranks = []
+    for r in range(num_ranks):
+        warmup = min(num_microbatches, hops_floor(name, warmup_hops, num_ranks - 1 - r))
+        tasks = [Task(r, "F", m) for m in range(warmup)]
+        for m in range(warmup, num_microbatches):
+            tasks += [Task(r, "F", m), Task(r, "B", m - warmup)]
+        tasks += [Task(r, "B", m) for m in range(num_microbatches - warmup, num_microbatches)]
+        ranks.append(tuple(tasks))
+    return Schedule(name, tuple(ranks), loop(num_ranks), num_microbatches)

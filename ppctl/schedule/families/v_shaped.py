@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.search.squeeze import squeeze_pattern
+
+
+def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
+    """V-Half: half the activations of 1F1B for half its bubble.
+
+    Bubble (3p-7)/2 at F = I = W = 1 and even p >= 4, m >= p; peak activations floor((p+2)/2). p = num_ranks. Needs a
+    true split of the backward: with whole backwards it is slower than 1F1B.
+    Source: Qi et al. 2024, arXiv 2405.15362, section 3.3 and figure 4.
+    """
+    p = num_ranks
+    wait = 3 if p % 2 == 0 else 0  # keeps the four lines of a rank on different ticks of the period
+    starts = [[2 * r, 3 * p - 2 - r, 3 * p - 1 + wait + 2 * r, 6 * p - 2 + wait - r] for r in range(p)]
+    return squeeze_pattern("v_half", starts, num_microbatches, cap=2 * ((p + 2) // 2))
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
+    """V-Min: a third of the activations of 1F1B, the least that a V-shaped pipeline without growing bubble can hold.
+
+    Bubble 2p-5/2 (p not a multiple of 3) or 2p-7/2 at F = I = W = 1, growing with m at other ratios; peak activations
+    floor((p+4)/3). p = num_ranks. Needs a true split of the backward: with whole backwards it is slower than 1F1B.
+    Source: Qi et al. 2024, arXiv 2405.15362, section 3.3 and figure 4.
+    """
+    p = num_ranks
+    wait = 2 if p % 3 == 0 else 0  # keeps the four lines of a rank on different ticks of the period
+    starts = [[r, 2 * p - 1 - r, 2 * p + wait + r, 4 * p - 1 + wait - r] for r in range(p)]
+    return squeeze_pattern("v_min", starts, num_microbatches, cap=2 * ((p + 4) // 3))

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from ppctl.schedule.families.interleaved import task_order
+from ppctl.schedule.families.rank_of import loop
+from ppctl.schedule.families.size_checks import at_least, multiple_of_ranks
+from ppctl.schedule.ir import Schedule
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B with the backward split, weight gradients put off by r microbatches on rank r.
+
+    Bubble (p-1) max(F+I-W, F, I) for m >= p; peak activations min(m, p) on every rank. p = num_ranks; I and W are the
+    input- and weight-gradient halves of a backward.
+    Source: Qi et al. 2023, arXiv 2401.10241, section 2.1.
+    """
+    return _split_1f1b("zb_h1", num_ranks, num_microbatches, num_chunks=1, hops=1)
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-H2: twice the warm-up and twice the delay of ZB-H1, so that no rank idles between its first and last task.
+
+    Makespan m(F+I+W) + (p-1)F at F = I = W; period m(F+I+W) + (p-1) max(0, F+I-2W, I-F), for m >= 2p-1. Peak
+    activations min(m, 2p-1) on every rank. p = num_ranks.
+    Source: Qi et al. 2023, arXiv 2401.10241, section 2.2.
+    """
+    return _split_1f1b("zb_h2", num_ranks, num_microbatches, num_chunks=1, hops=2)
+
+
+def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B with the backward split: ZB-H1 over V chunks a rank.
+
+    Bubble (p-1) max(F+I-W, F, I)/V; peak activations p on every rank. p = num_ranks, V = num_chunks.
+    ScheduleError unless num_microbatches is a multiple of p.
+    Source: section 2.1 of arXiv 2401.10241 on the order of 2104.04473, as in PyTorch's ScheduleInterleavedZeroBubble;
+    closed form by simulation.
+    """
+    at_least("interleaved_zb", "num_chunks", num_chunks, 1)
+    multiple_of_ranks("interleaved_zb", num_microbatches, num_ranks)
+    return _split_1f1b("interleaved_zb", num_ranks, num_microbatches, num_chunks, hops=1)
+
+
+def _split_1f1b(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, hops: int) -> Schedule:
+    """Interleaved 1F1B of I and W: rank r's warm-up is hops(p-1-r) + (V-1)p chunks, its W lag hops*r behind its I."""
+    task, total = task_order(num_ranks, num_microbatches, num_chunks, group_size=num_ranks)
+    ranks = []
+    for r in range(num_ranks):
+        warmup = min(total, hops * (num_ranks - 1 - r) + (num_chunks - 1) * num_ranks)
+        # with few microbatches a longer delay than r only puts W off past the end of the others' work
+        delay = min(hops * r, r + max(0, total - num_ranks))
+        tasks = [task(r, "F", k) for k in range(warmup)]
+        for k in range(total):
+            if warmup + k < total:
+                tasks.append(task(r, "F", warmup + k))
+            tasks.append(task(r, "I", k))
+            if k >= delay:
+                tasks.append(task(r, "W", k - delay))
+        tasks += [task(r, "W", k) for k in range(max(0, total - delay), total)]
+        ranks.append(tuple(tasks))
+    return Schedule(name, tuple(ranks), loop(num_ranks, num_chunks), num_microbatches)

@@ -1,0 +1,1 @@
+"""Which layers each stage holds, by counted or measured costs. Standard library only."""

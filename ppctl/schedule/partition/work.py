@@ -1,0 +1,165 @@
+"""What a partition divides: seconds and bytes of every layer and of the ends, and the limit of every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from ppctl.schedule.partition.partition import Partition
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What each layer costs, in model order, and what embedding and head add to the first and the last stage.
+
+    Sums of bytes are exact where the bytes are whole numbers.
+    """
+
+    layer_s: tuple[float, ...]  # seconds of one microbatch
+    layer_bytes: tuple[float, ...] | None = (
+        None  # held all the time: weights, gradients, optimizer state; None: nothing
+    )
+    activation_bytes: tuple[float, ...] | None = None  # held for each microbatch in flight; None: nothing
+    embed_s: float = 0.0
+    head_s: float = 0.0
+    embed_bytes: float = 0.0  # all that the embedding holds, its activations included
+    head_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for numbers in (self.layer_s, self.layer_bytes, self.activation_bytes):
+            assert numbers is None or len(numbers) == self.num_layers, "one number for each layer"
+            assert numbers is None or all(0 <= n < math.inf for n in numbers), "finite numbers of at least 0"
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_s)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The limit of each rank, and how many microbatches each stage holds activations of when its rank holds most."""
+
+    limit_bytes: tuple[float, ...]
+    in_flight: tuple[int, ...]
+
+
+class Work:
+    """Layers on stages and ranks as sums, so that what a stage takes is a difference.
+
+    Partitions are `bounds_of` them: stage s holds the layers from bounds[s] to before bounds[s+1].
+    """
+
+    def __init__(self, layers: Layers, rank_of: Sequence[int], memory: Memory | None):
+        self.rank_of, self.num_layers = tuple(rank_of), layers.num_layers
+        self.num_stages, self.num_ranks = len(rank_of), max(rank_of) + 1
+        last = self.num_stages - 1
+        self.stages_of = [[s for s in range(last + 1) if rank_of[s] == rank] for rank in range(self.num_ranks)]
+        self.least = [min(1, s, last - s) for s in range(last + 1)]  # layers a stage needs
+        self.s_sums = _sums(layers.layer_s)
+        self.end_s, self.end_bytes = [0.0] * (last + 1), [0.0] * (last + 1)
+        for s, seconds, size in ((0, layers.embed_s, layers.embed_bytes), (last, layers.head_s, layers.head_bytes)):
+            self.end_s[s] += seconds
+            self.end_bytes[s] += size
+        self.limits = (math.inf,) * self.num_ranks if memory is None else memory.limit_bytes
+        in_flight = (0,) * (last + 1) if memory is None else memory.in_flight
+        assert (len(self.limits), len(in_flight)) == (self.num_ranks, last + 1), "a limit each rank, a count each stage"
+        self.limit = [self.limits[rank] for rank in rank_of]
+        fixed = layers.layer_bytes or (0,) * layers.num_layers
+        kept = layers.activation_bytes or (0,) * layers.num_layers
+        sizes = {n: [f + n * a for f, a in zip(fixed, kept, strict=True)] for n in set(in_flight)}
+        sums = {n: _sums(size) for n, size in sizes.items()}
+        self.byte_sums = [sums[n] for n in in_flight]
+        self.lightest = [min(sizes[n], default=0) for n in in_flight]  # the bytes of each stage's smallest layer
+        light = min(in_flight)
+        self.light_sums = sums[light]
+        stage_bytes = [n * size + end for n, size, end in zip(self.least, self.lightest, self.end_bytes, strict=True)]
+        self.least_stage_bytes = stage_bytes
+        self.least_bytes = [sum(stage_bytes[s] for s in stages) for stages in self.stages_of]
+        # what each stage may hold: the others of its rank hold what they need
+        self.room = [self.limit[s] - (self.least_bytes[rank] - stage_bytes[s]) for s, rank in enumerate(rank_of)]
+
+    def stage_s(self, bounds: Sequence[int]) -> list[float]:
+        return [self.s_sums[b] - self.s_sums[a] + end for (a, b), end in zip(pairwise(bounds), self.end_s, strict=True)]
+
+    def max_s(self, bounds: Sequence[int]) -> float:
+        return max(self.stage_s(bounds))
+
+    def stage_bytes(self, s: int, a: int, b: int) -> float:
+        return self.byte_sums[s][b] - self.byte_sums[s][a] + self.end_bytes[s]
+
+    def rank_bytes(self, bounds: Sequence[int]) -> list[float]:
+        return [sum(self.stage_bytes(s, bounds[s], bounds[s + 1]) for s in stages) for stages in self.stages_of]
+
+    def excess(self, bounds: Sequence[int]) -> float:
+        """By how many bytes the rank that is most over its limit is over it; negative where all fit."""
+        return max(found - limit for found, limit in zip(self.rank_bytes(bounds), self.limits, strict=True))
+
+    def fits(self, bounds: Sequence[int]) -> bool:
+        return self.excess(bounds) <= 0
+
+    def unevenness(self, bounds: Sequence[int]) -> tuple[float, float, float]:
+        """What is to be small, in order: the largest stage, the largest sum of a rank, the sum of squares."""
+        stage_s = self.stage_s(bounds)
+        rank_s = max(sum(stage_s[s] for s in stages) for stages in self.stages_of)
+        return max(stage_s), rank_s, sum(s * s for s in stage_s)
+
+    def first_start(self, s: int) -> list[int]:
+        """For each end b the first start a with which stage s fits in its room; b + 1 where none does."""
+        sums, room = self.byte_sums[s], self.room[s] - self.end_bytes[s]
+        starts, a = [], 0
+        for b in range(self.num_layers + 1):
+            while a <= b and sums[b] - sums[a] > room:
+                a += 1
+            starts.append(a)
+        return starts
+
+    def last_end(self, s: int, cap: float, room: float) -> list[int]:
+        """For each start a the last end b with which stage s is within cap and room; a - 1 where none is."""
+        cap_s, room_bytes, ends, b = cap, room - self.end_bytes[s], [], -1
+        seconds, sizes, end_s = self.s_sums, self.byte_sums[s], self.end_s[s]
+        for a in range(self.num_layers + 1):
+            b = max(b, a - 1)
+            while b < self.num_layers and (
+                seconds[b + 1] - seconds[a] + end_s <= cap_s and sizes[b + 1] - sizes[a] <= room_bytes
+            ):
+                b += 1
+            ends.append(b)
+        return ends
+
+    def costs_between(self, low: float, high: float) -> list[float]:
+        """What stages can cost, above `low` and at most `high`, in order."""
+        sums, every = self.s_sums, range(self.num_layers + 1)
+        found = {sums[b] - sums[a] + 0.0 for a in every for b in every[a:] if low < sums[b] - sums[a] <= high}
+        found |= {sums[b] - sums[0] + self.end_s[0] for b in every}
+        found |= {sums[-1] - sums[a] + self.end_s[-1] for a in every}
+        return sorted(cost for cost in found if low < cost <= high)
+
+
+def fitting(layers: Layers, rank_of: Sequence[int], memory: Memory) -> Callable[[Partition], bool]:
+    """Whether all ranks hold what a partition gives them: an argument of `ppctl.schedule.partition.cut.improved`.
+
+    >>> fitting(Layers((1.0,) * 4, layer_bytes=(3,) * 4), (0, 1), Memory((6, 6), (1, 1)))((range(1), range(1, 4)))
+    False
+    """
+    work = Work(layers, rank_of, memory)
+    return lambda partition: work.fits(bounds_of(partition))
+
+
+def bounds_of(partition: Partition) -> list[int]:
+    """The layers at which stages begin, and the number of layers.
+
+    >>> bounds_of((range(3), range(3, 4)))
+    [0, 3, 4]
+    """
+    return [0, *(stage.stop for stage in partition)]
+
+
+def partition_of(bounds: Sequence[int]) -> Partition:
+    """The reverse of `bounds_of`."""
+    return tuple(range(a, b) for a, b in pairwise(bounds))
+
+
+def _sums(numbers: Sequence[float]) -> list[float]:
+    return list(accumulate(numbers, initial=0))

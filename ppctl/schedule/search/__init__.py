@@ -1,0 +1,1 @@
+"""Schedules found by search: under memory caps, at given costs."""

@@ -1,0 +1,83 @@
+"""Greedy list scheduling: a named order as priorities, run at given costs under a given cap.
+
+A rank that would wait runs a later task of its order that is ready, if memory allows.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from ppctl.schedule.search.orders import Jobs, Orders
+
+NEVER = float("inf")
+WINDOW = 48  # how far along its order a rank looks for a task that is ready
+
+
+def fill(
+    jobs: Jobs, orders: Orders, cap: int, patience: float = 0.0, *, weight_grads_last: bool = False
+) -> Orders | None:
+    """The orders in which ranks with priorities `orders` run when none waits without need; None if they get stuck.
+
+    cap: the most stashes that a rank may hold; orders may exceed it, the result never does. patience: a task may make
+    the one that it overtakes late by this share of its own time. weight_grads_last: whatever else is ready overtakes a
+    weight gradient.
+    """
+    fits = [jobs.fits(order, cap) for order in orders]
+    rest = [list(order) for order in orders]
+    done: Orders = [[] for _ in orders]
+    readers: dict[int, int] = {}
+    for task, needs in enumerate(jobs.needs):
+        for value, hop_s in needs:
+            if hop_s or value not in readers:
+                readers[value] = jobs.rank[task]
+    written_s: list[float] = [NEVER] * jobs.num_values
+    live, free_s = [0] * jobs.num_ranks, [0.0] * jobs.num_ranks
+    wake = [(0.0, rank) for rank in range(jobs.num_ranks)]
+
+    def ready_s(task: int) -> float:
+        return max((written_s[value] + hop_s for value, hop_s in jobs.needs[task]), default=0.0)
+
+    def choose(rank: int, now_s: float) -> tuple[int | None, float]:
+        """The place in rest[rank] of what to run now, or None and when its first task can run."""
+        order, kinds = rest[rank], jobs.tasks
+        head = order[0]
+        head_s = ready_s(head)
+        blocked = jobs.change[head] > 0 and live[rank] >= cap
+        may_start = head_s <= now_s and not blocked
+        waits = weight_grads_last and kinds[head].kind == "W"
+        if may_start and not waits:
+            return 0, now_s
+        ahead = most = 0  # stashes that the overtaken tasks will hold, now and at their peak
+        for place in range(min(WINDOW, len(order))):
+            task = order[place]
+            change = jobs.change[task]
+            overtakes = place > 0 and not (may_start and kinds[task].kind == "W")
+            room = change <= 0 or live[rank] + 1 + (max(most, 0) if fits[rank] else 0) <= cap
+            if overtakes and room and ready_s(task) <= now_s:
+                late_s = now_s + jobs.seconds[task] - head_s
+                if may_start or blocked or head_s == NEVER or late_s <= patience * jobs.seconds[task]:
+                    return place, now_s
+            ahead += change
+            most = max(most, ahead)
+        return (0, now_s) if may_start else (None, NEVER if blocked else head_s)
+
+    while wake:
+        now_s, rank = heapq.heappop(wake)
+        if free_s[rank] > now_s or not rest[rank]:
+            continue
+        place, later_s = choose(rank, now_s)
+        if place is None:
+            if later_s < NEVER:
+                heapq.heappush(wake, (later_s, rank))
+            continue
+        task = rest[rank].pop(place)
+        done[rank].append(task)
+        live[rank] += jobs.change[task]
+        free_s[rank] = end_s = now_s + jobs.seconds[task]
+        heapq.heappush(wake, (end_s, rank))
+        for value in jobs.makes[task]:
+            written_s[value] = end_s
+            reader = readers.get(value, rank)
+            if reader != rank:
+                heapq.heappush(wake, (end_s + jobs.hop_s, reader))
+    return None if any(rest) else done

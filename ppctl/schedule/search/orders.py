@@ -1,0 +1,116 @@
+"""A schedule's tasks as numbers, so that a search can price thousands of orders of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.ir import KINDS, Schedule, Task
+from ppctl.schedule.walk import Rule
+
+Orders = list[list[int]]  # for each rank the numbers of its tasks, in program order
+NONE = -1
+
+
+@dataclass
+class Run:
+    """Orders run by free ranks. Lists over task numbers: start, end, and the task whose end set the start (or NONE)."""
+
+    makespan_s: float
+    start_s: list[float]
+    end_s: list[float]
+    waits_for: list[int]
+
+    def period_s(self, orders: Orders) -> float:
+        """The longest time from a rank's first start to its last end."""
+        return max(self.end_s[order[-1]] - self.start_s[order[0]] for order in orders)
+
+    def critical_path(self, task: int | None = None) -> list[int]:
+        """A chain of tasks from 0 to the end of `task` (of the last one), each waiting for the one before it."""
+        task = max(range(len(self.end_s)), key=self.end_s.__getitem__) if task is None else task
+        path = []
+        while task != NONE:
+            path.append(task)
+            task = self.waits_for[task]
+        return path[::-1]
+
+
+class Jobs:
+    """The tasks of `schedule` with what they read, write and last; `first` is the schedule's own orders.
+
+    `rank`, `seconds` and `change` (of the stashes held: +1, -1 or 0) are lists over task numbers; `spent` counts the
+    tasks that runs have priced so far.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs):
+        self.schedule, self.num_ranks, self.hop_s = schedule, schedule.num_ranks, costs.hop_s
+        self.tasks = [task for tasks in schedule.ranks for task in tasks]
+        self.rank = [r for r, tasks in enumerate(schedule.ranks) for _ in tasks]
+        self.seconds = [costs.seconds(task.kind, task.stage, schedule.num_chunks) for task in self.tasks]
+        self.change = [{"F": 1, "I": 0, "B": -1, "W": -1}[task.kind] for task in self.tasks]
+        rule, rank_of, stages = Rule.of(schedule), schedule.rank_of, range(schedule.num_stages)
+        after = {
+            kind: [[(base, 0.0 if r == rank_of[s] else costs.hop_s) for base, r in rule.reads[kind][s]] for s in stages]
+            for kind in KINDS
+        }
+        self.num_values = rule.num_values
+        self.needs = [[(base + t.microbatch, hop_s) for base, hop_s in after[t.kind][t.stage]] for t in self.tasks]
+        self.makes = [[base + t.microbatch for base in rule.writes[t.kind][t.stage]] for t in self.tasks]
+        self.spent = 0
+        numbers = iter(range(len(self.tasks)))
+        self.first: Orders = [[next(numbers) for _ in tasks] for tasks in schedule.ranks]
+
+    def run(self, orders: Orders, limit_s: float = float("inf")) -> Run | None:
+        """What the orders cost, or None if ranks wait for each other, or a task ends at `limit_s` or later."""
+        needs, makes, seconds = self.needs, self.makes, self.seconds
+        start_s, end_s, waits_for = [0.0] * len(seconds), [0.0] * len(seconds), [NONE] * len(seconds)
+        written_s: list[float | None] = [None] * self.num_values
+        writer = [NONE] * self.num_values
+        at, free_s, before = [0] * self.num_ranks, [0.0] * self.num_ranks, [NONE] * self.num_ranks
+        waiting: dict[int, int] = {}
+        ready, left, latest_s = list(range(self.num_ranks)), len(seconds), 0.0
+        while ready:
+            rank = ready.pop()
+            order, step, now_s, last = orders[rank], at[rank], free_s[rank], before[rank]
+            while step < len(order):
+                task = order[step]
+                begin_s, why = now_s, last
+                for value, hop_s in needs[task]:
+                    arrives_s = written_s[value]
+                    if arrives_s is None:
+                        waiting[value] = rank  # each value has one reader that is not its writer's own rank
+                        break
+                    if arrives_s + hop_s > begin_s:
+                        begin_s, why = arrives_s + hop_s, writer[value]
+                else:
+                    now_s = begin_s + seconds[task]
+                    if now_s >= limit_s:
+                        self.spent += len(seconds) - left
+                        return None
+                    start_s[task], end_s[task], waits_for[task], last = begin_s, now_s, why, task
+                    for value in makes[task]:
+                        written_s[value], writer[value] = now_s, task
+                        if value in waiting:
+                            ready.append(waiting.pop(value))
+                    step, left = step + 1, left - 1
+                    continue
+                break
+            at[rank], free_s[rank], before[rank] = step, now_s, last
+            latest_s = max(latest_s, now_s)
+        self.spent += len(seconds) - left
+        return None if left else Run(latest_s, start_s, end_s, waits_for)
+
+    def fits(self, order: Sequence[int], cap: int) -> bool:
+        """Whether a rank that runs its tasks in this order never holds more than `cap` stashes."""
+        live = 0
+        for task in order:
+            live += self.change[task]
+            if live > cap:
+                return False
+        return True
+
+    def as_schedule(self, orders: Orders, name: str) -> Schedule:
+        """The schedule of these orders."""
+        ranks: tuple[tuple[Task, ...], ...] = tuple(tuple(self.tasks[task] for task in order) for order in orders)
+        return replace(self.schedule, name=name, ranks=ranks)

@@ -1,0 +1,160 @@
+"""From a repeated pattern of F and I on a V-shaped placement to every rank's order of F, I and W.
+
+Pipeline parallelism with controllable memory (Qi et al. 2024, arXiv 2405.15362, section 3): a schedule is a building
+block repeated every six ticks, then squeezed. Here the squeeze is one run of the ranks at given costs, in which each
+runs the earliest task of its pattern that is ready, and a waiting weight gradient where none is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+from ppctl.errors import ScheduleError
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.rank_of import v_shape
+from ppctl.schedule.ir import Kind, Schedule, Task
+from ppctl.schedule.walk import Rule
+
+NEVER = float("inf")
+UNIT = Costs()
+PERIOD = 6  # ticks of a microbatch on every rank: F, I and W of two chunks
+F_DOWN, F_UP, I_UP, I_DOWN = range(4)  # a rank's four lines of the pattern, in the order a microbatch runs them
+
+
+def squeeze_pattern(
+    name: str,
+    starts: Sequence[Sequence[int]],
+    num_microbatches: int,
+    cap: int,
+    costs: Costs = UNIT,
+    patience: float = 0.0,
+) -> Schedule:
+    """The schedule of a building block: starts[r] are the ticks of microbatch 0's F down, F up, I up, I down on rank r.
+
+    The other arguments are those of `squeeze`.
+    """
+    priority = [[[start + PERIOD * m for m in range(num_microbatches)] for start in row] for row in starts]
+    return squeeze(name, priority, num_microbatches, cap, costs, patience)
+
+
+def squeeze(
+    name: str,
+    priority: Sequence[Sequence[Sequence[int]]],
+    num_microbatches: int,
+    cap: int,
+    costs: Costs = UNIT,
+    patience: float = 0.0,
+    *,
+    reorder: bool = True,
+) -> Schedule:
+    """The schedule whose ranks run their F and I by `priority[rank][line][microbatch]`, lowest first.
+
+    cap: the most activations of a rank, in chunks. costs: of the run that makes the order. patience: a rank waits for a
+    task that comes within this share of a weight gradient's time, instead of running a weight gradient.
+    reorder: before rank 0's first backward and after a rank's last entry (F down), a rank whose next task is not ready
+    takes another that is, as the paper's reordering does.
+    ScheduleError where the pattern cannot run under the cap.
+    """
+    num_ranks = len(priority)
+    empty = Schedule(name, ((),) * num_ranks, v_shape(num_ranks), num_microbatches)
+    rule = Rule.of(empty)
+    written_s = [NEVER] * rule.num_values
+    ranks = [_Rank(r, empty, rule, written_s, priority[r], cap, costs) for r in range(num_ranks)]
+    wake = [(0.0, r) for r in range(num_ranks)]  # when a rank is free, or what it waits for has arrived
+    first_backward_s = NEVER  # of rank 0
+    while wake:
+        now_s, r = heapq.heappop(wake)
+        if ranks[r].free_s > now_s:
+            continue
+        warm = reorder and now_s <= first_backward_s
+        task, later_s = ranks[r].next_task(now_s, warm=warm, cool=reorder, patience=patience)
+        if task is None:
+            if later_s < NEVER:
+                heapq.heappush(wake, (later_s, r))
+            continue
+        stage, kind, m = task
+        if r == 0 and kind == "I":
+            first_backward_s = min(first_backward_s, now_s)
+        ranks[r].free_s = end_s = now_s + ranks[r].seconds[kind, stage]
+        for base in rule.writes[kind][stage]:
+            written_s[base + m] = end_s
+        heapq.heappush(wake, (end_s, r))
+        reads_it = stage + 1 if kind == "F" else stage - 1
+        if kind != "W" and 0 <= reads_it < 2 * num_ranks and empty.rank_of[reads_it] != r:
+            heapq.heappush(wake, (end_s + costs.hop_s, empty.rank_of[reads_it]))
+    left = 6 * num_ranks * num_microbatches - sum(len(rank.done) for rank in ranks)
+    if left:
+        raise ScheduleError(f"{name}: {left} tasks cannot run under a cap of {cap} chunks.")
+    return Schedule(name, tuple(tuple(rank.done) for rank in ranks), empty.rank_of, num_microbatches)
+
+
+class _Rank:
+    """One rank on its way through its four lines."""
+
+    def __init__(
+        self,
+        r: int,
+        schedule: Schedule,
+        rule: Rule,
+        written_s: list[float],
+        priority: Sequence[Sequence[int]],
+        cap: int,
+        costs: Costs,
+    ):
+        down, up = r, schedule.num_stages - 1 - r
+        self.cells: tuple[tuple[int, Kind], ...] = ((down, "F"), (up, "F"), (up, "I"), (down, "I"))
+        # for each line: what it reads, and when that arrives after it was written
+        self.needs = [
+            [(base, 0.0 if source == r else costs.hop_s) for base, source in rule.reads[kind][stage]]
+            for stage, kind in self.cells
+        ]
+        self.seconds = {(kind, stage): costs.seconds(kind, stage, 2) for kind in "FIW" for stage in (down, up)}
+        self.written_s, self.priority, self.cap = written_s, priority, cap
+        self.num_microbatches = schedule.num_microbatches
+        self.at = [0, 0, 0, 0]  # microbatches done, by line
+        self.live = 0  # chunks held
+        self.free_s = 0.0
+        self.pending: deque[Task] = deque()  # weight gradients to come
+        self.done: list[Task] = []
+
+    def next_task(self, now_s: float, *, warm: bool, cool: bool, patience: float) -> tuple[Task | None, float]:
+        """What the rank runs now, marked as done; else None and when to ask again, as far as that is known."""
+        cool = cool and self.at[F_DOWN] == self.num_microbatches
+        todo = sorted((self.priority[i][m], i) for i, m in enumerate(self.at) if m < self.num_microbatches)
+        later_s = NEVER
+        for n, (_, line) in enumerate(todo):
+            if n > 0 and not ((cool and line >= I_UP) or (warm and (line != F_DOWN or self._has_room()))):
+                continue
+            if line < I_UP and self.live == self.cap:
+                continue
+            m = self.at[line]
+            arrives_s = max((self.written_s[base + m] + hop_s for base, hop_s in self.needs[line]), default=0.0)
+            if arrives_s <= now_s:
+                return self._run(line), now_s
+            later_s = min(later_s, arrives_s)
+            if not (cool or warm):
+                break
+        if self.pending:
+            weight_grad = self.pending[0]
+            if later_s >= now_s + patience * self.seconds["W", weight_grad.stage]:
+                self.live -= 1
+                self.done.append(self.pending.popleft())
+                return weight_grad, now_s
+        return None, later_s
+
+    def _run(self, line: int) -> Task:
+        stage, kind = self.cells[line]
+        task = Task(stage, kind, self.at[line])
+        self.at[line] += 1
+        self.live += kind == "F"
+        if kind == "I":
+            self.pending.append(Task(stage, "W", task.microbatch))
+        self.done.append(task)
+        return task
+
+    def _has_room(self) -> bool:
+        """Whether a microbatch may enter early: all that are in must find room for their way up, and so must it."""
+        coming_back = self.at[F_DOWN] - self.at[F_UP]
+        return self.live + coming_back + 2 <= self.cap

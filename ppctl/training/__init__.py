@@ -1,0 +1,1 @@
+"""One training job: what it is made of, its train step, loop, checkpoints, metrics."""

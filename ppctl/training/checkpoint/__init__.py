@@ -1,0 +1,1 @@
+"""Checkpoints: Orbax in natural order, a manifest of checksums beside each."""

@@ -1,0 +1,71 @@
+"""What a checkpoint says of itself: step, arrays, checksums, what the run told it, and a hash of all that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ppctl.training.checkpoint.checksum import names
+
+
+class Sealed(NamedTuple):
+    step: int
+    arrays: dict[str, str]  # dtype and shape by name
+    checksums: dict[str, str]  # by name
+    meta: dict[str, Any]  # as it was given to `Checkpoints.save`
+
+
+def seal(sealed: Sealed) -> dict[str, Any]:
+    """Plain JSON of what is sealed, with a hash of all of it."""
+    content = json.loads(json.dumps(sealed._asdict(), allow_nan=False))
+    return {**content, "sha256": _hash(content)}
+
+
+def unseal(record: Any, step: int) -> Sealed:
+    """What was sealed for `step`. ValueError if that is not what the record says, or not all of it."""
+    if not isinstance(record, dict) or set(record) != {*Sealed._fields, "sha256"}:
+        raise ValueError("meta/data.json is not what ppctl writes")
+    content = {name: value for name, value in record.items() if name != "sha256"}
+    if record["sha256"] != _hash(content):
+        raise ValueError("meta/data.json does not have the hash stored in it")
+    if content["step"] != step:
+        raise ValueError(f"it was saved as step {content['step']}")
+    return Sealed(**content)
+
+
+def described(tree: Any) -> dict[str, str]:
+    """Dtype and shape by name of each array of a state.
+
+    >>> described({"w": jax.ShapeDtypeStruct((2, 3), "float32")})
+    {'w': 'float32[2,3]'}
+    """
+    leaves = []
+    for leaf in jax.tree.leaves(tree):
+        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # stored as the integers behind the key
+        plain = jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
+        leaves.append(f"{np.dtype(plain.dtype).name}[{','.join(map(str, plain.shape))}]")
+    return dict(zip(names(tree), leaves, strict=True))
+
+
+def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """One phrase for each array that is not stored as wanted.
+
+    >>> differences({"w": "float32[2,3]"}, {"w": "float32[4,3]"})
+    ['w is stored as float32[2,3], wanted float32[4,3]']
+    """
+    phrases = []
+    for name in sorted({*stored, *wanted}):
+        is_stored = f"stored as {stored[name]}" if name in stored else "not stored"
+        is_wanted = f"wanted {wanted[name]}" if name in wanted else "not wanted"
+        if name not in stored or name not in wanted or stored[name] != wanted[name]:
+            phrases.append(f"{name} is {is_stored}, {is_wanted}")
+    return phrases
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

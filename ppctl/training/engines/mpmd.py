@@ -1,0 +1,358 @@
+"""The engine of the mpmd executor: a plan of programs on submeshes, an optimizer for each rank.
+
+The global norm is formed across ranks: each sums the squares of its gradients, the last rank adds them up and sends the
+norm back, with the other numbers of the step. The state is a tuple with a tree for each rank, of None where the rank is
+other processes'; a tied leaf of the ends is on two ranks and gets the same update on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.compiler_preset import Effort
+from ppctl.executors.mesh import DATA_AXES
+from ppctl.executors.mpmd.division import Division
+from ppctl.executors.mpmd.plan import Key, Op, Program, move, roles, task_ops
+from ppctl.executors.mpmd.rank import Library, rank_op, rank_ops, rank_roles, with_tied
+from ppctl.executors.mpmd.runtime import Machine, Walk
+from ppctl.executors.mpmd.tasks import Model
+from ppctl.executors.spmd.memory import shard_bytes
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.training.engines import Footprint
+from ppctl.training.engines.rows import put_rows, rows_of
+from ppctl.training.engines.states import States
+from ppctl.training.optim import sum_of_squares
+from ppctl.training.train_step import apply_gradients
+
+Tree = Any
+STATE = ("params", "optimizer", "step")  # what a rank's state holds
+METRICS = ("loss", "grad_norm", "lr")  # of a step
+
+
+class Mpmd:
+    """An `Engine`. `schedules` are those of training and of evaluation, each with its tasks in order of dispatch."""
+
+    def __init__(
+        self,
+        states: States,
+        batch_shapes: Tree,
+        model: Model,
+        schedules: tuple[tuple[Schedule, Sequence[Task]], tuple[Schedule, Sequence[Task]]],
+        optimizer: optax.GradientTransformation,
+        lr_schedule: optax.Schedule,
+        compiler_options: Mapping[str, Any] | None = None,  # of XLA, as jax.jit takes them
+    ):
+        layout = states.layout
+        self.states, self.batch_shapes, self.model, self.layout = states, batch_shapes, model, layout
+        self.training, self.evaluation = schedules
+        self.stage_roles = roles(layout.partition, are_alike=model.stack.are_alike)
+        self.roles = rank_roles(model, layout, self.stage_roles)
+        self.ranks = range(len(self.roles))
+        self.first, self.last = layout.rank_of[0], layout.rank_of[-1]
+        used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
+        holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.tied))]
+        self.division = Division(layout, model.ends, holders)
+        self.machine = Machine(self.division.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
+        self.read_at = next(r for r in (self.last, *self.ranks) if self.machine.is_mine[r])  # the numbers of a step
+        self.walks: dict[str, Walk] = {}
+
+    # states
+
+    def new_state(self) -> Tree:
+        return self._alone(lambda: self.division.split(jax.block_until_ready(self.states.new())))
+
+    def to_natural(self, state: Tree) -> Tree:
+        return self._alone(lambda: self.states.to_natural(self.division.join(state, self.states.staged)))
+
+    def from_natural(self, state: Tree) -> Tree:
+        return self._alone(lambda: self.division.split(jax.block_until_ready(self.states.to_staged(state))))
+
+    def _alone(self, whole: Callable[[], Tree]) -> Tree:
+        """What `whole` returns: programs of the whole mesh take no turns, so nothing else may run beside them."""
+        self.machine.wait()
+        self.machine.connect()
+        return jax.block_until_ready(whole())
+
+    def parameters(self, state: Tree) -> Sequence[Tree]:
+        return tuple(of_rank["params"] for of_rank in state)
+
+    @property
+    def rows(self) -> Sequence[int]:
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> tuple[int, ...]:
+        held = (rows_of(sharding, self._batch_size) for sharding in self._batch_shardings.values())
+        return tuple(sorted(set().union(*held)))
+
+    def put(self, batch: Mapping[str, Any]) -> Tree:
+        return put_rows(self._batch_shardings, self.rows, batch, self._batch_size)
+
+    @cached_property
+    def _batch_shardings(self) -> dict[str, NamedSharding]:
+        """The inputs are on the first stage's submesh, the targets on the last one's."""
+        ranks = {"inputs": self.first, "targets": self.last}
+        return {name: NamedSharding(self.division.submeshes[rank], P(DATA_AXES)) for name, rank in ranks.items()}
+
+    @property
+    def _batch_size(self) -> int:
+        return self.batch_shapes["inputs"].shape[0]
+
+    # steps
+
+    def compile(self, *, evaluate: bool) -> Footprint:
+        step = self.walk("step")
+        if evaluate:
+            self.walk("loss")
+        return self.footprint(step)
+
+    def footprint(self, step: Walk) -> Footprint:
+        """What a compiled plan of a step takes."""
+        total = [sum(held.values()) for held in self.given_bytes]
+        total = [(a + b) * mine for a, b, mine in zip(total, step.peak_bytes, self.machine.is_mine, strict=True)]
+        return Footprint(max(step.peak_bytes), tuple(total), "")
+
+    def held(self, temps: Sequence[int] | None = None, *, what: str = "step") -> tuple[dict[str, int], ...]:
+        """For each rank, bytes of one device by the names of values at the peak of a plan, what is given included.
+
+        temps: what `weigh` found; None: those of compiled programs, so before `compile` there are none.
+        """
+        ops, kept = self.plan(what)
+        held = self.machine.held(ops, self.given_shapes(), kept, temps)
+        return tuple(given | of_rank for given, of_rank in zip(self.given_bytes, held, strict=True))
+
+    def weigh(self, what: str = "step") -> list[int]:
+        """The temporaries of each of a plan's ops on CPU, without the programs being made that `compile` makes."""
+        return self.machine.weigh(self.plan(what)[0], self.given_shapes())
+
+    @property
+    def given_bytes(self) -> list[dict[str, int]]:
+        """For each rank, bytes of one device of its state and of its part of the batch, by name."""
+        found: list[dict[str, int]] = [{} for _ in self.ranks]
+        places = {"inputs": self.first, "targets": self.last}
+        for (name, *where), shapes in self.given_shapes().items():
+            if name in STATE or name in places:
+                found[places.get(name, where[0] if where else 0)][name] = shard_bytes(shapes)
+        return found
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        found = self.walk("step").run(self.given(state, batch))
+        return self.state_of(found), self.metrics_of(found)
+
+    def step_by_step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
+        seconds: dict[Task, float] = {}
+        found = self.walk("step").timed(seconds).run(self.given(state, batch))
+        return self.state_of(found), self.metrics_of(found), seconds
+
+    def programs(self) -> list[list[tuple[str, Task | None]]]:
+        return self.walk("step").programs
+
+    def devices(self) -> list[int]:
+        return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
+
+    def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
+        """The state in what a walk has left; `try` leaves it as next_params and so on."""
+        return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)
+
+    def metrics_of(self, found: Mapping[Key, Tree]) -> dict[str, jax.Array]:
+        """The metrics of a step in what its walk has left, readable in this process."""
+        return {name: found["numbers", self.read_at][name] for name in METRICS}
+
+    def loss(self, state: Tree, batch: Tree) -> jax.Array:
+        return self.walk("loss").run(self.given(state, batch))["loss", self.read_at]
+
+    def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        found = self.walk("grads").run(self.given(state, batch))
+        of_ranks = [found["mean_grads", r] for r in self.ranks]
+        staged = lambda: self.division.join(of_ranks, self.states.staged["params"])  # noqa: E731
+        return found["loss", self.read_at], self._alone(lambda: jax.jit(self.layout.to_natural)(staged()))
+
+    def walk(self, what: str) -> Walk:
+        """The compiled plan of that name."""
+        if what not in self.walks:
+            given = self.given_shapes()
+            if what == "redo":
+                tried = self.walk("try").shapes
+                given = {key: shape for key, shape in given.items() if key[0] in STATE} | {
+                    key: tried[key] for key in self.outcome
+                }
+            ops, kept = self.plan(what)
+            self.walks[what] = self.machine.compile(ops, given, kept)
+        return self.walks[what]
+
+    def plan(self, what: str) -> tuple[list[Op], list[Key]]:
+        """(a plan, what it leaves).
+
+        step: a train step. loss: that of a batch, from forwards alone. grads: loss and gradients. try: a step in which
+        each rank updates as soon as its gradients are ready, unclipped, and the norm is formed afterwards. redo: the
+        update of a step that was tried, from the state before it and from its `outcome`.
+        """
+        if what == "redo":
+            return self._updates("update", "numbers"), self.state_keys
+        schedule, order = self.evaluation if what == "loss" else self.training
+        before, after = rank_ops(self.layout, self.roles, with_grads=what != "loss")
+        tasks = task_ops(schedule, order, self.stage_roles, keeps_input=self.model.stage.keeps_input)
+        ops = [*before, *tasks, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
+        if what == "loss":
+            return ops + self._sent("loss"), [("loss", self.read_at)]
+        if what == "step":
+            ops += [*after, *self._norm(), *self._sent("numbers"), *self._updates("update", "numbers")]
+            return ops, [("numbers", self.read_at), *self.state_keys]
+        ops += [*self._sent("number"), *after]
+        if what == "grads":
+            kept = [("mean_grads", r) for r in self.ranks]
+            ops += [self._op("divide", r, [*self._grads(r), ("number", r)], [kept[r]]) for r in self.ranks]
+            return ops + self._sent("loss"), [("loss", self.read_at), *kept]
+        ops += [*self._updates("try", "number"), *self._norm(), *self._sent("numbers")]
+        return ops, [*((f"next_{name}", r) for name, r in self.state_keys), *self.outcome]
+
+    @property
+    def state_keys(self) -> list[Key]:
+        return [(name, r) for r in self.ranks for name in STATE]
+
+    @property
+    def outcome(self) -> list[Key]:
+        """What `redo` needs of a step that was tried."""
+        return [key for r in self.ranks for key in (*self._grads(r), ("numbers", r))]
+
+    def _norm(self) -> list[Op]:
+        """From gradients to the numbers of a step: each rank's sum of squares goes to the last one, which adds them."""
+        ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
+        ops += [move(r, ("squares", r), self.last, ("squares_there", r)) for r in self.ranks if r != self.last]
+        squares = [("squares" if r == self.last else "squares_there", r) for r in self.ranks]
+        reads = [("loss",), ("number",), ("step", self.last), *squares]
+        return [*ops, self._op("combine", self.last, reads, [("numbers",)])]
+
+    def _updates(self, kind: str, numbers: str) -> list[Op]:
+        ops = []
+        for r in self.ranks:
+            state = [(name, r) for name in STATE]
+            writes = [(f"next_{name}", r) for name in STATE] if kind == "try" else state
+            ops.append(self._op(kind, r, [*state, *self._grads(r), (numbers, r)], writes))
+        return ops
+
+    def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> Op:
+        return rank_op(kind, self.roles[rank], rank, reads, writes)
+
+    def _sent(self, name: str) -> list[Op]:
+        """Moves of a value of the last rank to all, as (name, rank)."""
+        return [move(self.last, (name,), r, (name, r)) for r in self.ranks]
+
+    def _grads(self, rank: int) -> list[Key]:
+        """All of a rank's gradients: those of tied leaves come back from the rank that adds them up."""
+        return [("grads", rank)] + [("tied", rank)] * (self.roles[rank].tied == "head")
+
+    # what a plan is given
+
+    @cached_property
+    def _numbers(self) -> dict[Key, jax.Array | None]:
+        """The number of each microbatch, on the ranks that look it up."""
+        many = range(self.model.num_microbatches)
+        return {("m", r, m): self.machine.number(m, r) for r in {self.first, self.last} for m in many}
+
+    def given(self, state: Tree, batch: Tree) -> dict[Key, Tree]:
+        """The values that plans start from."""
+        return {(name,): array for name, array in batch.items()} | self.given_state(state) | self._numbers
+
+    def given_state(self, state: Tree) -> dict[Key, Tree]:
+        return {(name, r): tree for r, of_rank in enumerate(state) for name, tree in of_rank.items()}
+
+    def given_shapes(self) -> dict[Key, Tree]:
+        shape = self.machine.shape
+        shapes: dict[Key, Tree] = {(name,): shape(a, P(DATA_AXES)) for name, a in self.batch_shapes.items()}
+        for name, tree in self.states.staged.items():
+            path = (jax.tree_util.DictKey(name),)
+            shapes |= {(name, r): shape(*self.division.described(tree, r, path)) for r in self.ranks}
+        return shapes | dict.fromkeys(self._numbers, shape(jax.ShapeDtypeStruct((), np.int32), P()))
+
+
+class _Programs:
+    """The programs of the tasks, and those of the optimizer."""
+
+    def __init__(self, engine: Mpmd, optimizer: optax.GradientTransformation, lr_schedule: optax.Schedule):
+        self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
+        staged = engine.states.staged
+        self.of_state = {
+            here: {
+                name: engine.division.described(tree, r, (jax.tree_util.DictKey(name),))[1]
+                for name, tree in staged.items()
+            }
+            for r, here in enumerate(engine.roles)
+        }
+        self.library = Library(engine.model, {here: specs["params"] for here, specs in self.of_state.items()})
+        self.functions = {
+            "mean": self._mean,
+            "divide": self._divide,
+            "squares": self._squares,
+            "combine": self._combine,
+            "update": self._update,
+            "try": self._try,
+        }
+
+    def specs(self, program: Program, name: str) -> Tree:
+        name = name.removeprefix("next_")
+        if name in ("optimizer", "step"):
+            return self.of_state[program.shape][name]
+        if name in ("loss", "number", "squares", "squares_there", "numbers"):
+            return P()
+        return self.library.specs(program, "params" if name == "mean_grads" else name)
+
+    def function(self, program: Program) -> Callable[..., tuple]:
+        if program.kind not in self.functions:
+            return self.library.function(program)
+        return partial(self.functions[program.kind], program)
+
+    def donated(self, program: Program) -> tuple[str, ...]:
+        if program.kind in self.functions:
+            return STATE if program.kind == "update" else ()
+        return self.library.donated(program)
+
+    def effort(self, program: Program) -> Effort:
+        return "once" if program.kind in self.functions else self.library.effort(program)
+
+    def _mean(self, _: Program, losses: Tree) -> tuple:
+        loss, number = (jax.lax.psum(a[0], DATA_AXES) for a in losses)
+        return loss / number, number
+
+    def _scaled(self, grads: Tree, number: jax.Array, tied: Sequence[Tree]) -> Tree:
+        """Gradients of the mean loss, with those of tied leaves where they came back from another rank."""
+        if tied:
+            grads = grads | {"ends": with_tied(self.engine.model, grads["ends"], *tied)}
+        return jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+
+    def _divide(self, _: Program, grads: Tree, *rest: Tree) -> tuple:
+        *tied, number = rest
+        return (self._scaled(grads, number, tied),)
+
+    def _squares(self, program: Program, grads: Tree) -> tuple:
+        specs = jax.tree.leaves(self.specs(program, "grads"), is_leaf=lambda a: isinstance(a, P))
+        shards: dict[bool, list] = {True: [], False: []}
+        for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
+            shards[any(spec)].append(leaf)
+        return (jax.lax.psum(sum_of_squares(shards[True]), "fsdp") + sum_of_squares(shards[False]),)
+
+    def _combine(self, _: Program, loss: jax.Array, number: jax.Array, step: jax.Array, *squares: jax.Array) -> tuple:
+        norm = jnp.sqrt(sum(squares)) / number
+        return ({"loss": loss, "grad_norm": norm, "lr": self.lr_schedule(step), "number": number},)
+
+    def _update(self, _: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
+        *tied, numbers = rest
+        state = {"params": params, "optimizer": optimizer, "step": step}
+        grads = self._scaled(grads, numbers["number"], tied)
+        state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"])
+        return state["params"], state["optimizer"], state["step"]
+
+    def _try(self, program: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
+        """The update as it is where the norm turns out to need no clipping."""
+        *tied, number = rest
+        numbers = {"number": number, "grad_norm": jnp.zeros_like(number)}
+        return self._update(program, params, optimizer, step, grads, *tied, numbers)

@@ -1,0 +1,108 @@
+"""The engine of executors whose step is one XLA program on the whole mesh: spmd, and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.compiler_preset import cpu_options, temp_bytes, total_bytes
+from ppctl.executors.mesh import DATA_AXES
+from ppctl.training.engines import Footprint
+from ppctl.training.engines.rows import put_rows, rows_of
+from ppctl.training.engines.states import States, shardings_of
+from ppctl.training.train_step import train_step
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class OneProgram:
+    """An `Engine` whose state is staged. `loss_and_grads_of` and `loss_of` take staged parameters."""
+
+    states: States
+    batch_shapes: Tree  # shapes and dtypes of a global batch
+    loss_and_grads_of: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+    loss_of: Callable[[Tree, Tree], tuple[jax.Array, None]]
+    optimizer: optax.GradientTransformation
+    lr_schedule: optax.Schedule
+    compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
+
+    def new_state(self) -> Tree:
+        return self.states.new()
+
+    def to_natural(self, state: Tree) -> Tree:
+        return self.states.to_natural(state)
+
+    def from_natural(self, state: Tree) -> Tree:
+        return self.states.to_staged(state)
+
+    def parameters(self, state: Tree) -> Sequence[Tree]:
+        return (state["params"],)
+
+    @property
+    def rows(self) -> Sequence[int]:
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> tuple[int, ...]:
+        return rows_of(self.batch_sharding, self._batch_size)
+
+    def put(self, batch: Mapping[str, Any]) -> Tree:
+        return put_rows(dict.fromkeys(batch, self.batch_sharding), self.rows, batch, self._batch_size)
+
+    @property
+    def _batch_size(self) -> int:
+        return self.batch_shapes["inputs"].shape[0]
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.states.layout.mesh, P(DATA_AXES))
+
+    @cached_property
+    def placed_batch(self) -> Tree:
+        """Shapes, dtypes and shardings of a batch that was put."""
+        sharding = self.batch_sharding
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), self.batch_shapes)
+
+    @property
+    def train_step(self) -> Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]:
+        return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
+
+    def trace_train_step(self) -> jax.stages.Traced:
+        """The train step (state, batch) -> (state, metrics), state donated."""
+        out = (shardings_of(self.states.staged), NamedSharding(self.states.layout.mesh, P()))
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
+        return step.trace(self.states.staged, self.placed_batch)
+
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """The same, ready to compile."""
+        return self.trace_train_step().lower()
+
+    def compile(self, *, evaluate: bool) -> Footprint:
+        self.compiled["step"] = step = self.lower_train_step().compile()
+        if evaluate:
+            loss = jax.jit(lambda params, batch: self.loss_of(params, batch)[0])
+            self.compiled["loss"] = loss.lower(self.states.staged["params"], self.placed_batch).compile()
+        ranks = self.states.layout.mesh.shape["pp"]
+        return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
+
+    def weigh(self) -> int:
+        """Bytes of one device of a train step on CPU, without the program being made that `compile` makes."""
+        return total_bytes(self.lower_train_step().compile(cpu_options("once")))
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        return self.compiled["step"](state, batch)
+
+    def loss(self, state: Tree, batch: Tree) -> jax.Array:
+        return self.compiled["loss"](state["params"], batch)
+
+    def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        loss, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
+        return loss, jax.jit(self.states.layout.to_natural)(grads)

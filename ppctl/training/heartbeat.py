@@ -1,0 +1,195 @@
+"""What each process of a run is doing, in a small file each, so that one that is slow or has failed has a name.
+
+`<directory>/<process>.json` says which step a process is at and since when. Process 0 reads the others' when its own
+step makes no progress. A process that fails leaves `failed.json`, at which the others leave too. The directory must be
+shared, as that of the checkpoints is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ppctl.errors import LostError
+from ppctl.reports.run_files import FAILED_FILE
+
+DOING = {  # in the order in which a step does them
+    "compile": "compiling",
+    "start": "waiting to start",
+    "read": "reading the data of step {}",
+    "run": "running step {}",
+    "evaluate": "evaluating after step {}",
+    "save": "saving step {}",
+}
+POLL_S = 1.0
+
+
+class Watch:
+    """Notes of one process. Without a directory (a run of one process) nothing is written or watched."""
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        process: int = 0,
+        num_processes: int = 1,
+        slow_after_s: float = 0.0,
+        say: Callable[[str], None] = print,
+    ):
+        self.directory, self.process, self.num_processes, self.say = directory, process, num_processes, say
+        self._slow_after_s = slow_after_s
+        self._poll_s = min(POLL_S, slow_after_s / 4)
+        self._now: dict[str, Any] = {"step": 0, "doing": "compile", "since": time.time()}
+        self._written: dict[str, Any] = {}
+        self._reported: tuple[dict[str, Any], float] | None = None  # at which of its own notes, when to report again
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def note(self, doing: str, step: int) -> None:
+        """Nothing; from now on this process is doing that (a key of DOING) for the step."""
+        self._now = {"step": step, "doing": doing, "since": time.time()}
+
+    @property
+    def text(self) -> str:
+        """What this process is doing."""
+        return said(self._now)
+
+    def start(self) -> None:
+        """Nothing; begins to write and to watch."""
+        self._write()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Nothing; ends the watch and takes this process's file away."""
+        if self.directory is not None:
+            self._done.set()
+            self._thread.join()
+            self._file.unlink(missing_ok=True)
+
+    def fail(self, message: str) -> bool:
+        """Whether no process has failed with this message before; lets the others leave.
+
+        Process 0, which serves them, gives them the time to.
+        """
+        if self.directory is None or self._done.is_set():
+            return True
+        is_first = True
+        try:
+            with (self.directory / FAILED_FILE).open("x") as file:
+                json.dump({"process": self.process, "message": message}, file)
+        except FileExistsError:
+            found = _read(self.directory / FAILED_FILE)
+            is_first = found is None or found["message"] != message
+        except OSError:  # a full disk may be what failed
+            pass
+        if self.process == 0:
+            time.sleep(3 * POLL_S)
+        return is_first
+
+    @property
+    def _file(self) -> Path:
+        assert self.directory is not None, "only then anything is written"
+        return self.directory / f"{self.process}.json"
+
+    def _watch(self) -> None:
+        while not self._done.wait(self._poll_s):
+            with suppress(OSError):
+                self._write()
+            self._leave_if_another_failed()
+            if self.process == 0:
+                line = self._late()
+                if line is not None:
+                    self.say(line)
+
+    def _write(self) -> None:
+        now = time.time()
+        is_stale = now - self._written.get("at", 0) > self._slow_after_s / 4
+        if is_stale or any(self._written[key] != value for key, value in self._now.items()):
+            self._written = self._now | {"at": now}
+            temporary = self._file.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._written))
+            os.replace(temporary, self._file)
+
+    def _leave_if_another_failed(self) -> None:
+        assert self.directory is not None, "only then it is watched"
+        found = _read(self.directory / FAILED_FILE)
+        if found is None or found["process"] == self.process:
+            return
+        if self.process == 0:
+            self.say(f"process {found['process']} has failed, and all others leave: {found['message']}")
+            time.sleep(3 * POLL_S)  # the others need this process while they leave
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(LostError.exit_code)  # the main thread may be waiting in a collective, which nothing interrupts
+
+    def _late(self) -> str | None:
+        """A line when the step of this process makes no progress; again after twice the time, and so on."""
+        now, own = time.time(), self._now
+        if self._reported is None or self._reported[0] is not own:
+            self._reported = own, self._slow_after_s
+        due_s = self._reported[1]
+        if now - own["since"] < due_s:
+            return None
+        self._reported = own, 2 * due_s
+        assert self.directory is not None, "only then it is watched"
+        notes = {p: _read(self.directory / f"{p}.json") for p in range(self.num_processes)}
+        notes[self.process] = own | {"at": now}
+        return late_text(notes, now, silent_after_s=self._slow_after_s / 2 + 2 * POLL_S)
+
+
+def late_text(notes: dict[int, dict[str, Any] | None], now: float, *, silent_after_s: float) -> str | None:
+    """Which processes are behind the others, and what they are doing. None while all compile: that takes what it takes.
+
+    >>> notes = {0: {"step": 8, "doing": "run", "since": 1.0, "at": 70.0}}
+    >>> notes[1] = {"step": 8, "doing": "read", "since": 9.0, "at": 69.0}
+    >>> late_text(notes, 70.0, silent_after_s=30.0)
+    'process 1 is slow: reading the data of step 8 for 61 s; 1 process waits for it.'
+    """
+
+    def place(process: int) -> tuple[int, int]:
+        note = notes[process]
+        return (-1, 0) if note is None else (note["step"], list(DOING).index(note["doing"]))
+
+    least = min(map(place, notes))
+    behind = [process for process in notes if place(process) == least]
+    silent = [p for p in behind if (note := notes[p]) is None or now - note["at"] > silent_after_s]
+    if len(behind) == len(notes) and silent:
+        behind = silent  # all are at the same point as far as is known, but these may have got stuck since
+    note = notes[behind[0]]
+    doing = "nothing yet" if note is None else f"{said(note)} for {now - note['since']:.0f} s"
+    if note is not None and behind[0] in silent:
+        doing += f", without a sign of life for {now - note['at']:.0f} s"
+    if len(behind) == len(notes):
+        if note is not None and note["doing"] == "compile":
+            return None
+        return f"all {len(notes)} processes are {doing}."
+    waiting = len(notes) - len(behind)
+    return (
+        f"process{'es' if len(behind) > 1 else ''} {', '.join(map(str, behind))} {'are' if len(behind) > 1 else 'is'} "
+        f"slow: {doing}; {waiting} process{'es wait' if waiting > 1 else ' waits'} for "
+        f"{'them' if len(behind) > 1 else 'it'}."
+    )
+
+
+def said(note: dict[str, Any]) -> str:
+    """What a note says in words.
+
+    >>> said({"step": 8, "doing": "save"})
+    'saving step 8'
+    """
+    return DOING[note["doing"]].format(note["step"])
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):  # not there, or half written where a rename is not atomic
+        return None

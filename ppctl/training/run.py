@@ -1,0 +1,330 @@
+"""`ppctl train`: from a request to a run, and all that a run leaves behind.
+
+A run directory holds config.yaml, status.jsonl, metrics.jsonl, eval.jsonl, tensorboard/, profile/ and
+checkpoints/<step>/.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+from rich.console import Console
+
+from ppctl.config import Config
+from ppctl.errors import CheckpointError, ConfigError, DamagedError
+from ppctl.executors import placement
+from ppctl.launch import distributed
+from ppctl.launch.supervise import STOP_SIGNALS, handling
+from ppctl.reports.charts.drawing import priced
+from ppctl.reports.run_files import MEMORY_FILE
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, NoStanding, Standing, held_by
+from ppctl.reports.terminal import replace_file
+from ppctl.schedule.costs import task_costs
+from ppctl.schedule.simulate import peak_activations, simulate
+from ppctl.schedule.timeline import timeline_at
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.engines import Footprint
+from ppctl.training.environment import environment
+from ppctl.training.heartbeat import Watch
+from ppctl.training.job import DEFAULT_DTYPE, Parts, assemble, partition_text, start_jax
+from ppctl.training.loop import Loop, writing
+from ppctl.training.memory import by_part
+from ppctl.training.metrics import Metrics, NoMetrics
+from ppctl.training.prediction import StepPrediction
+from ppctl.training.process_group import compare, membership
+from ppctl.training.tensorboard import Board
+
+Tree = Any
+LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by more than this
+
+
+def train(config: Config, words: Sequence[str], *, predict: Callable[[Parts], StepPrediction], as_json: bool) -> int:
+    """The exit code: 0 trained to run.num_steps, 130 or 143 interrupted after saving.
+
+    words: what the config asks for beside the defaults. predict: step time and memory before anything is compiled.
+
+    Raises PpctlError for what the user asked wrong, NonFiniteError when the loss or a gradient is not finite.
+    """
+    other = held_by(Path(config.run.dir))
+    if other is not None:  # it would lose the save that it is writing
+        raise ConfigError(
+            f"run.dir={config.run.dir} is written by process {other} now. Use another run.name, or end that run first: "
+            f"kill -INT {other}, which saves."
+        )
+    start_jax(config, config.run.dtype or DEFAULT_DTYPE)
+    with membership(config) as watch:
+        return _train(config, words, watch, predict, as_json=as_json)
+
+
+def _train(
+    config: Config, words: Sequence[str], watch: Watch, predict: Callable[[Parts], StepPrediction], *, as_json: bool
+) -> int:
+    is_lead = distributed.is_lead()
+    console = Console(stderr=as_json, quiet=not is_lead)
+    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    parts = assemble(config)
+    run_dir = Path(config.run.dir)
+    keep, timeout_s = config.run.checkpoint.keep, config.run.checkpoint.timeout_s
+    directory, gather = run_dir / "checkpoints", distributed.gather
+    with Checkpoints(directory, keep=keep, timeout_s=timeout_s, gather=gather) as checkpoints:
+        if config.run.eval_every is not None:
+            parts.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+        start, restored = resume(config, parts, checkpoints, say)
+        if start == config.run.num_steps:
+            say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
+            if as_json and is_lead:
+                print(json.dumps({"status": "finished", "run_dir": config.run.dir, "step": start}))
+            return 0
+        prediction = predict(parts)
+        for line in (*describe(parts, start), prediction.line()):
+            say(line)
+        where = environment(parts.mesh)
+        with _recorded(config, start, where) if is_lead else NoStanding() as standing:
+            footprint, compile_time_s = compile_steps(parts, console)
+            say(f"compiled in {compile_time_s:.1f} s")
+            if is_lead:
+                with writing(run_dir):
+                    memory = {"step": start, "ranks": by_part(parts, footprint.total_bytes)}
+                    replace_file(run_dir / MEMORY_FILE, json.dumps(memory) + "\n")
+            watch.note("start", start)
+            compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
+            state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
+            del restored
+            shown = {}
+            if config.run.show_placement:
+                placed = placement.placement(parts.engine.parameters(state), parts.states.layout, distributed.gather)
+                placement.show(console, placed)
+                shown = {"placement": asdict(placed)}
+            with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
+                if metrics.board is not None:
+                    show_start(metrics.board, parts, words, where, footprint, prediction)
+                loop = Loop(parts, footprint, compile_time_s, checkpoints, metrics, watch, prediction)
+                with _stop_requests(console) as asked_to_leave:
+                    exit_code = loop.run(state, start, asked_to_leave)
+                if metrics.board is not None:
+                    metrics.board.step_times(loop.step_times_s, loop.last["step"])
+            with writing(run_dir):
+                standing.end(**_ending(exit_code, loop.last["step"]))
+    summary = loop.summary(exit_code)
+    if loop.step_times_s:
+        say(prediction.compared(loop.step_times_s, max(footprint.total_bytes)))
+    say(f"{summary['status']} at step {summary['step']}; checkpoints, metrics and logs are in {run_dir}")
+    if as_json and is_lead:
+        print(json.dumps(summary | shown))
+    return exit_code
+
+
+def _recorded(config: Config, start: int, where: Mapping[str, Any]) -> Standing:
+    """The record of this start of the run, beside the settings it starts with."""
+    run_dir = Path(config.run.dir)
+    with writing(run_dir):
+        (run_dir / "config.yaml").write_text(as_yaml(config))
+        return Standing(run_dir, start, **where)
+
+
+def as_yaml(config: Config) -> str:
+    return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
+def show_start(
+    board: Board,
+    parts: Parts,
+    words: Sequence[str],
+    where: Mapping[str, Any],
+    footprint: Footprint,
+    prediction: StepPrediction,
+) -> None:
+    """Nothing; shows what is known of a start before its first step: request, place, schedule and memory."""
+    board.request(words, as_yaml(parts.config), where)
+    board.memory(footprint.total_bytes, prediction.memory_bytes)
+    if parts.bubble_fraction is not None:
+        schedule, costs = parts.schedule, task_costs(parts.config.executor.remat)
+        draw = lambda: [priced(f"{schedule.name}, predicted", timeline_at(schedule, parts.ticks, costs))]  # noqa: E731
+        board.gantt("schedule/predicted", schedule, draw, board.first_step)
+
+
+def _ending(exit_code: int, step: int) -> dict[str, Any]:
+    """What is recorded of a run that ended in order.
+
+    >>> _ending(130, 7)
+    {'status': 'interrupted', 'step': 7, 'reason': 'SIGINT'}
+    """
+    if exit_code == 0:
+        return {"status": FINISHED, "step": step}
+    return {"status": INTERRUPTED, "step": step, "reason": signal.Signals(exit_code - 128).name}
+
+
+def _metrics(config: Config, start: int, console: Console) -> Metrics:
+    run = config.run
+    return Metrics(
+        run.dir,
+        num_steps=run.num_steps,
+        start_step=start,
+        log_every=run.log_every,
+        tensorboard=run.tensorboard,
+        console=console,
+    )
+
+
+def resume(
+    config: Config, parts: Parts, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> tuple[int, Tree | None]:
+    """The step to go on from and its state in natural order; 0 and None for a new run.
+
+    A damaged checkpoint is moved aside and the one before it taken, in every process alike.
+    """
+    while True:
+        try:
+            start = resume_step(config, parts, checkpoints)
+            compare({"the data's fingerprint": parts.data.fingerprint, "the step to go on from": start})
+            return start, checkpoints.restore(start, parts.states.natural) if start else None
+        except DamagedError as error:
+            name = checkpoints.set_aside(error.step)
+            older = checkpoints.latest()
+            say(f"{error.what}. It is now {name}; " + ("none is older" if older is None else f"trying step {older}"))
+
+
+def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
+    """The step to go on from, 0 for a new run. CheckpointError when that is not what run.resume asks for."""
+    latest = checkpoints.latest()
+    where = f"in {checkpoints.directory}"
+    if latest is None:
+        damaged = checkpoints.damaged()
+        if damaged and config.run.resume != "never":
+            raise CheckpointError(
+                f"There is no good checkpoint {where}, only {', '.join(damaged)}. "
+                "Use run.resume=never to start anew beside them, or another run.dir."
+            )
+        if config.run.resume == "must":
+            raise CheckpointError(f"run.resume=must, but there is no checkpoint {where}. Use run.resume=auto.")
+        return 0
+    if config.run.resume == "never":
+        raise CheckpointError(
+            f"run.resume=never, but there is a checkpoint of step {latest} {where}. "
+            "Use run.resume=auto or another run.dir."
+        )
+    if latest > config.run.num_steps:
+        raise CheckpointError(
+            f"The checkpoint of step {latest} {where} is past run.num_steps={config.run.num_steps}. "
+            f"Use run.num_steps={latest} or more, or another run.dir."
+        )
+    meta = checkpoints.meta(latest)
+    if meta["data"]["fingerprint"] != parts.data.fingerprint:
+        before, now = meta["config"], asdict(config)
+        keys = [("data", key) for key in before["data"] if key != "cache_dir"]
+        changed = [
+            f"{part}.{key}: {before[part].get(key)} then, {now[part].get(key)} now"
+            for part, key in (*keys, ("model", "seq_len"), ("run", "seed"))
+            if before[part].get(key) != now[part].get(key)
+        ]
+        raise CheckpointError(
+            f"The checkpoint of step {latest} {where} was trained on other data or another order "
+            f"({'; '.join(changed) or 'the files have changed'}), so its position {meta['data']['next_step']} means "
+            "nothing here. Restore that, or use another run.dir."
+        )
+    return latest
+
+
+def describe(parts: Parts, start: int) -> Iterator[str]:
+    """What is about to run, a line each."""
+    config, schedule, ticks = parts.config, parts.schedule, parts.ticks
+    num_params = sum(math.prod(a.shape) for a in jax.tree.leaves(parts.states.natural["params"]))
+    device = parts.mesh.devices.flat[0]
+    model, mesh = config.model, config.mesh
+    yield f"model     {model.name}, {model.num_layers} layers, {num_params:,} parameters, {parts.dtype} compute"
+    yield f"data      {parts.data.source}"
+    yield f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {parts.mesh.size} x {device.device_kind}"
+    if parts.bubble_fraction is None:
+        yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
+    else:
+        many_ticks = "" if ticks is None else f"{ticks.num_ticks} ticks, "
+        yield (
+            f"schedule  {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} "
+            f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {many_ticks}bubble "
+            f"{parts.bubble_fraction:.1%}, at most {max(peak_activations(schedule)):g} live activations"
+        )
+    if config.executor.name == "mpmd":
+        barrier = ", no barrier before the optimizer" if config.executor.post_validation else ""
+        yield f"executor  mpmd: a program for each stage and kind of task, dispatched by the host{barrier}"
+    if ticks is not None:
+        costs = task_costs(config.executor.remat)
+        stretch = ticks.makespan_s(costs) / simulate(schedule, costs).makespan_s
+        if stretch > LOCKSTEP_NOTICE:
+            yield (
+                f"note      {schedule.name} takes {stretch:.2f} times as long in the lockstep ticks of executor=spmd "
+                "as on free-running ranks; schedule=eager_1f1b and interleaved take 1.00 times, with more activations"
+            )
+    text = partition_text(parts)
+    if text is not None:
+        yield f"partition {text}"
+    yield f"run       {config.run.dir}, " + (f"resuming after step {start}" if start else "from the start")
+
+
+def compile_steps(parts: Parts, console: Console) -> tuple[Footprint, float]:
+    """(what the compiled step takes, seconds of compiling), with a sign of life meanwhile."""
+    began = time.perf_counter()
+    with _alive(console, "compiling"):
+        footprint = parts.engine.compile(evaluate=parts.config.run.eval_every is not None)
+    return footprint, time.perf_counter() - began
+
+
+@contextmanager
+def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]:
+    """Shows a spinner on a terminal, elsewhere a line now and then, while the body runs."""
+    if console.is_interactive:
+        with console.status(f"{what} ..."):
+            yield
+        return
+    console.print(f"{what} ...", markup=False, highlight=False)
+    began, done = time.perf_counter(), threading.Event()
+
+    def beat() -> None:
+        while not done.wait(every_s):
+            console.print(f"{what} ... {time.perf_counter() - began:.0f} s", markup=False, highlight=False)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def _stop_requests(console: Console) -> Iterator[Callable[[int], int | None]]:
+    """A function of the finished step: the signal that asks the run to end, or None.
+
+    The second signal of a kind ends the process at once. In a run of several processes JAX hears SIGTERM and brings all
+    to the same step; SIGINT takes that road too.
+    """
+    received: list[int] = []
+    is_joined = distributed.is_joined()
+
+    def handle(number: int, _frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)  # Python's own handler would still wait for the step and the save
+        console.show_cursor()  # a progress bar hides it
+        if is_joined:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def asked_to_leave(finished: int) -> int | None:
+        if is_joined:
+            return signal.SIGTERM if distributed.asked_to_leave(finished) else None
+        return received[0] if received else None
+
+    numbers = (signal.SIGINT,) if is_joined else STOP_SIGNALS
+    with handling(numbers, handle):
+        yield asked_to_leave

@@ -1,0 +1,42 @@
+"""The train step: gradients by an executor, clipping and the optimizer, on donated state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ppctl.training.optim import global_norm
+
+Tree = Any
+LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+
+
+def init_state(params: Tree, optimizer: optax.GradientTransformation) -> Tree:
+    """{"params", "optimizer", "step"}: all that a checkpoint must hold."""
+    return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+
+def train_step(
+    loss_and_grads: LossAndGrads, optimizer: optax.GradientTransformation, lr_schedule: optax.Schedule
+) -> Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]:
+    """(state, batch) -> (next state, {"loss", "grad_norm", "lr"}); grad_norm is before clipping, over all stages."""
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        loss, grads = loss_and_grads(state["params"], batch)
+        norm = global_norm(grads)
+        metrics = {"loss": loss, "grad_norm": norm, "lr": lr_schedule(state["step"])}
+        return apply_gradients(optimizer, state, grads, norm), metrics
+
+    return step
+
+
+def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads: Tree, norm: jax.Array) -> Tree:
+    """The next state of a model or of a part of it; `norm` is that of the whole model's gradients."""
+    update = optax.with_extra_args_support(optimizer).update
+    updates, optimizer_state = update(grads, state["optimizer"], state["params"], norm=norm)
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}

@@ -1,0 +1,77 @@
+"""`ppctl examples`: each is a command that composes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ppctl import cli
+from ppctl.cli.commands.examples import EXAMPLES
+from ppctl.cli.help import COMMANDS, FIRST_EXAMPLES
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [*(command for _, command in EXAMPLES), *FIRST_EXAMPLES])
+def test_every_example_composes(command, capsys):
+    program, *words = shlex.split(command)
+    assert program == "ppctl"
+    if words[0] == "init":
+        assert cli.main(words) == 0
+        assert os.listdir() == words[1:]
+    elif words[0] == "runs":
+        Path("runs/tiny").mkdir(parents=True)
+        Path("runs/tiny/metrics.jsonl").touch()
+        assert cli.main(words) == 0
+        assert "tiny" in capsys.readouterr().out
+    elif words[0] == "report":
+        Path("runs/tiny").mkdir(parents=True)
+        Path("runs/tiny/metrics.jsonl").touch()
+        assert cli.main(words) == 0
+        assert Path("runs/tiny/report.html").exists()
+    elif words[0] == "schedule":  # starts no JAX: it may as well run
+        assert cli.main(words) == 0
+        assert "bubble" in capsys.readouterr().out
+    else:
+        if "--multirun" in words:  # each combination is a job; the first one stands for them
+            words = [word.split(",")[0] for word in words if word != "--multirun"]
+        assert cli.main([*words, "--cfg", "job", "--resolve"]) == 0
+        assert "num_microbatches" in capsys.readouterr().out
+        assert os.listdir() == []
+
+
+def test_every_command_but_bench_has_an_example():
+    commands = {command.split()[1] for _, command in EXAMPLES}
+    assert commands == {*COMMANDS, "schedule", "runs", "report", "init"} - {"bench"}
+
+
+def test_they_are_printed_to_be_copied(capsys):
+    assert cli.main(["examples"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("ppctl ")] == [command for _, command in EXAMPLES]
+    assert all(re.match(r"# |ppctl |$", line) for line in lines)
+    assert max(map(len, lines)) <= 120
+    assert cli.main(["examples", "--json"]) == 0
+    assert [each["command"] for each in json.loads(capsys.readouterr().out)] == [command for _, command in EXAMPLES]
+
+
+def test_ppctl_alone_shows_three_and_where_more_are(capsys):
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert [line.strip() for line in out.splitlines() if line.startswith("  ppctl")] == list(FIRST_EXAMPLES)
+    assert "`ppctl examples` has more" in out
+
+
+@pytest.mark.parametrize("word", ["tune", "--jsn", "x=1"])
+def test_other_words_are_refused(word, capsys):
+    assert cli.main(["examples", word]) == 2
+    assert capsys.readouterr().err == f"ppctl: `ppctl examples` takes no words but --json, not {word}.\n"

@@ -1,0 +1,463 @@
+"""`ppctl report`: the page of one run and of several, what is said of damaged ones, faults, size and speed."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from ppctl import cli
+from ppctl.cli.commands.report import EXAMPLES, HELP
+from ppctl.reports.charts.axis import step_axis, value_axis
+from ppctl.reports.charts.curves import Curve, figure, medians, thin
+from ppctl.reports.charts.histogram import histogram
+from ppctl.reports.charts.lines import BOTTOM, HEIGHT, TOP
+
+BY_USER = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "PPCTL_"))}
+BY_USER["PYTHONPATH"] = os.pathsep.join(sys.path)
+CONFIG = """\
+model: {{name: transformer, num_layers: {layers}}}
+mesh: {{dp: 1, pp: 2, fsdp: 1}}
+schedule: {{name: {schedule}, num_microbatches: 4}}
+run:
+  name: {name}
+  dir: runs/{name}
+  num_steps: {num_steps}
+"""
+VOID = {"meta", "br", "wbr", "hr", "input"}
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def record(step, **other):
+    found = {"step": step, "loss": 4.0 / step, "grad_norm": 0.5, "lr": 1e-3, "step_time_s": 0.5, "tokens_per_s": 1e4}
+    found |= {"predicted_step_time_s": 0.4, "predicted_bubble_fraction": 0.2, "predicted_memory_bytes": 1 << 20}
+    return found | {"memory_bytes": 3 << 19} | other
+
+
+def make(name, records=None, layers=4, schedule="gpipe", num_steps=9, last=""):
+    """A run below runs/, as training leaves it."""
+    run_dir = Path("runs") / name
+    run_dir.mkdir(parents=True)
+    settings = CONFIG.format(name=json.dumps(name), layers=layers, schedule=schedule, num_steps=num_steps)
+    (run_dir / "config.yaml").write_text(settings)
+    lines = [record(step) for step in range(1, 10)] if records is None else records
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + last)
+    return run_dir
+
+
+def write(capsys, *words):
+    """(html, what --json prints) of a report."""
+    assert cli.main(["report", *words, "--json"]) == 0
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert err.startswith(f"ppctl: wrote {said['file']} (")
+    text = Path(said["file"]).read_text(encoding="utf-8")
+    check(text)
+    return text, said
+
+
+def check(text):
+    """Every element is closed in order, nothing is loaded, no number is missing."""
+    opened = []
+
+    class Checker(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            if tag not in VOID:
+                opened.append(tag)
+            assert not {"src", "srcset"} & {name for name, _ in attrs}
+            assert tag != "link"
+
+        def handle_startendtag(self, tag, attrs):
+            pass
+
+        def handle_endtag(self, tag):
+            assert opened.pop() == tag
+
+    Checker().feed(text)
+    assert opened == []
+    assert "url(" not in text
+    assert "@import" not in text
+    assert not re.search(r'="[^"]*\b(nan|inf)\b', "".join(re.findall(r"<(?:path|rect|line|text|circle)[^>]*>", text)))
+
+
+def words_of(text):
+    """What a reader sees."""
+    body = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", body)))
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_run_says_how_it_stands_and_predicted_beside_taken(capsys):
+    run_dir = make("a")
+    (run_dir / "eval.jsonl").write_text('{"step": 4, "eval_loss": 2.5}\n{"step": 8, "eval_loss": 1.5}\n')
+    started = {"status": "started", "step": 0, "host": "node7", "pid": 1, "is_locked": True, "at": 1.8e9}
+    (run_dir / "status.jsonl").write_text(
+        json.dumps(started) + '\n{"status": "failed", "reason": "disk full.", "at": 1}\n'
+    )
+    meta = run_dir / "checkpoints/8/meta"
+    meta.mkdir(parents=True)
+    (run_dir / "checkpoints/4").mkdir()
+    (meta / "data.json").write_text(json.dumps({"meta": {"versions": {"jax": "0.99.1"}}}))
+    for name in ("tensorboard", "profile", "timeline"):
+        (run_dir / name).mkdir()
+    (run_dir / "timeline/timeline.html").touch()
+    (run_dir / "timeline/timeline.csv").write_text("rank,task,start_s,end_s\n0,0F0,0,3\n1,1F0,0,2\n1,1F1,3,4\n")
+    text, said = write(capsys, "a")
+    seen = words_of(text)
+    for expected in (
+        "failed at step 9 of 9: disk full.",
+        "Loss 0.4444 of the newest step",
+        "Eval loss 1.5000 the newest",
+        "Step time 0.5 s median, predicted 0.4 s",
+        "Speed 10,000 tokens/s median",
+        "Bubble 20.0% predicted; measured in one step: 25.0%",
+        "step time 0.4 s 0.5 s 1.25",
+        "bubble 20.0% 25.0% 1.25",
+        "memory of a device 1.0 MiB 1.5 MiB 1.5",
+        "mesh=1x2 model.num_layers=4 schedule=gpipe",
+        "ppctl train mesh=1x2 model.num_layers=4 schedule=gpipe schedule.num_microbatches=4",
+        "checkpoints steps 4, 8",
+        "tensorboard --logdir runs/a/tensorboard",
+        "jax 0.99.1",
+        "started from host on 2027-01-15 08:00 UTC step 0 node7",
+    ):
+        assert expected in seen, expected
+    assert '<a href="timeline/timeline.html">' in text
+    assert '<a href="profile">' in text
+    for title in (
+        "Loss",
+        "Gradient norm",
+        "Learning rate",
+        "Speed, tokens/s, over 5 steps",
+        "Step times, number of steps",
+    ):
+        assert f"<figcaption>{title}</figcaption><svg" in text
+    assert "MFU" not in seen  # it is not recorded
+    assert said["file"] == "runs/a/report.html"
+    (run,) = said["runs"]
+    assert (run["status"], run["step"], run["loss"], run["eval_loss"]) == ("failed", 9, 4 / 9, 1.5)
+    assert (run["measured_bubble_fraction"], run["predicted_bubble_fraction"]) == (0.25, 0.2)
+    assert run["medians"]["tokens_per_s"] == 1e4
+    assert run["checkpoints"] == [4, 8]
+    assert run["resume"] == "ppctl train " + " ".join(run["asked"])
+
+
+def test_mfu_and_rows_are_told_where_they_are_recorded(capsys):
+    rows = [{"step": step, "loss": 1.0, "step_time_s": 0.1, "rows_per_s": 80.0, "mfu_fraction": 0.4} for step in (1, 2)]
+    make("a", rows)
+    seen = words_of(write(capsys, "a")[0])
+    assert "Speed 80 rows/s median" in seen
+    assert "MFU 40.0% median" in seen
+
+
+def test_steps_that_are_far_slower_than_the_median_are_named(capsys):
+    slow = {7: 2.0, 30: 9.0}
+    make("a", [record(step, step_time_s=slow.get(step, 0.5)) for step in range(1, 101)])
+    text, said = write(capsys, "a")
+    told = "2 steps took more than 3 times the median of 0.5 s; the slowest: step 30 9 s, step 7 2 s"
+    assert told in words_of(text)
+    assert said["runs"][0]["slow_steps"] == [{"step": 30, "step_time_s": 9.0}, {"step": 7, "step_time_s": 2.0}]
+    make("b", [record(step, step_time_s=1.0 if step == 7 else 0.5) for step in range(1, 101)])
+    warnings = write(capsys, "b")[1]["runs"][0]["warnings"]
+    assert all(each.startswith("config.yaml has no") for each in warnings)  # those of these tests are short
+
+
+def test_losses_that_are_not_finite_are_crosses_and_a_warning(capsys):
+    records = [record(step, **({"loss": None, "grad_norm": None} if step in (5, 9) else {})) for step in range(1, 10)]
+    make("a", records)
+    text, said = write(capsys, "a")
+    assert "the loss is not finite at 2 steps, first at step 5" in words_of(text)
+    assert text.count('class="lost"') == 4  # two figures
+    assert "Loss not finite" in words_of(text)
+    loss = text[text.index("<figcaption>Loss</figcaption>") :]
+    assert re.search(r'class="all" d="M[^M]*M[^M]*"', loss)  # the curve has a gap
+    assert said["runs"][0]["loss"] is None
+
+
+def test_what_files_hold_is_escaped(capsys):
+    evil = "<script>alert(1)</script>\"'&"
+    run_dir = make("a&b <i>", last=json.dumps(record(10, loss=evil)) + "\n")
+    run_dir.joinpath("config.yaml").write_text(
+        json.dumps(
+            {
+                "run": {"num_steps": 9, "name": evil},
+                "schedule": {"name": evil},
+                "mesh": {"dp": evil, "pp": 1, "fsdp": 1},
+            }
+        )
+    )
+    status = {"status": "started", "host": evil, "step": evil, "at": 1.0}, {"status": "failed", "reason": evil}
+    (run_dir / "status.jsonl").write_text("".join(json.dumps(each) + "\n" for each in status))
+    (run_dir / "checkpoints/1/meta").mkdir(parents=True)
+    (run_dir / "checkpoints/1/meta/data.json").write_text(json.dumps({"meta": {"versions": {evil: evil}}}))
+    make("other")
+    for words in (["a&b <i>"], ["a&b <i>", "other"]):
+        text, _ = write(capsys, *words)
+        assert "<script" not in text
+        assert "<i>" not in text
+        assert "alert(1)" in text
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ({"records": []}, "metrics.jsonl is empty"),
+        ({"records": []}, "no step is recorded"),
+        ({"last": '{"step": 10, "lo'}, "the last line of metrics.jsonl is torn"),
+        ({"last": "?\n" + json.dumps(record(10)) + "\n"}, "1 line of metrics.jsonl is no record"),
+        ({"last": '{"loss": 1.0}\n'}, "1 record of metrics.jsonl without a step, left out"),
+        ({"last": json.dumps(record(3)) + "\n"}, "steps of metrics.jsonl are not in order, or there twice"),
+        ({"last": '{"step": 10, "loss": 1e999, "step_time_s": NaN}\n'}, "the loss is not finite at step 10"),
+        ({"last": '{"step": 10, "loss": 1e300, "lr": -1e300}\n'}, "the loss is not finite at step 10"),
+        ({"records": [record(1, loss=None)]}, "the loss is not finite at step 1"),
+        ({"records": [{"step": 10**400, "loss": 1.0}]}, "1 record of metrics.jsonl without a step"),
+        ({"records": [record(1, step_time_s=0.0, tokens_per_s=0, grad_norm=-1.0)]}, "To know"),
+        ({"records": [record(1, memory_bytes="x", predicted_step_time_s=[], loss={})]}, "not finite at step 1"),
+    ],
+)
+def test_a_damaged_run_is_a_page_that_says_so(made, told, capsys):
+    make("a", **made)
+    assert told in words_of(write(capsys, "a")[0])
+    make("b")
+    write(capsys, "a", "b")
+
+
+def test_a_run_without_metrics_or_settings_is_a_page_too(capsys):
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/status.jsonl").write_text('{"status": "started", "at": "x"}\n?\n')
+    seen = words_of(write(capsys, "a")[0])
+    assert "config.yaml is missing" in seen
+    assert "no step is recorded" in seen
+    assert "not known: its settings cannot be read" in seen
+    Path("runs/a/config.yaml").write_text("- 1\n")
+    assert "config.yaml holds no settings" in words_of(write(capsys, "a")[0])
+    Path("runs/a/timeline").mkdir()
+    Path("runs/a/timeline/timeline.csv").write_text("rank\n\0")
+    Path("runs/a/checkpoints/3/meta").mkdir(parents=True)
+    Path("runs/a/checkpoints/3/meta/data.json").write_text("[]")
+    assert "checkpoints step 3" in words_of(write(capsys, "a")[0])
+
+
+# --- several runs ----------------------------------------------------------------------------------------------------
+
+
+def test_several_runs_are_a_table_of_what_differs_and_labelled_curves(capsys):
+    make("first", schedule="gpipe")
+    make("second", [record(step, tokens_per_s=2e4) for step in range(1, 6)], schedule="1f1b", layers=8)
+    text, said = write(capsys, "first", "second")
+    assert said["file"] == "report.html"
+    assert [run["differs"] for run in said["runs"]] == [
+        {"model.num_layers": "4", "schedule": "gpipe"},
+        {"model.num_layers": "8", "schedule": "1f1b"},
+    ]
+    seen = words_of(text)
+    assert "1 first 4 gpipe" in seen
+    assert "no end recorded 9 of 9 0.4444 0.5 10,000 1.5 MiB 20.0%" in seen
+    assert "2 second 8 1f1b" in seen
+    assert "5 of 9 0.8000 0.5 20,000" in seen
+    labels = re.findall(r'class="label"[^>]*><title>([^<]*)</title>', text)
+    assert sorted(labels) == sorted(["1 first", "2 second"] * 2)  # of losses and of speeds
+    assert '<a href="runs/first">' in text
+
+
+def test_runs_that_share_nothing_are_compared(capsys):
+    make("a", [{"step": step, "loss": 1.0, "rows_per_s": 5.0} for step in range(1, 4)])
+    make("b", [])
+    Path("runs/b/config.yaml").unlink()
+    make("c")
+    text, _ = write(capsys, "a", "b", "c", "--out", "abc.html")
+    assert "rows/s" in text
+    assert "tokens/s" in text
+    assert "b: config.yaml is missing" in words_of(text)
+
+
+def test_labels_of_eight_curves_do_not_run_into_each_other():
+    drawn = figure([Curve(f"{n} run", [(1, 1.0), (2, 1.0)]) for n in range(8)], title="x", x_name="step")
+    at = sorted(float(y) for y in re.findall(r'class="label" x="[\d.]+" y="([\d.]+)"', drawn))
+    assert len(at) == 8
+    assert all(after - before >= 17.9 for before, after in pairwise(at))
+    assert at[0] >= TOP - 5
+    assert at[-1] <= HEIGHT - BOTTOM + 5
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spike", [0, 1, 777, 49_999, 99_998, 99_999])
+def test_a_spike_of_one_step_in_a_hundred_thousand_is_drawn(spike):
+    points = [(float(x), 9.0 if x == spike else -7.0 if x == 55_555 else 0.0) for x in range(100_000)]
+    kept = thin(points, 600)
+    assert (spike, 9.0) in kept
+    assert (55_555, -7.0) in kept
+    assert kept[0] == points[0]
+    assert kept[-1] == points[-1]
+    assert kept == sorted(kept)
+    assert len(kept) <= 4 * 600
+    drawn = figure([Curve("loss", points)], title="loss", x_name="step")
+    heights = [
+        float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", re.findall(r'class="all pale" d="([^"]*)"', drawn)[0])
+    ]
+    axis = value_axis([9.0, -7.0, 0.0])
+    for value, found in ((9.0, min(heights)), (-7.0, max(heights))):
+        assert found == pytest.approx(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * axis.share(value), abs=0.1)
+    assert len(drawn) < 100_000
+
+
+def test_few_points_and_gaps_stay():
+    points = [(1.0, 2.0), (2.0, None), (3.0, 4.0)]
+    assert thin(points, 600) == points
+    many = [(float(x), None if x == 5_000 else 1.0) for x in range(10_000)]
+    assert (5_000.0, None) in thin(many, 100)
+    assert medians(points, 80) == []
+    trend = medians([(float(x), 100.0 if x % 10 == 0 else 1.0) for x in range(10_000)], 80)
+    assert {y for _, y in trend} == {1.0}
+    assert len(trend) == 80
+
+
+def test_steps_far_apart_are_no_empty_columns():
+    points = [(float(x), 1.0) for x in (*range(3000), 10**9)]
+    assert thin(points, 600)[-1] == (1e9, 1.0)
+    assert [y for _, y in medians(points, 80)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0], [0.0], [-3.0, 5.0], [1e-9, 1e9], [4.0, 4.0 + 1e-13], [1e99, -1e99], [1e-320, 1.0]]
+)
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_an_axis_holds_its_values_between_a_few_ticks(values, from_zero):
+    axis = value_axis(values, from_zero=from_zero)
+    assert all(-1e-9 <= axis.share(value) <= 1 + 1e-9 for value in values)
+    assert 2 <= len(axis.ticks) <= 12
+    texts = [axis.text(tick) for tick in axis.ticks]
+    assert len(set(texts)) == len(texts)
+    assert max(map(len, texts)) <= 9
+
+
+def test_ticks_of_steps_are_whole_steps():
+    assert step_axis(1, 3).ticks == (1, 2, 3)
+    assert step_axis(7, 7).ticks == (7,)
+    axis = step_axis(1, 100_000)
+    assert [axis.text(tick) for tick in axis.ticks] == ["20k", "40k", "60k", "80k", "100k"]
+
+
+def test_a_histogram_counts_every_value():
+    values = [0.5 + 0.001 * (n % 50) for n in range(1000)] + [30.0, 40.0]
+    drawn = histogram(values, [("median", 0.524), ("predicted", 0.4)], title="x", x_name="s")
+    counts = [int(count.replace(",", "")) for count in re.findall(r"<title>[^<]*: ([\d,]+)</title>", drawn)]
+    assert sum(counts) == len(values)
+    assert "more than 1.572: 2" in drawn
+    assert drawn.count('class="named"') == 2
+    assert ">median 0.524<" in drawn
+    assert ">predicted 0.4<" in drawn
+    far = histogram(values, [("median", 0.524), ("predicted", 0.004)], title="x", x_name="s")
+    assert far.count('class="named"') == 1
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+FAULTS = [
+    ("", r"`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them"),
+    ("nowhere", r"nowhere is no run in runs. \(runs: abc, cab\)"),
+    ("ab", "ab is a part of 2 names: abc, cab. Use more of one, or a path"),
+    ("abc runs/abc", "abc and runs/abc are the same run. Name each once"),
+    ("abc abc", "abc and abc are the same run"),
+    (" ".join("abcdefghi"), r"9 runs are too many for one page \(8 at most\)"),
+    ("abc --out x.pdf", "--out x.pdf: a report is html. Name a FILE.html"),
+    ("abc --out no/x.html", "--out no/x.html cannot be written: there is no directory no"),
+    ("abc --out dir.html", "--out dir.html cannot be written: it is a directory"),
+    ("abc --out mine.html", "--out mine.html: there is such a file, which is no report of ppctl. Move it away"),
+    ("abc --out pipe.html", "--out pipe.html: there is such a file, which is no report"),
+    ("cab", "runs/cab/report.html: there is such a file, which is no report"),
+    ("abc --out", "argument --out: expected one argument"),
+    ("abc --jsn", "--jsn is not an option. Did you mean --json"),
+    ("x" * 5000, "x is no run in runs"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line[:30] for line, _ in FAULTS])
+def test_a_wrong_request_is_one_line_and_overwrites_nothing(line, message, capsys):
+    make("abc")
+    make("cab")
+    for file in ("mine.html", "runs/cab/report.html"):
+        Path(file).write_text("<main>mine</main>")
+    Path("dir.html").mkdir()
+    os.mkfifo("pipe.html")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    assert cli.main(["report", *line.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ppctl: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err), err
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_without_runs_a_path_is_asked_for(capsys):
+    assert cli.main(["report", "tiny"]) == 2
+    assert "tiny is no run, and none is in runs/ here. Give the path of one" in capsys.readouterr().err
+
+
+def test_a_report_is_written_again_and_a_run_may_be_anywhere(capsys):
+    make("a")
+    os.rename("runs", "there <now>")
+    for _ in range(2):
+        _, said = write(capsys, "there <now>/a")
+    assert said["file"] == "there <now>/a/report.html"
+    text, _ = write(capsys, "there <now>/a", "--out", "x.html")
+    assert '<a href="there%20%3Cnow%3E/a">' in text
+
+
+# --- help, completion, size, speed -----------------------------------------------------------------------------------
+
+
+def test_help_says_what_there_is(capsys):
+    assert cli.main(["report", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out == HELP + "\n"
+    assert max(map(len, out.splitlines())) <= 120
+    assert all(line in out for line in EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ppctl rep", {"report", "runs"}),
+        ("ppctl report ", {"a", "sweep/b"}),
+        ("ppctl report a sw", {"a", "sweep/b"}),
+        ("ppctl report --", {"--json", "--out", "--help"}),
+    ],
+)
+def test_bash_completes(line, expected, capsys, monkeypatch):
+    make("a")
+    make("sweep/b")
+    monkeypatch.setenv("COMP_LINE", line)
+    assert cli.main(["-sc", "query=bash"]) == 0
+    assert expected <= set(capsys.readouterr().out.split())
+
+
+def test_a_hundred_thousand_steps_are_written_in_ten_cpu_seconds_without_jax():
+    make("long", [record(1 + step, loss=1 / (1 + step % 977)) for step in range(100_000)], num_steps=100_000)
+    code = "import sys; from ppctl import cli; code = cli.main(sys.argv[1:]); print(code, 'jax' in sys.modules)"
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", "long"], env=BY_USER, capture_output=True, text=True, check=True
+    )
+    after = os.times()
+    assert done.stdout == "0 False\n"
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 10
+    assert Path("runs/long/report.html").stat().st_size < 1_000_000

@@ -1,0 +1,498 @@
+"""`ppctl runs`: the list, one run, the words that resume it, faults, and that it is fast and starts no JAX."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ppctl import cli
+from ppctl.cli.commands.runs import EXAMPLES as OWN_EXAMPLES
+from ppctl.cli.commands.runs import HELP
+from ppctl.cli.compose import compose
+from ppctl.cli.help import EXAMPLES
+from ppctl.cli.overrides import asked
+from ppctl.config.launch import not_launched
+from ppctl.reports.terminal import age_text
+
+BY_USER = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "PPCTL_"))}
+BY_USER["PYTHONPATH"] = os.pathsep.join(sys.path)
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def make(name, *words, steps=3, age_s=0.0, ending=None):
+    """A run below runs/ as `ppctl train WORDS` leaves it, without training."""
+    run_dir = Path("runs") / name
+    run_dir.mkdir(parents=True)
+    config = compose([*words, f"run.dir='{run_dir}'"], [], [])
+    assert not isinstance(config, int)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    lines = [
+        {"step": step, "loss": 4.0 / step, "step_time_s": 0.5, "tokens_per_s": 1e4} for step in range(1, steps + 1)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if ending is not None:
+        (run_dir / "status.jsonl").write_text(json.dumps(ending) + "\n")
+    then = time.time() - age_s
+    for file in run_dir.iterdir():
+        os.utime(file, (then, then))
+    return run_dir
+
+
+def ask(capsys, *words):
+    assert cli.main(["runs", *words]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def ask_json(capsys, *words):
+    return json.loads(ask(capsys, *words, "--json"))
+
+
+# --- the list --------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_record_comes_first_and_runs_of_sweeps_are_among_them(capsys):
+    make("old", age_s=200_000, ending={"status": "finished", "step": 3})
+    make("sweep/schedule=gpipe", "schedule=gpipe", age_s=200, ending={"status": "failed", "reason": "disk full."})
+    make("new", "run.num_steps=9")
+    lines = ask(capsys).splitlines()
+    assert lines[0].strip() == "3 runs in runs"
+    rows = [line.split("  ") for line in lines if " of " in line]
+    rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert rows == [
+        ["new", "no end recorded", "3 of 9", "1.3333", "0 s"],
+        ["sweep/schedule=gpipe", "failed", "3 of 200", "1.3333", "3 min"],
+        ["old", "finished", "3 of 200", "1.3333", "2 d"],
+    ]
+    assert lines[-1] == "sweep/schedule=gpipe: disk full."
+    found = ask_json(capsys)["runs"]
+    assert [run["name"] for run in found] == ["new", "sweep/schedule=gpipe", "old"]
+    assert found[1] == {
+        "name": "sweep/schedule=gpipe",
+        "run_dir": "runs/sweep/schedule=gpipe",
+        "status": "failed",
+        "reason": "disk full.",
+        "step": 3,
+        "num_steps": 200,
+        "loss": 4 / 3,
+        "eval_loss": None,
+        "age_s": pytest.approx(200, abs=20),
+        "problems": [],
+    }
+
+
+def test_broken_runs_are_listed_with_what_is_wrong(capsys):
+    make("torn")
+    with open("runs/torn/metrics.jsonl", "a") as file:
+        file.write('{"step": 4')
+    make("bare")
+    Path("runs/bare/config.yaml").unlink()
+    make("empty", steps=0)
+    make("[bold]odd[/bold]")
+    text = ask(capsys)
+    for line in (
+        "torn: the last line of metrics.jsonl is torn",
+        "bare: config.yaml is missing",
+        "empty: metrics.jsonl is empty",
+    ):
+        assert f"\n{line}\n" in text
+    assert "[bold]odd[/bold]" in text
+    assert re.search(r"bare +no end recorded +3 of \? ", text)
+
+
+def test_a_directory_without_runs_is_no_error(capsys):
+    Path("runs/later").mkdir(parents=True)
+    assert ask(capsys) == "No run is in runs.\n"
+    assert ask_json(capsys) == {"runs": []}
+
+
+def test_names_of_any_bytes_are_listed(capsys):
+    run_dir = Path("runs", os.fsdecode(b"a\xff"))
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").touch()
+    assert re.search(r"^ *a\? +not started", ask(capsys), re.MULTILINE)
+    assert ask_json(capsys)["runs"][0]["name"] == os.fsdecode(b"a\xff")
+    assert "run       a?: runs/a?\n" in ask(capsys, "show", "a")
+
+
+def test_several_directories_give_whole_paths(capsys):
+    make("a")
+    os.rename("runs", "first")
+    make("a")
+    names = {run["name"] for run in ask_json(capsys, "first", "runs")["runs"]}
+    assert names == {"first/a", "runs/a"}
+    assert [run["name"] for run in ask_json(capsys, "first/a")["runs"]] == ["a"]
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+def test_show_says_what_was_asked_how_it_went_and_what_resumes_it(capsys):
+    words = ["mesh=1x2", "schedule=gpipe", "optim.lr=1e-05", "run.name=x", "data.eval_fraction=0.1"]
+    run_dir = make("x", *words, ending={"status": "interrupted", "reason": "SIGINT"})
+    (run_dir / "eval.jsonl").write_text('{"step": 2, "eval_loss": 3.0}\n{"step": 3, "eval_loss": 3.5}\n')
+    for name in ("checkpoints/2", "checkpoints/3", "checkpoints/1.damaged", "tensorboard", "profile"):
+        (run_dir / name).mkdir(parents=True)
+    text = ask(capsys, "show", "x")
+    for line in (
+        r"run       x: runs/x",
+        r"status    interrupted at step 3 of 200, recorded \d s ago: SIGINT",
+        r"asked     mesh=1x2 schedule=gpipe optim.lr=1e-05 data.eval_fraction=0.1 run.name=x",
+        r"loss      first 4.0000 \(step 1\), last 1.3333 \(step 3\), least 1.3333 \(step 3\)",
+        r"eval loss first 3.0000 \(step 2\), last 3.5000 \(step 3\), least 3.0000 \(step 2\)",
+        r"speed     0.5 s a step, 10,000 tok/s \(medians\)",
+        r"saved     checkpoints of steps 2, 3 in runs/x/checkpoints",
+        r"size      [\d.]+ KiB on disk",
+        r"scalars   tensorboard --logdir runs/x/tensorboard",
+        r"profile   runs/x/profile",
+        r"resume    ppctl train mesh=1x2 schedule=gpipe optim.lr=1e-05 data.eval_fraction=0.1 run.name=x",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), line
+    said = ask_json(capsys, "show", "runs/x")
+    assert said["checkpoints"] == [2, 3]
+    assert said["losses"]["least"] == {"step": 3, "loss": 4 / 3}
+    assert (said["step_time_s"], said["tokens_per_s"], said["profile"]) == (0.5, 1e4, "runs/x/profile")
+    assert said["resume"] == f"ppctl train {' '.join(said['asked'])}"
+
+
+def test_a_name_may_be_a_path_a_name_or_a_part_that_is_unique(capsys):
+    for name in ("a", "ab", "sweep/lr=1"):
+        make(name)
+    for name, expected in {
+        "a": "a",
+        "b": "ab",
+        "lr=1": "sweep/lr=1",
+        "runs/ab": "runs/ab",
+        "./runs/ab/": "runs/ab",
+    }.items():
+        assert ask_json(capsys, "show", name)["name"] == expected
+    os.mkdir("ab")  # beside runs, and no run
+    assert ask_json(capsys, "show", "ab")["name"] == "ab"
+    assert ask_json(capsys, "show", "lr", "runs/sweep")["name"] == "lr=1"
+
+
+def test_show_of_a_run_without_records_or_settings_says_so(capsys):
+    make("a", steps=0)
+    text = ask(capsys, "show", "a")
+    assert "saved     no checkpoint" in text
+    assert "note      metrics.jsonl is empty" in text
+    assert "note      no checkpoint: it starts anew" in text
+    Path("runs/a/config.yaml").write_text("run: [\n")
+    text = ask(capsys, "show", "a")
+    assert "note      config.yaml cannot be read: while parsing" in text
+    assert "resume" not in text
+    Path("runs/a/config.yaml").unlink()
+    assert "note      config.yaml is missing" in ask(capsys, "show", "a")
+    Path("runs/a/config.yaml").write_text("3\n")
+    assert "note      config.yaml holds no settings" in ask(capsys, "show", "a")
+    assert ask_json(capsys, "show", "a")["resume"] is None
+
+
+# --- the words -------------------------------------------------------------------------------------------------------
+
+REQUESTS = [
+    *(line for line in EXAMPLES["train"] if "--multirun" not in line and "launch" not in line),
+    "recipes=stdlib_2x4",
+    "recipes=bench",
+    "mesh=2x2x2 schedule=interleaved schedule.num_chunks=4 schedule.group_size=4 run.eval_every=null",
+    "model=mlp data=regression model.activation=tanh run.dtype=float64 optim.clip_norm=null optim.eps=1e-30",
+    "partition=explicit partition.layers=[3,2,2,1] mesh=1x4 schedule=1f1b executor=mpmd executor.post_validation=true",
+    "partition=explicit partition.layers=\"'Et*3|(tt|)*2,tL'\" mesh=1x4 schedule=1f1b",
+    "hardware=h100",
+    "hardware=h100 hardware.peak_flops.bfloat16=9e14 +hardware.peak_flops.float64=67e12 hardware.memory_gib=70",
+    "hardware=host costs=measure costs.cache_dir=/tmp/x",
+    "run.tensorboard=false run.checkpoint.every=null run.checkpoint.on_failure=continue run.profile.start=3",
+    "run.resume=never run.distributed=auto",
+]
+
+
+TEXTS = (
+    "a b",
+    "c,d",
+    "it's",
+    '"q" and \\"',
+    "3",
+    "007",
+    "null",
+    "True",
+    "1e5",
+    "a=b",
+    "[x]",
+    "{y}",
+    "x\\",
+    "a\\\\b",
+    "é",
+    "#",
+)
+
+
+def assert_same(before):
+    found = asked(yaml.safe_load(yaml.safe_dump(asdict(before))), before.run.dir)
+    after = compose([*found.words], [], [])
+    assert not isinstance(after, int)
+    before.run.resume = "auto"
+    assert asdict(after) == asdict(before)
+    return found
+
+
+@pytest.mark.parametrize("line", REQUESTS)
+def test_the_words_of_a_run_ask_for_the_same_run(line):
+    words = [word for word in shlex.split(line) if word not in ("ppctl", "train")]
+    before = compose(words, [], [])
+    assert not isinstance(before, int)
+    assert len(assert_same(before).words) <= len(words) + 16  # the differences, not everything
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_odd_texts_reach_the_same_setting(text):
+    before = compose(["data=text", "data.path=x", "run.name=x"], [], [])
+    assert not isinstance(before, int)
+    before.data.path, before.run.name, before.run.dir = text, text, f"{text}/runs"
+    assert_same(before)
+
+
+def test_a_run_that_the_launcher_started_is_launched_again():
+    joined = ["run.distributed=explicit", "run.coordinator=127.0.0.1:4711", "run.num_processes=2", "run.process_id=0"]
+    config = compose(["recipes=tiny", *not_launched(), *joined], [], [])
+    assert not isinstance(config, int)
+    words, notes = asked(asdict(config), "runs/tiny")
+    assert "launch.processes=2" in words
+    assert not any("distributed" in word or "coordinator" in word or "process_id" in word for word in words)
+    assert notes == ()
+
+
+def test_processes_that_were_started_elsewhere_are_not_forgotten():
+    joined = ["run.distributed=explicit", "run.coordinator=host:4711", "run.num_processes=2", "run.process_id=0"]
+    config = compose(["recipes=tiny", *joined], [], [])
+    assert not isinstance(config, int)
+    words, notes = asked(asdict(config), "runs/tiny")
+    assert "run.num_processes=2" in words
+    assert notes == ("2 processes: each with its own run.process_id=0, 1, ...",)
+
+
+def test_a_run_that_was_moved_resumes_where_it_is(capsys):
+    make("a", "recipes=tiny")
+    os.rename("runs", "moved, there")
+    words = ask_json(capsys, "show", "a", "moved, there")["asked"]
+    config = compose(words, [], [])
+    assert not isinstance(config, int)
+    assert config.run.dir == "moved, there/a"
+
+
+def test_what_the_words_cannot_say_is_said(capsys):
+    run_dir = make("a")
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["schedule"] = {"name": "ours", "num_microbatches": 4}
+    config["model"]["dropout"] = 0.5
+    config["mesh"]["tp"] = 2
+    del config["data"]
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    text = ask(capsys, "show", "a")
+    for line in (
+        "schedule=ours is none of ppctl's own: add --config-dir, and what was set of it",
+        "no settings now: model.dropout",
+        "the mesh of config.yaml has other settings than there are now",
+        "config.yaml has no data",
+    ):
+        assert f"\nnote      {line}\n" in text
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+FAULTS = [
+    ("nowhere", "nowhere: there is no such directory. Name one that holds runs"),
+    ("runs nowhere", "nowhere: there is no such directory"),
+    ("file", "file is a file. Name a directory that holds runs"),
+    ("show", "`ppctl runs show` needs the name of a run; `ppctl runs` lists them"),
+    ("show ab", "ab is a part of 3 names: cab, dab, abc. Use more of one, or a path"),
+    ("show cba", r"cba is no run in runs. Did you mean (cab|abc)\?"),
+    ("show qqqqqqqq", r"qqqqqqqq is no run in runs. \(runs: cab, dab, abc\)"),
+    ("show file", "file is no run in runs"),
+    ("show empty", "empty is no run: it has no metrics.jsonl. `ppctl runs empty` lists the runs below it"),
+    ("show x empty", "x: no run is in empty. Name the directory: ppctl runs show x DIR"),
+    ("x" * 5000, "x: there is no such directory"),
+    ("show " + "x" * 5000, "x is no run in runs"),
+    ("show x nowhere", "nowhere: there is no such directory"),
+    ("--jsn", "--jsn is not an option. Did you mean --json"),
+    ("--json=1", "argument --json: ignored explicit argument"),
+    ("--config-dir x", "--config-dir is not an option"),
+    ("run.dir=x", "run.dir=x: there is no such directory"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line[:30] for line, _ in FAULTS])
+def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys):
+    for name in ("abc", "cab", "dab"):
+        (Path("runs") / name).mkdir(parents=True)
+        (Path("runs") / name / "metrics.jsonl").touch()
+    Path("file").touch()
+    Path("empty").mkdir()
+    assert cli.main(["runs", *line.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ppctl: ")
+    assert err.count("\n") == 1
+    message = message.replace("cab, dab, abc", "abc, cab, dab")
+    assert re.search(message, err), err
+
+
+def test_without_runs_the_default_directory_is_named(capsys):
+    assert cli.main(["runs"]) == 2
+    assert capsys.readouterr().err.startswith("ppctl: runs: there is no such directory")
+
+
+# --- help, completion, speed -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["runs --help", "runs show -h"])
+def test_help_says_what_there_is(line, capsys):
+    assert cli.main(line.split()) == 0
+    out = capsys.readouterr().out
+    assert out == HELP + "\n"
+    assert max(map(len, out.splitlines())) <= 120
+    for text in (*OWN_EXAMPLES, "broken off", "no end recorded"):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ppctl ru", {"runs", "examples", "train"}),
+        ("ppctl runs ", {"show"}),
+        ("ppctl runs --js", {"--json", "--help"}),
+        ("ppctl runs show ", {"a", "sweep/lr=1"}),
+        ("ppctl runs --json show sw", {"a", "sweep/lr=1"}),
+        ("ppctl examples --js", {"--json", "--help"}),
+    ],
+)
+def test_bash_completes(line, expected, capsys, monkeypatch):
+    for name in ("a", "sweep/lr=1", "with a blank"):
+        (Path("runs") / name).mkdir(parents=True)
+        (Path("runs") / name / "metrics.jsonl").touch()
+    monkeypatch.setenv("COMP_LINE", line)
+    assert cli.main(["-sc", "query=bash"]) == 0
+    found = set(capsys.readouterr().out.split())
+    assert expected <= found
+    assert "blank" not in found
+
+
+@pytest.mark.parametrize("line", ["ppctl runs show ", "ppctl runs show x ", "ppctl examples "])
+def test_completion_without_candidates_is_silent(line, capsys, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", line)
+    assert cli.main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.strip() == ""
+
+
+def cpu_s(*words):
+    """CPU seconds of a command line, and what it prints."""
+    before = os.times().children_user
+    done = subprocess.run(
+        [sys.executable, "-m", "ppctl.cli", *words], env=BY_USER, capture_output=True, text=True, check=True
+    )
+    return os.times().children_user - before, done.stdout
+
+
+def test_a_thousand_long_runs_are_listed_in_two_cpu_seconds():
+    first = make("sweep/0", "recipes=tiny", steps=10_000, ending={"status": "started", "host": "x"})
+    for number in range(1, 1000):
+        run_dir = Path(f"runs/sweep/{number}")
+        run_dir.mkdir()
+        for file in first.iterdir():
+            os.link(file, run_dir / file.name)
+    seconds, said = cpu_s("runs")
+    assert seconds < 2
+    assert said.count("no end recorded") == 1000
+    assert cpu_s("runs", "--json")[0] < 1
+
+
+def test_neither_jax_nor_hydra_is_loaded():
+    make("a", "recipes=tiny")
+    code = (
+        "import sys; from ppctl.cli import main; main(['runs']); main(['runs', 'show', 'a']); main(['examples']); "
+        "print([name for name in ('jax', 'numpy', 'flax', 'hydra', 'omegaconf', 'orbax') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=BY_USER, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_ages_are_short():
+    assert [age_text(seconds) for seconds in (-3, 0, 59.9, 60, 86400)] == ["0 s", "0 s", "60 s", "1 min", "1 d"]
+
+
+# --- a run that is killed --------------------------------------------------------------------------------------------
+
+
+def train(*words):
+    return subprocess.Popen(
+        [sys.executable, "-m", "ppctl.cli", "train", *words],
+        env=BY_USER,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_kill_9_is_seen_and_the_shown_command_goes_on(capsys):
+    process = train("recipes=tiny", "run.num_steps=100000", "run.checkpoint.every=20", "run.eval_every=null")
+    try:
+        deadline_s = time.monotonic() + 120
+        while not list(Path("runs").glob("tiny/checkpoints/[0-9]*[0-9]")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+            if Path("runs").is_dir():
+                assert all(run["status"] == "running" for run in ask_json(capsys)["runs"])
+    finally:
+        process.kill()
+        process.communicate()
+    [run] = ask_json(capsys)["runs"]
+    assert (run["status"], run["num_steps"]) == ("broken off", 100000)
+    shown = ask_json(capsys, "show", "tiny")
+    assert shown["checkpoints"]
+    last = shown["checkpoints"][-1]
+    words = [word for word in shlex.split(shown["resume"])[2:] if not word.startswith("run.num_steps=")]
+    process = train(*words, f"run.num_steps={last + 20}")
+    assert process.communicate()[1] == ""
+    assert process.returncode == 0
+    [run] = ask_json(capsys)["runs"]
+    assert (run["status"], run["step"], run["num_steps"], run["problems"]) == ("finished", last + 20, last + 20, [])
+
+
+@pytest.mark.slow
+def test_an_interrupted_and_a_failed_run_say_why(capsys):
+    process = train("recipes=tiny", "run.num_steps=100000", "run.eval_every=null")
+    while not (Path("runs/tiny/metrics.jsonl").exists() and Path("runs/tiny/metrics.jsonl").stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 143
+    [run] = ask_json(capsys)["runs"]
+    assert (run["status"], run["reason"]) == ("interrupted", "SIGTERM")
+    diverging = ["optim.lr=1e39", "run.name=nan", "optim.warmup_steps=0"]
+    process = train("recipes=tiny", *diverging)
+    process.communicate()
+    assert process.returncode == 4
+    run = ask_json(capsys)["runs"][0]
+    assert (run["name"], run["status"]) == ("nan", "failed")
+    assert run["reason"].startswith("step ")
+    assert "not finite" in run["reason"] or "loss=nan" in run["reason"]

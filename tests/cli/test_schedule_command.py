@@ -1,0 +1,411 @@
+"""`ppctl schedule`: numbers for scripts, files, faults, and that it starts no JAX."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ppctl import cli
+from ppctl.cli.commands.schedule import EXAMPLES, SUBCOMMANDS
+from ppctl.config import Costs as ConfigCosts
+from ppctl.schedule import FAMILIES
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.text import from_csv
+
+
+@pytest.fixture(autouse=True)
+def empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+def ask(capsys, line):
+    """What a command line prints on stdout; it must succeed."""
+    assert cli.main(["schedule", *line.split()]) == 0
+    return capsys.readouterr().out
+
+
+def ask_json(capsys, line):
+    return json.loads(ask(capsys, f"{line} --json"))
+
+
+UNIT = "costs.forward_s=1 costs.input_grad_s=1 costs.weight_grad_s=1 costs.transfer_s=0"
+
+
+@pytest.mark.parametrize(
+    ("request_", "makespan", "period", "bound", "peak"),
+    [
+        ("schedule=gpipe", 117, 117, 117, 32),
+        ("schedule=1f1b", 117, 117, 117, 8),
+        ("schedule=eager_1f1b", 117, 117, 117, 15),
+        ("schedule=interleaved", 106.5, 106.5, 106.5, 11.5),
+        ("schedule=interleaved schedule.num_chunks=4", 101.25, 101.25, 101.25, 9.75),
+        ("schedule=zb_h1", 103, 103, 103, 8),
+        ("schedule=zb_h2", 103, 96, 103, 15),
+        ("schedule=interleaved_zb", 99.5, 99.5, 99.5, 8),
+        ("schedule=zb_v", 99.5, 96, 99.5, 8),
+        ("schedule=v_half", 104.5, 104.5, 99.5, 5),
+    ],
+)
+def test_the_numbers_of_eight_ranks_and_32_microbatches(request_, makespan, period, bound, peak, capsys):
+    said = ask_json(capsys, f"show {request_} mesh=1x8 schedule.num_microbatches=32 {UNIT}")
+    assert said["makespan_s"] == makespan
+    assert said["period_s"] == period
+    assert said["lower_bound_s"] == bound
+    assert said["bubble_fraction"] == [pytest.approx(1 - 96 / makespan)] * 8
+    assert (max(said["peak_activations"]), len(said["peak_activations"])) == (peak, 8)
+    assert [len(cells) for cells in said["ranks"]] == [len(said["ranks"][0])] * 8
+    assert "0F0" in said["ranks"][0]
+
+
+def test_costs_are_those_of_one_pth_of_the_model_and_a_chunk_costs_its_share(capsys):
+    costs = "costs={forward_s:1,input_grad_s:1.05,weight_grad_s:0.75,transfer_s:0.1}"
+    said = ask_json(capsys, f"show schedule=1f1b mesh=1x8 schedule.num_microbatches=32 {costs}")
+    assert said["makespan_s"] == pytest.approx(116.0, abs=0.051)
+    said = ask_json(capsys, f"show schedule=interleaved mesh=1x8 schedule.num_microbatches=32 {costs}")
+    assert said["makespan_s"] == pytest.approx(102.4, abs=0.051)
+
+
+def test_the_default_costs_are_the_simulators():
+    default, simulated = ConfigCosts(), Costs()
+    for key in ("forward_s", "input_grad_s", "weight_grad_s", "transfer_s"):
+        assert getattr(default, key) == getattr(simulated, key)
+
+
+def test_a_recipe_gives_mesh_and_schedule(capsys):
+    assert ask_json(capsys, "show recipes=tiny")["num_ranks"] == 2
+
+
+def test_costs_come_from_a_users_file_too(capsys, empty_directory):
+    file = empty_directory / "mine/costs/slow.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("defaults: [unit]\nforward_s: 3\n")
+    said = ask_json(capsys, "show schedule=gpipe mesh=1x2 --config-dir mine costs=slow costs.transfer_s=1")
+    assert (said["costs"]["forward_s"], said["costs"]["transfer_s"]) == (3, 1)
+
+
+# --- formats and files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x.html", "x.svg", "x.png", "x.json", "x.csv", "x.txt", "x.tasks"])
+def test_the_ending_of_the_file_chooses_the_format(name, capsys, empty_directory):
+    assert cli.main(["schedule", "show", "schedule=gpipe", "mesh=1x2", "--out", name]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"ppctl: wrote {name} \([\d,]+ bytes\)\n", err)
+    start = {"html": b"<!doctype", "svg": b"<?xml", "png": b"\x89PNG", "json": b"{", "csv": b"0F0,", "txt": b"gpipe: "}
+    start["tasks"] = b"gpipe: 2 ranks, 8 microbatches\nrank 0, stage 0: 16 tasks\n  fwd_0__0 fwd_0__1 "
+    assert (empty_directory / name).read_bytes().startswith(start[name[2:]])
+
+
+def test_lists_of_tasks_are_printed_and_in_the_json(capsys):
+    line = "show schedule=eager_1f1b mesh=1x4 schedule.num_microbatches=4"
+    printed = ask(capsys, f"{line} --format tasks").splitlines()
+    lists = ask_json(capsys, line)["tasks"]
+    assert printed[printed.index("rank 2, stage 2: 8 tasks") + 1].split() == lists[2]
+    assert lists[2][:5] == ["fwd_2__0", "fwd_2__1", "fwd_2__2", "bwd_2__0", "fwd_2__3"]
+    assert lists[3][0] == "FusedTask(fwd_3__0, bwd_3__0)"
+
+
+def test_perfetto_goes_to_stdout_too(capsys):
+    trace = json.loads(ask(capsys, "show schedule=gpipe mesh=1x2 schedule.num_microbatches=3 --format perfetto"))
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 12
+
+
+def test_a_schedule_written_as_csv_is_read_back_checked_and_priced(capsys, empty_directory):
+    ask(capsys, "show schedule=zb_h1 mesh=1x4 --out z.csv")
+    assert from_csv((empty_directory / "z.csv").read_text(), "z").num_ranks == 4
+    assert ask(capsys, "check z.csv") == "z.csv: valid: 4 ranks, 8 microbatches, 4 stages, kinds FIW\n"
+    assert (
+        ask_json(capsys, "show z.csv")["makespan_s"] == ask_json(capsys, "show schedule=zb_h1 mesh=1x4")["makespan_s"]
+    )
+    assert ask_json(capsys, "show z.csv costs.forward_s=2")["makespan_s"] > 27
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "arrow"),
+    [
+        ("0B0,0F0\n", "rank 0, step 0: 0B0 waits for stash(0,0)", "->0B0"),
+        ("0F0,0B0\n1F0\n", "the program ends without 1B0", "->"),
+        ("0F0,0B0,0B0\n", "0B0 writes", "->0B0"),
+        ("0F0,0X0\n", "line 1, column 2: cell '0X0' is not", ""),
+        ("", "the text has no tasks", ""),
+    ],
+)
+def test_check_points_at_the_fault_of_a_bad_file(text, fault, arrow, capsys, empty_directory):
+    (empty_directory / "bad.csv").write_text(text)
+    assert cli.main(["schedule", "check", "bad.csv"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("ppctl: bad.csv: ")) == ("", True)
+    assert fault in err
+    assert arrow in err
+    assert cli.main(["schedule", "show", "bad.csv"]) == 2
+    assert capsys.readouterr().err == err.splitlines()[0] + " `ppctl schedule check bad.csv` shows where.\n"
+
+
+# --- several ---------------------------------------------------------------------------------------------------------
+
+
+def test_compare_puts_schedules_in_one_table(capsys):
+    line = "compare gpipe 1f1b interleaved interleaved:num_chunks=4 mesh=1x8 schedule.num_microbatches=32"
+    rows = [row.split() for row in ask(capsys, line).splitlines()]
+    found = {" ".join(row[:-7]): row[-7:] for row in rows if len(row) > 7 and row[-3].endswith("%")}
+    assert {label: (row[0], row[1], row[2], row[3], row[4], row[5]) for label, row in found.items()} == {
+        "gpipe": ("117", "117", "117", "96", "17.9%", "32"),
+        "1f1b": ("117", "117", "117", "96", "17.9%", "8"),
+        "interleaved (num_chunks=2)": ("106.5", "106.5", "106.5", "96", "9.9%", "11.5"),
+        "interleaved (num_chunks=4)": ("101.25", "101.25", "101.25", "96", "5.2%", "9.75"),
+    }
+    assert all(float(row[6]) <= float(row[5]) for row in found.values())
+    said = ask_json(capsys, line)
+    assert [one["label"] for one in said][2:] == ["interleaved (num_chunks=2)", "interleaved (num_chunks=4)"]
+
+
+def test_compare_gives_a_setting_to_those_that_have_it(capsys):
+    said = ask_json(capsys, "compare 1f1b interleaved looped_bfs mesh=1x2 schedule.num_chunks=3")
+    assert [one["num_chunks"] for one in said] == [1, 3, 3]
+
+
+def test_compare_has_all_charts_in_one_page(capsys, empty_directory):
+    ask(capsys, "compare gpipe 1f1b mesh=1x2 --out both.html")
+    text = (empty_directory / "both.html").read_text()
+    assert '"label": "gpipe"' in text
+    assert '"label": "1f1b"' in text
+
+
+def test_a_narrow_terminal_cuts_no_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    assert "peak activations" in ask(capsys, "compare gpipe 1f1b mesh=1x2")
+
+
+def test_list_has_every_family_and_says_why_one_is_missing(capsys):
+    out = ask(capsys, "list mesh=1x4 schedule.num_microbatches=8")
+    for family in FAMILIES:
+        assert re.search(rf"^ {family} .*\d%", out, re.MULTILINE), family  # its row
+        assert re.search(rf"^{family} +\S.*(F|p|m)", out, re.MULTILINE), family  # its formulas
+    said = ask_json(capsys, "list mesh=1x4 schedule.num_microbatches=10")
+    assert "num_microbatches=10 is not a multiple of num_ranks=4" in said["refused"]["interleaved"]
+    assert {one["schedule"] for one in said["schedules"]} | set(said["refused"]) == set(FAMILIES)
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+FAULTS = [
+    ("shw", r"shw is not something .* Did you mean show\? \(show, list, compare, curves, certify, check\)"),
+    ("mesh=1x4", "mesh=1x4 is not something"),
+    ("--json", "Say what to do"),
+    (
+        "show --format pgn",
+        "--format pgn is not one of text, html, svg, png, json, csv, perfetto, tasks. Did you mean png",
+    ),
+    ("show --format png", "--format png is not text. Add --out FILE.png"),
+    ("show --json --format csv", "--json and --format csv exclude each other"),
+    ("show --out x.foo", "--out x.foo: its ending is not a format. Add --format"),
+    ("show --out no/such/x.html", "--out no/such/x.html cannot be written: No such file or directory"),
+    ("show --multirun", "--multirun is not an option"),
+    ("show --config-dir nowhere", "--config-dir nowhere: there is no such directory"),
+    ("show gpipe", "gpipe is neither KEY=VALUE nor a FILE.csv. Did you mean schedule=gpipe"),
+    ("show a.csv b.csv", "takes one file, not 2"),
+    ("show a.csv", "a.csv cannot be read: No such file"),
+    ("show a.csv mesh=1x2", "mesh=1x2: a.csv says what the schedule is"),
+    ("check", "takes one file, not 0"),
+    ("check a.csv", "a.csv cannot be read: No such file"),
+    ("check a.csv mesh=1x2", "`ppctl schedule check` takes a file and nothing else"),
+    ("list gpipe", "gpipe is not KEY=VALUE"),
+    ("list --format html", "--format html is not one of text, json"),
+    ("compare", "Name the schedules to compare"),
+    ("compare gpipe foo", "schedule=foo is not an option of schedule"),
+    ("compare gpipe schedule=1f1b", "takes the names alone: 1f1b"),
+    ("compare gpipe:num_chunks=2", "schedule.num_chunks is not a setting of schedule=gpipe"),
+    ("compare gpipe 1f1b schedule.num_chunks=3", "schedule.num_chunks=3: none of gpipe, 1f1b has such a setting"),
+    ("compare gpipe --format csv", "--format csv is not one of text, html, json"),
+    ("show model.num_layers=3", "model.num_layers=3: no schedule depends on model. Leave it out"),
+    ("show partition=balanced", "partition=balanced: no schedule depends on partition. Leave it out"),
+    ("show run.name=x", "run.name=x: no schedule depends on run"),
+    ("show hardware=h100", "hardware=h100: no schedule depends on hardware. Leave it out"),
+    ("show costs=analytic", "costs=analytic: `ppctl schedule` assumes costs, for it knows no model. Use costs=unit"),
+    ("show costs=measure", "costs=measure: `ppctl schedule` assumes costs"),
+    ("show costs.doctor=x", "costs.doctor=x: `ppctl schedule` assumes costs"),
+    ("show costs=measure costs.cache_dir=x", "costs.cache_dir=x: `ppctl schedule` assumes costs"),
+    ("show mseh=1x2", "mseh is not a part of a drawing. Did you mean mesh"),
+    ("show costs.forward_s=-1", "costs.forward_s=-1.0 must be a finite number of at least 0"),
+    ("show costs.forward_s=nan", "costs.forward_s=nan must be a finite number"),
+    ("show costs.forward_s=fast", "costs.forward_s takes a number .default 1.0"),
+    ("show costs.forwrad_s=1", "costs.forwrad_s is not a setting of costs.* Did you mean costs.forward_s"),
+    ("show costs=slow", "costs=slow is not an option of costs"),
+    ("show costs.name=slow", "costs.name=slow: the choice of costs sets its name"),
+    ("show costs={forward_s:0,input_grad_s:0,weight_grad_s:0}", "give one of them a time"),
+    ("show costs.forward_s=1,2", "gives several values. `ppctl schedule compare`"),
+    ("show schedule=interleaved mesh=1x3", "num_microbatches=8 is not a multiple of num_ranks=3 .interleaved."),
+    ("show mesh=4", "mesh=4 is not a mesh"),
+    ("show schedule.num_microbatches=0", "schedule.num_microbatches=0 must be"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line for line, _ in FAULTS])
+def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys, empty_directory):
+    assert cli.main(["schedule", *line.split()]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("ppctl: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err), err
+    assert (out, list(empty_directory.iterdir())) == ("", [])
+
+
+def test_a_file_that_is_not_text_is_one_line(capsys, empty_directory):
+    (empty_directory / "bytes.csv").write_bytes(b"\xff\xfe")
+    assert cli.main(["schedule", "check", "bytes.csv"]) == 2
+    assert capsys.readouterr().err == "ppctl: bytes.csv cannot be read: it is not text.\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["train costs.forward_s=2", "plan costs=unit", "verify costs=unit", "bench +costs.forward_s=2"]
+)
+def test_other_commands_refuse_assumed_costs(line, capsys):
+    assert cli.main(line.split()) == 2
+    assert "costs are assumed by `ppctl schedule` alone" in capsys.readouterr().err
+
+
+def test_a_users_costs_of_other_commands_are_refused(capsys, empty_directory):
+    file = empty_directory / "mine/costs/ours.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("defaults: [measure]\nname: ours\n")
+    assert cli.main(["schedule", "show", "--config-dir", "mine", "costs=ours"]) == 2
+    assert "costs=ours: `ppctl schedule` assumes costs" in capsys.readouterr().err
+
+
+# --- help, completion, imports ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["schedule", "schedule --help", "schedule show -h"])
+def test_help_says_what_there_is(line, capsys):
+    assert cli.main(line.split()) == 0
+    out = capsys.readouterr().out
+    for text in (*SUBCOMMANDS, *FAMILIES, "costs.forward_s=1.0", "perfetto", *EXAMPLES):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_the_examples_of_the_help_run(capsys):
+    for line in EXAMPLES:
+        assert cli.main(line.split()[1:]) == 0, line
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ppctl sch", "schedule"),
+        ("ppctl schedule sh", "show"),
+        ("ppctl schedule show --fo", "--format"),
+        ("ppctl schedule show schedule=zb_h", "schedule=zb_h1"),
+        ("ppctl schedule show costs.forw", "costs.forward_s="),
+    ],
+)
+def test_bash_completes(line, expected, capsys, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", line)
+    assert cli.main(["-sc", "query=bash"]) == 0
+    assert expected in capsys.readouterr().out.split()
+
+
+def test_a_chart_of_1024_ranks_is_instant_and_loads_neither_jax_nor_matplotlib():
+    code = (
+        "import sys; from ppctl.cli import main; "
+        "c = main('schedule show schedule=1f1b mesh=1x1024 --out x.html'.split()); "
+        "print(c, [name for name in ('jax', 'numpy', 'flax', 'matplotlib') if name in sys.modules])"
+    )
+    before = os.times().children_user
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "0 []\n"
+    assert os.times().children_user - before < 3  # CPU seconds: a busy machine does not count
+
+
+def test_a_reader_that_goes_away_is_no_bug():
+    command = f"{sys.executable} -m ppctl.cli schedule show schedule=gpipe mesh=1x64 --json | head -c 10"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True, env=environment)
+    assert (done.stdout, done.stderr) == ('{"schedule', "")
+
+
+def test_auto_says_what_it_chose_from_and_how_far_it_is_from_the_bound(capsys):
+    said = ask_json(capsys, f"show schedule=auto mesh=1x8 schedule.num_microbatches=32 {UNIT}")
+    assert said["makespan_s"] == said["auto"]["lower_bound_s"] == 97.75
+    assert said["auto"]["gap_fraction"] == 0
+    assert said["auto"]["max_activations"] == max(said["peak_activations"]) == 8
+    assert said["label"] == "auto: interleaved_zb (num_chunks=4)"
+    assert said["auto"]["candidates"][0] == {
+        "label": "interleaved_zb (num_chunks=4)",
+        "length_s": 97.75,
+        "is_published": True,
+    }
+    text = ask(capsys, "show schedule=auto schedule.max_activations=3 schedule.max_chunks=2 mesh=1x4")
+    assert "the shortest with at most 3 activations a rank, of " in text
+    assert re.search(r"and \d+ of \d+ V-shaped building blocks", text)
+    assert "next: gis (num_chunks=2), greedy" in text
+
+
+def test_auto_keeps_to_its_settings(capsys):
+    said = ask_json(capsys, "show schedule=auto schedule.split_backward=false schedule.max_chunks=2 mesh=1x4")
+    assert {cell[1] for cells in said["ranks"] for cell in cells} == {"F", "B"}
+    assert said["num_chunks"] <= 2
+    assert max(said["peak_activations"]) <= 4
+
+
+def test_a_schedule_of_ones_own_is_a_choice_like_any_other(capsys):
+    ask(capsys, "show schedule=zb_v mesh=1x2 schedule.num_microbatches=5 --out mine.csv")
+    said = ask_json(capsys, "show schedule=csv schedule.path=mine.csv mesh=1x2")
+    own = ask_json(capsys, "show schedule=zb_v mesh=1x2 schedule.num_microbatches=5")
+    assert said["label"] == "mine.csv"
+    for key in ("ranks", "makespan_s", "num_microbatches", "rank_of"):
+        assert said[key] == own[key]
+    assert "mine.csv" in ask(capsys, "compare csv:path=mine.csv zb_v mesh=1x2 schedule.num_microbatches=5")
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("show schedule=csv mesh=1x2", "schedule.path has no value"),
+        ("show schedule=csv schedule.path=none.csv mesh=1x2", "none.csv cannot be read"),
+        ("show schedule=csv schedule.path=mine.csv mesh=1x3", "mesh.pp=3, but mine.csv has 2 ranks .* Use mesh.pp=2"),
+        (
+            "show schedule=csv schedule.path=mine.csv mesh=1x2 schedule.num_microbatches=3",
+            "num_microbatches=3, but mine.csv has 1. Use schedule.num_microbatches=1",
+        ),
+        (
+            "show schedule=csv schedule.path=bad.csv mesh=1x2",
+            r"bad.csv: rank 0, step 0: 0B0 waits for stash.*`ppctl schedule check bad.csv` shows where",
+        ),
+        ("show schedule=auto schedule.max_activations=0.1 mesh=1x2", "max_activations=0.1: no schedule .* or more"),
+        ("show schedule=auto schedule.max_activations=-1 mesh=1x2", "max_activations=-1.0 must be above 0"),
+        ("show schedule=auto schedule.objective=peroid mesh=1x2", "objective=peroid.*makespan, period"),
+        ("show schedule=auto schedule.max_chunks=0 mesh=1x2", "schedule.max_chunks=0"),
+        ("show schedule=auto mesh=1x512 schedule.num_microbatches=512", "786,432 tasks are more than"),
+    ],
+)
+def test_what_auto_and_csv_cannot_do_is_said_in_a_line(line, what, empty_directory, capsys):
+    (empty_directory / "mine.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    (empty_directory / "bad.csv").write_text("0B0,0F0\n1F0,1B0\n")
+    assert cli.main(["schedule", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert re.search(what, said)
+    assert said.count("\n") == 1
+
+
+LARGE = "mesh=1x1024 schedule.num_microbatches=4096"
+
+
+def test_a_thousand_ranks_are_extrapolated_and_say_so(capsys):
+    text = ask(capsys, f"show schedule=zb_v {LARGE}")
+    assert re.search(r"zb_v +12800 +12800 +12800 +12288 +12288 +4.0% +1024 +1024", text)
+    assert "extrapolated from (ranks, microbatches) (16, 64)" in text
+    rows = ask_json(capsys, f"compare gpipe zb_h1 {LARGE}")["schedules"]
+    assert [row["makespan_s"] for row in rows] == [row["makespan_formula_s"] for row in rows] == [15357, 13311]
+    for line in (f"show schedule=zb_v {LARGE} --format html", f"compare gpipe zb_v {LARGE} --out x.html"):
+        assert cli.main(["schedule", *line.split()]) == 2
+        assert "4096 microbatches: too many tasks for a chart. Use --format text" in capsys.readouterr().err

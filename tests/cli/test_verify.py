@@ -1,0 +1,100 @@
+"""`ppctl verify` and `ppctl bench`: right gradients pass, wrong ones do not, and what is printed is what was found."""
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ppctl import config
+from ppctl.cli.commands import bench, verify
+from ppctl.training import job
+
+TINY = config.Config(
+    model=config.MLP(num_layers=5, d_model=8),
+    mesh=config.Mesh(2, 2, 1),
+    schedule=config.Schedule("1f1b", 4),
+    executor=config.Spmd(remat="layer"),
+    data=config.Regression("regression", batch_size=16, num_features=6, num_targets=3, num_rows=4000),
+)
+
+
+def broken(change):
+    """The assembly of parts whose gradients `change` spoils."""
+
+    def assembled(request, **kwargs):
+        parts = job.assemble(request, **kwargs)
+        right = parts.engine.loss_and_grads_of
+
+        def loss_and_grads(params, batch):
+            loss, grads = right(params, batch)
+            return loss, change(grads)
+
+        parts.engine = replace(parts.engine, loss_and_grads_of=loss_and_grads)
+        return parts
+
+    return assembled
+
+
+def test_right_gradients_pass_in_float64_unless_another_dtype_is_asked_for(capsys):
+    assert verify.verify(TINY, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert (found["dtype"], found["tolerance"]) == ("float64", 1e-10)
+    assert found["worst"]["error"] == max(leaf["error"] for leaf in found["gradients"]) < 1e-13
+    for leaf in found["gradients"]:
+        assert leaf["error"] == leaf["max_difference"] / leaf["max_abs"]
+        assert leaf["max_abs"] <= leaf["norm"] * (1 + 1e-9)
+    assert {leaf["name"] for leaf in found["gradients"]} >= {"layers/kernel", "layers/bias", "ends/head/kernel"}
+    single = replace(TINY, run=config.Run(dtype="float32"))
+    assert verify.verify(single, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
+
+
+def test_one_wrong_layer_fails_and_is_named(monkeypatch, capsys):
+    def change(grads):  # staged [V, P, K, ...]: the second layer of rank 1 is layer 4 of 5
+        layers = grads["layers"] | {"kernel": grads["layers"]["kernel"].at[0, 1, 1].multiply(1 + 1e-6)}
+        return grads | {"layers": layers}
+
+    monkeypatch.setattr(verify, "assemble", broken(change))
+    assert verify.verify(TINY, as_json=True) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert (found["worst"]["name"], found["worst"]["layer"]) == ("layers/kernel", 4)
+    assert verify.verify(TINY, as_json=False) == 1
+    shown = capsys.readouterr().out
+    assert "NOT EQUAL within 1e-10 (float64)" in shown
+    assert [" !" in line for line in shown.splitlines() if line.strip().startswith("layers/kernel")] == [True]
+    assert sum(" !" in line for line in shown.splitlines()) == 1
+
+
+def test_a_gradient_that_is_not_a_number_fails(monkeypatch, capsys):
+    spoil = lambda grads: jax.tree.map(lambda g: g * jnp.nan, grads)  # noqa: E731
+    monkeypatch.setattr(verify, "assemble", broken(spoil))
+    assert verify.verify(TINY, as_json=True) == 1
+    found = json.loads(capsys.readouterr().out)  # JSON without NaN
+    assert found["worst"]["error"] is None
+
+
+def test_the_reference_verifies_itself(capsys):
+    request = replace(TINY, mesh=config.Mesh(), executor=config.Reference(remat="full"))
+    assert verify.verify(request, as_json=False) == 0
+    shown = capsys.readouterr().out
+    assert "equal within 1e-10" in shown
+    assert re.search(r"gradient +shape +norm +max .reference. +max .difference. +error +worst layer", shown)
+    assert re.search(r"ends/head/kernel +8x3 +[\d.]+ +\d\.\d{3}e[+-]\d\d +\d\.\de[+-]\d\d +\d\.\de[+-]\d\d", shown)
+
+
+@pytest.mark.slow
+def test_bench_compares_every_remat_setting_with_the_reference(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    monkeypatch.setattr(bench, "GROWTH", (2, 4, 8))
+    assert bench.bench(TINY, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found["steps"]] == ["reference", "remat=none", "remat=layer", "remat=full"]
+    assert found["steps"][0]["cpu_ratio"] == 1
+    assert all(row["cpu_s"] > 0 and row["temp_bytes"] > 0 for row in found["steps"])
+    grown = {row["name"]: row["temp_ratio"] for row in found["growth"]}
+    assert grown["gpipe"] > grown["1f1b"]

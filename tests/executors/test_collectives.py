@@ -1,0 +1,99 @@
+"""Collectives counted in compiled programs: how often each runs, and how many bytes it moves."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.collectives import Collective, collectives
+
+# As compilers write them: loops in loops, a branch, instructions that start, tuples.
+TEXT = """\
+HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%inner (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %hop = f32[8]{0} collective-permute(%x), channel_id=1, source_target_pairs={{0,1},{1,0}}
+  %two = (f32[8]{0}, bf16[4,2]{1,0}) all-reduce(%x, %y), channel_id=2, to_apply=%add
+}
+
+%taken (p: f32[8]) -> f32[8] {
+  %g = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), channel_id=3, dimensions={0}
+  ROOT %d = f32[8]{0} all-gather-done(%g), metadata={op_name="jit(step)/cond/all_gather"}
+}
+
+%other (p: f32[8]) -> f32[8] {
+  ROOT %p = f32[8]{0} parameter(0)
+}
+
+%outer (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %w = (s32[], f32[8]{0}) while(%p), condition=%cond, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+  %c = f32[8]{0} conditional(%i, %a, %b), branch_computations={%taken, %other}
+}
+
+%forever (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %q = f32[8]{0} collective-permute(%x), channel_id=4
+}
+
+%cond (p: (s32[], f32[8])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %s = ((f32[8]{0}), f32[2]{0:T(128)}) reduce-scatter-start(%x), channel_id=5
+  %w1 = (s32[], f32[8]{0}) while(%t), condition=%cond, body=%outer, backend_config={"known_trip_count":{"n":"5"}}
+  %w2 = (s32[], f32[8]{0}) while(%t), condition=%cond, body=%forever
+  %p = (u8[4]{0}, u8[4]{0}, u32[], u32[]) collective-permute-start(%b), channel_id=6
+  ROOT %k = f32[8]{0} fusion(%x), kind=kLoop, calls=%kernel
+}
+"""
+
+
+def test_loops_multiply_branches_are_at_most_and_a_loop_of_unknown_turns_is_said_to_be():
+    found = {(each.kind, each.times, each.is_at_most): (each.instructions, each.bytes) for each in collectives(TEXT)}
+    assert found == {
+        ("collective-permute", 15, False): (1, 32),
+        ("all-reduce", 15, False): (1, 32 + 16),
+        ("all-gather", 5, True): (1, 32),
+        ("collective-permute", None, False): (1, 32),
+        ("reduce-scatter", 1, False): (1, 8),
+        ("collective-permute", 1, False): (1, 4),
+    }
+
+
+@pytest.mark.parametrize("turns", [1, 7])
+def test_they_are_those_of_a_program_that_this_compiler_makes(turns):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    def program(a):
+        def turn(a, _):
+            return jax.lax.ppermute(jnp.sin(a), "x", ring), None
+
+        a, _ = jax.lax.scan(turn, a, None, length=turns)
+        return a + jax.lax.psum(a, "x") + jax.lax.all_gather(a, "x").sum(0)
+
+    shape = jax.ShapeDtypeStruct((4, 6), jnp.float32)
+    found = collectives(jax.jit(program).lower(shape).compile().as_text())
+    assert {each.kind: (each.times, each.bytes, each.all_bytes) for each in found} == {
+        "collective-permute": (turns, 24, 24 * turns),
+        "all-reduce": (1, 24, 24),
+        "all-gather": (1, 96, 96),
+    }
+
+
+def test_a_program_without_any_has_none():
+    assert collectives(jax.jit(jnp.sin).lower(1.0).compile().as_text()) == []
+
+
+def test_what_is_not_known_is_not_added_up():
+    assert Collective("all-reduce", 1, None, is_at_most=False, bytes=8).all_bytes is None

@@ -1,0 +1,97 @@
+"""Loss and gradients of the mpmd executor equal the reference in float64; so do its steps and its evaluation."""
+
+import jax
+import numpy as np
+import pytest
+from support.cases import COMPILE_FAST, difference, make_params, make_stack, run_reference
+from support.mpmd_cases import LR_SCHEDULE, MpmdCase, make_engine, make_optimizer, run_mpmd
+
+from ppctl.executors.reference import reference
+from ppctl.schedule import FAMILIES
+from ppctl.training.train_step import init_state, train_step
+
+TOLERANCE = 1e-10
+REMAT = ("none", "layer", "full")
+MESHES = ((1, 4, 1), (2, 4, 1), (2, 2, 2))
+
+
+def name_of(case):
+    mesh = "x".join(map(str, case.mesh))
+    return f"{case.schedule} {mesh} L{case.num_layers} {case.remat} {case.model}" + " scan" * (case.unroll == 0)
+
+
+def check(case):
+    _, _, loss, grads = run_reference(case.model, case.num_layers, case.batch_size)
+    found_loss, found_grads = run_mpmd(case)
+    assert abs(found_loss - loss) <= TOLERANCE * abs(loss)
+    assert difference(found_grads, grads) <= TOLERANCE
+
+
+DEFAULT = [
+    MpmdCase("1f1b", (2, 4, 1), remat="none", model="mlp"),
+    MpmdCase("1f1b", (1, 4, 1), num_layers=10, remat="layer", model="mlp"),  # 3 + 3 + 2 + 2 layers
+    MpmdCase("interleaved_zb", (2, 2, 2), num_layers=7, remat="full", model="mlp"),
+    MpmdCase("zb_v", (1, 2, 2), num_layers=5, remat="none", model="tied swiglu"),  # both ends on one rank
+    MpmdCase("zb_h1", (1, 4, 1), remat="layer", model="mlp", sizes=(0, 5, 2, 1), unroll=2),  # a stage without layers
+    MpmdCase("gpipe", (1, 1, 1), remat="layer", model="mlp"),  # a single stage
+    MpmdCase("zb_h1", (1, 2, 1), num_layers=5, remat="none", model="mlp", unroll=0),  # layers scanned
+]
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=name_of)
+def test_loss_and_gradients_equal_the_reference(case):
+    check(case)
+
+
+# every family, remat and mesh; `make exhaustive` runs their product
+FAMILY_CASES = [
+    MpmdCase(name, MESHES[i % 3], num_layers=9, remat=REMAT[i // 3 % 3], model="mlp") for i, name in enumerate(FAMILIES)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILY_CASES, ids=name_of)
+def test_loss_and_gradients_of_every_schedule_equal_the_reference(case):
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        MpmdCase("zb_h1", (1, 2, 2), num_layers=3, remat="layer", model="tied gelu grouped"),
+        MpmdCase("interleaved", (2, 2, 1), num_layers=5, remat="full", model="mlp"),
+    ],
+    ids=name_of,
+)
+def test_clipped_steps_equal_those_of_the_reference(case):
+    """Parameters, optimizer state and metrics; the norm is over all ranks, a tied leaf counts once."""
+    engine, batch = make_engine(case)
+    engine.compile(evaluate=True)
+    state, placed = engine.new_state(), engine.put(batch)
+    stack = make_stack(case.model, case.num_layers)
+    optimizer = make_optimizer()
+    plain = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype="float64")
+    expected = init_state(jax.tree.map(np.asarray, make_params(stack)), optimizer)
+    step = jax.jit(train_step(plain, optimizer, LR_SCHEDULE), compiler_options=COMPILE_FAST)
+    for _ in range(3):
+        evaluated = float(engine.loss(state, placed))
+        state, metrics = engine.step(state, placed)
+        expected, wanted = step(expected, batch)
+        assert evaluated == pytest.approx(float(wanted["loss"]), rel=1e-10)
+        assert {k: float(v) for k, v in metrics.items()} == pytest.approx(
+            {k: float(v) for k, v in wanted.items()}, rel=1e-9
+        )
+    for found, wanted in zip(*map(jax.tree.leaves, (engine.to_natural(state), expected)), strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-8, atol=1e-12)
+
+
+def test_a_state_survives_the_way_to_natural_order_and_back_bit_for_bit():
+    case = MpmdCase("zb_v", (1, 2, 2), num_layers=5, model="tied swiglu")
+    engine, _ = make_engine(case)
+    natural = jax.tree.map(np.asarray, engine.to_natural(engine.new_state()))
+    params = make_params(make_stack(case.model, case.num_layers))
+    for found, wanted in zip(*map(jax.tree.leaves, (natural["params"], params)), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    again = engine.to_natural(engine.from_natural(jax.tree.map(jax.numpy.asarray, natural)))
+    for found, wanted in zip(*map(jax.tree.leaves, (again, natural)), strict=True):
+        np.testing.assert_array_equal(found, wanted)

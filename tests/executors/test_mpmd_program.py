@@ -1,0 +1,185 @@
+"""What the mpmd executor runs: in which order, with which collectives, how much it keeps, how often it compiles."""
+
+import re
+import weakref
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+from support.mpmd_cases import MpmdCase, make_engine
+
+from ppctl.executors import compiler_preset
+from ppctl.executors.mpmd.plan import last_uses
+from ppctl.executors.mpmd.runtime import MOST_STARTED
+from ppctl.schedule import FAMILIES
+from ppctl.schedule.costs import task_costs
+from ppctl.schedule.simulate import peak_activations, simulate
+
+COLLECTIVES = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+TASKS = ("E", "F", "B", "I", "W")
+
+
+def case_of(schedule, **changes):
+    return MpmdCase(schedule, **({"mesh": (1, 4, 1), "model": "mlp", "num_layers": 9, "remat": "layer"} | changes))
+
+
+def ops_of(case, what="step"):
+    engine, _ = make_engine(case)
+    return engine, engine.plan(what)[0]
+
+
+@pytest.mark.parametrize("schedule", FAMILIES)
+def test_every_rank_gets_its_tasks_in_program_order_and_the_host_dispatches_readers_after_writers(schedule):
+    engine, ops = ops_of(case_of(schedule))
+    program = case_of(schedule).program()
+    for rank, tasks in enumerate(program.ranks):
+        assert [op.task for op in ops if op.program and op.rank == rank and op.task] == list(tasks)
+    written = set(engine.given_shapes())
+    for op in ops:
+        assert set(op.reads) <= written, op
+        written |= set(op.writes)
+    assert sum(op.program is None and op.task is not None for op in ops) == sum(
+        2 * program.num_microbatches for a, b in pairwise(program.rank_of) if a != b
+    )
+
+
+@pytest.mark.parametrize("schedule", FAMILIES)
+def test_a_receiver_begins_nothing_after_a_move_that_it_could_have_begun_before_the_value_was_there(schedule):
+    case = case_of(schedule)
+    _, ops = ops_of(case)
+    times = simulate(case.program(), task_costs(case.remat))
+    begins = [op.program and op.task and times.start_s[op.task] for op in ops]
+    for i, move in enumerate(ops):
+        if move.program is None and move.task is not None:
+            later = [s for s, op in zip(begins[i:], ops[i:], strict=True) if op.rank == move.rank and s is not None]
+            assert all(start_s >= times.end_s[move.task] for start_s in later), move
+
+
+def test_with_remat_full_the_last_forward_is_left_to_its_backward():
+    _, ops = ops_of(case_of("1f1b", remat="full"))
+    kinds = {op.task.kind for op in ops if op.task and op.task.stage == 3}
+    assert kinds == {"B"}
+    assert not any(key[0] == "stash" for op in ops for key in op.writes)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "interleaved", "zb_v"])
+def test_nothing_lives_after_its_last_use(schedule):
+    engine, ops = ops_of(case_of(schedule))
+    kept = engine.plan("step")[1]
+    freed = last_uses(ops, {*kept, *engine.given_shapes()})
+    live = set()
+    for op, drop in zip(ops, freed, strict=True):
+        live = (live | set(op.writes)) - set(drop)
+    assert live <= {*kept, *engine.given_shapes()}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", "zb_h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "interleaved", "zb_v"))],
+)
+def test_live_buffers_peak_where_the_simulator_says(schedule):
+    case = case_of(schedule)
+    engine, batch = make_engine(case)
+    walk = engine.walk("step")
+    held = defaultdict(lambda: defaultdict(list))  # rank -> (stage, microbatch) -> buffers of its stash or pending
+    peak = [0] * 4
+
+    def watched(op, call):
+        def run(*values):
+            written = call(*values)
+            del values
+            for key, value in zip(op.writes, written, strict=True):
+                if key[0] in ("stash", "pending"):
+                    held[op.rank][key[1:]] += [weakref.ref(leaf) for leaf in jax.tree.leaves(value)]
+            if op.task is not None and op.task.kind == "F" and op.program is not None:
+                alive = lambda refs: any(ref() is not None and not ref().is_deleted() for ref in refs)  # noqa: E731
+                peak[op.rank] = max(peak[op.rank], sum(map(alive, held[op.rank].values())))
+            return written
+
+        return run
+
+    steps = tuple((watched(op, call), *rest) for op, (call, *rest) in zip(walk.ops, walk.steps, strict=True))
+    engine.walks["step"] = replace(walk, steps=steps)
+    jax.block_until_ready(engine.step(engine.new_state(), engine.put(batch)))
+    schedule = case.program()
+    assert peak == [count * schedule.num_chunks for count in peak_activations(schedule)]
+
+
+def test_tasks_communicate_nothing_and_gradients_are_reduced_once():
+    engine, _ = make_engine(case_of("zb_h1", mesh=(2, 2, 2), num_layers=3))
+    engine.compile(evaluate=True)
+    found = defaultdict(set)
+    for (program, _), compiled in engine.machine.compiled.items():
+        found[program.kind] |= {match[1] for match in COLLECTIVES.finditer(compiled.as_text())}
+    assert {kind: found[kind] for kind in TASKS} == {kind: set() for kind in TASKS}
+    assert found["prepare"] == {"all-gather"}
+    assert found["finish"] >= {"all-reduce"}
+    finishes = [op for op in engine.plan("step")[0] if op.program and op.program.kind == "finish"]
+    assert [op.rank for op in finishes] == [0, 1]
+
+
+def test_stages_alike_share_a_program_and_a_second_step_compiles_nothing():
+    engine, batch = make_engine(case_of("1f1b", num_layers=8))
+    engine.compile(evaluate=False)
+    lowered = [program.kind for program in engine.machine.lowered]
+    assert lowered.count("F") == lowered.count("B") == 3  # first, last, and one for both in between
+    state, placed = engine.new_state(), engine.put(batch)
+    before = dict(engine.machine.compiled)
+    for _ in range(2):
+        state, _ = engine.step(state, placed)
+    assert engine.machine.compiled == before
+
+
+def test_temporary_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches():
+    def temp_bytes(schedule, num_microbatches):
+        case = case_of(schedule, mesh=(1, 2, 1), num_layers=2, num_microbatches=num_microbatches)
+        engine, _ = make_engine(replace(case, batch_size=4 * num_microbatches))
+        return engine.compile(evaluate=False).temp_bytes
+
+    assert temp_bytes("1f1b", 16) == temp_bytes("1f1b", 4)
+    assert temp_bytes("gpipe", 16) > 1.5 * temp_bytes("gpipe", 4)
+
+
+def test_parameters_and_optimizer_state_live_on_their_rank_only():
+    engine, _ = make_engine(MpmdCase("1f1b", (1, 4, 1), model="tied swiglu", num_layers=4))
+    state = engine.new_state()
+    devices = jax.devices()
+    for rank, tree in enumerate(state):
+        assert {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()} == {devices[rank]}
+    ends = [sorted(path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(t["params"]["ends"])) for t in state]
+    assert ends == [["embedding"], [], [], ["embedding", "norm"]]
+    copies = [np.asarray(state[rank]["params"]["ends"]["embedding"]) for rank in (0, 3)]
+    np.testing.assert_array_equal(*copies)
+
+
+def test_the_host_waits_before_a_device_has_as_many_programs_under_way_as_xla_lets_it_have():
+    """Or threads of XLA that start programs wait for each other: with several devices of a rank in a process."""
+
+    class Turn:
+        def __init__(self):
+            under_way.append(self)
+
+        def block_until_ready(self):
+            assert under_way.pop(0) is self, "the first one is waited for"
+
+    machine = make_engine(case_of("1f1b", mesh=(2, 2, 1)))[0].machine
+    under_way = []
+    for _ in range(200):
+        machine.pass_turn(1, Turn())
+        assert len(under_way) <= MOST_STARTED // 2
+    alone = make_engine(case_of("1f1b", mesh=(1, 2, 1)))[0].machine
+    assert alone.under_way == [None, None], "XLA starts the programs of one device in the host's own thread"
+
+
+def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):
+    assert not compiler_preset._is_known("xla_cpu_no_such_option")
+    assert compiler_preset._is_known("xla_llvm_disable_expensive_passes")
+    engine, _ = make_engine(case_of("1f1b", mesh=(1, 2, 1), num_layers=2))
+    once = {"xla_cpu_no_such_option": False, "xla_backend_optimization_level": 0}
+    monkeypatch.setitem(compiler_preset.CPU_OPTIONS, "once", once)
+    monkeypatch.setattr(compiler_preset, "NOT_EVERYWHERE", "xla_cpu_no_such_option")
+    engine.machine.options = {}
+    assert engine.machine._options(None) == {"xla_backend_optimization_level": 0}

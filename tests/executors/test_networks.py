@@ -1,0 +1,196 @@
+"""Functions cut into layers: loss and gradients are those of jax.grad of the whole function on one device."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases import COMPILE_FAST, Case, difference, run_spmd
+from support.mpmd_cases import MpmdCase, engine_of
+from support.networks import NETWORKS, rows_of
+
+from ppctl import Network, stage_boundary
+from ppctl.errors import ConfigError
+from ppctl.executors.reference import reference
+from ppctl.executors.stage.flops import worth
+from ppctl.executors.stage.traced_network import Pieces, stack_of
+from ppctl.model.stack import init
+from ppctl.training.optim import decays
+
+ROWS = 8
+
+
+@cache
+def made(name, auto=False):
+    """(stack, its parameters, a batch, (pieces, loss, gradients in the author's form))."""
+    make, *num_layers = NETWORKS[name]
+    network, batch = make(marked=not auto), rows_of(name, ROWS)
+    inputs = jax.ShapeDtypeStruct(batch["inputs"].shape, batch["inputs"].dtype)
+    pieces = Pieces(network, num_layers[auto], auto=auto, inputs=inputs, dtype="float64", compute="float64")
+    stack = stack_of(pieces)
+
+    def mean_loss(params):
+        loss, number = network.loss(network.apply(params, jnp.asarray(batch["inputs"])), batch["targets"])
+        return loss / number
+
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss), compiler_options=COMPILE_FAST)(network.init(jax.random.key(3)))
+    return stack, jax.jit(lambda: init(stack, 3))(), batch, (pieces, float(loss), jax.tree.map(np.asarray, grads))
+
+
+@pytest.mark.parametrize("auto", [False, True], ids=["marks", "auto"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_parts_together_are_the_function(name, auto):
+    stack, params, batch, (_, loss, grads) = made(name, auto)
+    step = reference(stack, num_microbatches=ROWS, remat="layer", unroll=0, dtype=jnp.float64)  # each of one row
+    found, found_grads = jax.jit(step, compiler_options=COMPILE_FAST)(params, batch)
+    assert float(found) == pytest.approx(loss, rel=1e-12)
+    assert difference(stack.export(jax.tree.map(np.asarray, found_grads)), grads) < 1e-12
+
+
+def check(name, auto, loss_and_grads):
+    stack, _, _, (pieces, loss, grads) = made(name, auto)
+    found, found_grads = loss_and_grads
+    assert float(found) == pytest.approx(loss, rel=1e-12)
+    assert difference(stack.export(jax.tree.map(np.asarray, found_grads)), grads) < 1e-10
+    for a, b in zip(*map(jax.tree.leaves, (pieces.to_parts(pieces.from_parts(found_grads)), found_grads)), strict=True):
+        np.testing.assert_array_equal(a, b)  # what is no parameter has no gradient
+
+
+SPMD = [
+    ("widths", False, {"mesh": (1, 2, 2), "schedule": "zb_h1", "remat": "none"}),
+    ("widths", False, {"mesh": (1, 2, 1), "schedule": "interleaved", "num_chunks": 2, "remat": "layer"}),
+    ("widths", True, {"mesh": (2, 3, 1), "schedule": "gpipe", "layers": (1, 2, 1), "remat": "full"}),
+    ("widths", False, {"mesh": (1, 2, 1), "schedule": "zb_v", "remat": "none", "unroll": 0}),
+    ("images", False, {"mesh": (1, 3, 1), "schedule": "eager_1f1b", "remat": "none"}),
+    ("tokens", False, {"mesh": (1, 3, 1), "schedule": "zb_h1", "remat": "full"}),
+]
+
+
+@pytest.mark.parametrize(("name", "auto", "changes"), SPMD, ids=str)
+def test_one_program_of_all_ranks_is_the_function(name, auto, changes):
+    stack, params, batch, _ = made(name, auto)
+    case = Case(**{"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 4, **changes})
+    check(name, auto, run_spmd(case, stack, params, batch))
+
+
+MPMD = [
+    ("widths", False, {"mesh": (2, 2, 1), "schedule": "zb_h1", "remat": "none"}),
+    ("widths", False, {"mesh": (1, 2, 2), "schedule": "interleaved", "remat": "full", "unroll": 0}),
+    ("images", True, {"mesh": (1, 2, 1), "schedule": "1f1b", "remat": "layer"}),
+    ("tokens", False, {"mesh": (1, 3, 1), "schedule": "zb_h1", "remat": "none"}),
+]
+
+
+@pytest.mark.parametrize(("name", "auto", "changes"), MPMD, ids=str)
+def test_programs_of_each_stage_are_the_function(name, auto, changes):
+    stack, params, batch, _ = made(name, auto)
+    case = MpmdCase(**{"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 4, **changes})
+    engine = engine_of(case, stack, params, batch)
+    check(name, auto, engine.loss_and_grads(engine.new_state(), engine.put(batch)))
+
+
+def test_each_layer_counts_what_it_costs():
+    stack, _, batch, _ = made("widths")
+    flops = [6 * 24 + 24 * 8, 8 * 16, 16 * 8, 8 * 3]  # halves of a row's, of the layers between marks
+    found = worth(stack, batch, recompute=False)
+    assert found.layers == pytest.approx([each / sum(flops) * 4 for each in flops], rel=1e-12)
+    assert (found.embed, found.head) == (0, 0)
+    assert [len(layers) for layers in found.balanced((0, 1))] == [1, 3]
+
+
+# --- what cannot be cut ----------------------------------------------------------------------------------------------
+
+
+def network_of(apply, shapes=((4, 4), (4, 4)), dtype=jnp.float64):
+    init = lambda key: {f"w{i}": jnp.ones(shape, dtype) for i, shape in enumerate(shapes)}  # noqa: E731
+    return Network(init, apply, lambda outputs, targets: (outputs.sum(), jnp.float64(outputs.size)))
+
+
+def batch_mean(p, x):
+    x = x @ p["w0"]
+    mean, x = stage_boundary((x.mean(axis=0), x))
+    return (x - mean) @ p["w1"]
+
+
+def other_rows(p, x):
+    return stage_boundary(jnp.sin(x @ p["w0"]) if len(x) == 2 else x @ p["w0"]) @ p["w1"]
+
+
+UNCUTTABLE = {
+    "no marks": (lambda p, x: x @ p["w0"], {}, r"apply has 0 stage_boundary .* make 1 layers, but model.num_layers=2"),
+    "unused mark": (
+        lambda p, x: (stage_boundary(x), x @ p["w0"])[1],
+        {},
+        "apply has 0 stage_boundary|computes nothing",
+    ),
+    "two at once": (
+        lambda p, x: stage_boundary(stage_boundary(x @ p["w0"])) @ p["w1"],
+        {"num_layers": 3},
+        "layer 1 of 3 computes nothing",
+    ),
+    "shared": (lambda p, x: stage_boundary(x @ p["w0"]) @ p["w0"], {}, "parameter w0 is used by layer 0, layer 1, but"),
+    "integers": (
+        lambda p, x: (lambda n, y: y @ p["w1"] + n)(*stage_boundary((jnp.argsort(x), x @ p["w0"]))),
+        {},
+        r"int64\[2, 4\] crosses the boundary before layer 1, and what passes between layers is floating",
+    ),
+    "batch mean": (batch_mean, {}, r"float64\[4\] of 2 rows crosses the boundary before layer 1 and does not grow"),
+    "inside a loop": (
+        lambda p, x: jax.lax.fori_loop(0, 3, lambda i, x: stage_boundary(x @ p["w0"]), x),
+        {},
+        "a stage_boundary stands inside of (while|scan), which is one operation",
+    ),
+    "other rows": (other_rows, {}, "apply runs other operations on 3 rows than on 2"),
+    "too many": (
+        lambda p, x: x @ p["w0"] @ p["w1"],
+        {"num_layers": 3, "auto": True},
+        r"model.num_layers=3, but there are only 2 groups of operations",
+    ),
+    "integer weights": (lambda p, x: x @ p["w0"], {"dtype": jnp.int32}, "init makes w0 of int32, and parameters are"),
+    "nothing of the inputs": (
+        lambda p, x: stage_boundary(jnp.sin(x @ p["w0"])).sum() * 0 + p["w1"],
+        {},
+        r"does not grow|float64\[\] of 2 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNCUTTABLE)
+def test_what_cannot_be_cut_is_refused(case):
+    apply, changes, said = UNCUTTABLE[case]
+    asked = {"num_layers": 2, "auto": False, "dtype": jnp.float64, **changes}
+    inputs = jax.ShapeDtypeStruct((8, 4), jnp.float64)
+    with pytest.raises(ConfigError, match=said):
+        Pieces(
+            network_of(apply, dtype=asked["dtype"]),
+            asked["num_layers"],
+            auto=asked["auto"],
+            inputs=inputs,
+            dtype="float64",
+            compute="float64",
+        )
+
+
+def test_a_narrow_compute_dtype_keeps_what_is_computed_in_a_wider_one():
+    def apply(p, x):
+        x = stage_boundary((x @ p["w0"]).astype(jnp.float32) + 1e-4)
+        return x.astype(jnp.bfloat16) @ p["w1"]
+
+    inputs = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    settings = {"auto": False, "inputs": inputs, "dtype": "float32"}
+    network = network_of(apply, dtype=jnp.float32)
+    assert Pieces(network, 2, **settings, compute="bfloat16").x == (4, jnp.float32)
+    assert Pieces(network, 2, **settings, compute="float32").x == (4, jnp.float32)
+
+
+def test_decay_is_for_matrices():
+    network = network_of(lambda p, x: stage_boundary(x @ p["w0"] + p["w1"]) @ p["w2"], ((4, 4), (4,), (4, 2)))
+    inputs = jax.ShapeDtypeStruct((8, 4), jnp.float64)
+    pieces = Pieces(network, 2, auto=False, inputs=inputs, dtype="float64", compute="float64")
+    parts = stack_of(pieces).initial(jax.random.key(0))
+    assert decays(parts) == {"ends": {}, "layers": {pieces.tag: {"kernel": True, "bias": False}}}
+    assert {name: leaf.sum(axis=1).tolist() for name, leaf in parts["layers"][pieces.tag].items()} == {
+        "kernel": [16.0, 8.0],
+        "bias": [4.0, 0.0],
+    }

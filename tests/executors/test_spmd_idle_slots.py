@@ -1,0 +1,77 @@
+"""Garbage that an idle rank computes, or that lies in a slot nobody wrote, reaches neither loss nor gradients.
+
+The layer of this model divides by the norm of its product: zeros, which empty slots and padding hold, give NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases import COMPILE_FAST, Case, difference, staged_step
+
+from ppctl.executors.reference import reference
+from ppctl.model.stack import Stack
+
+WIDTH = 4
+
+
+def normalizing_stack(num_layers):
+    def layer(w, x):
+        product = x @ w["kernel"]
+        return product / jnp.linalg.norm(product, axis=-1, keepdims=True)
+
+    def head(ends, x, targets):
+        errors = x @ ends["head"] - targets
+        return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
+
+    return Stack(
+        num_layers,
+        init_ends=lambda key: {name: jax.random.normal(key, (WIDTH, WIDTH)) for name in ("embed", "head")},
+        init_layer=lambda key, _: {"kernel": jax.random.normal(key, (WIDTH, WIDTH))},
+        embed=lambda ends, inputs: inputs @ ends["embed"],
+        layer=layer,
+        head=head,
+    )
+
+
+def setup(num_layers, batch_size):
+    rng = np.random.default_rng(0)
+    params = {
+        "ends": {name: rng.standard_normal((WIDTH, WIDTH)) for name in ("embed", "head")},
+        "layers": {"kernel": rng.standard_normal((num_layers, WIDTH, WIDTH))},
+    }
+    return params, {name: rng.standard_normal((batch_size, WIDTH)) for name in ("inputs", "targets")}
+
+
+def test_the_layer_gives_nan_for_what_an_empty_slot_or_padding_holds():
+    layer, rng = normalizing_stack(1).layer, np.random.default_rng(0)
+    kernel, zero = rng.standard_normal((WIDTH, WIDTH)), np.zeros((2, WIDTH))
+    assert jnp.isnan(layer({"kernel": kernel}, zero)).all()
+    assert jnp.isnan(layer({"kernel": 0 * kernel}, np.ones((2, WIDTH)))).all()
+    y, pull = jax.vjp(layer, {"kernel": kernel}, zero)
+    assert all(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(pull(jnp.ones_like(y))))
+
+
+SCHEDULES = [("1f1b", 4, 1, 7), ("gpipe", 4, 1, 8), ("interleaved", 2, 2, 5)]  # pp, chunks, layers
+CASES = [
+    (*schedule, remat, skip) for schedule in SCHEDULES for remat in ("none", "layer", "full") for skip in (False, True)
+]
+BY_DEFAULT = [(*SCHEDULES[0], "none", False), (*SCHEDULES[0], "full", False), (*SCHEDULES[2], "layer", True)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "num_chunks", "num_layers", "remat", "skip_idle"),
+    [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in CASES],
+)
+def test_nan_of_idle_ranks_and_empty_slots_goes_nowhere(schedule, pp, num_chunks, num_layers, remat, skip_idle):
+    case = Case(schedule, (1, pp, 1), 4, num_chunks, num_layers, batch_size=8, remat=remat, skip_idle=skip_idle)
+    stack, (params, batch) = normalizing_stack(num_layers), setup(num_layers, 8)
+    expected_loss, expected = jax.jit(reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64))(
+        params, batch
+    )
+    layout = case.layout()
+    loss, grads = jax.jit(staged_step(case, stack), compiler_options=COMPILE_FAST)(layout.to_staged(params), batch)
+    assert loss == pytest.approx(float(expected_loss), rel=1e-12)
+    assert difference(layout.to_natural(jax.tree.map(np.asarray, grads)), expected) <= 1e-10
+    padding = np.arange(layout.counts.max()) >= layout.counts[..., None]
+    assert not np.asarray(grads["layers"]["kernel"])[padding].any()  # zero, so that padding stays zero for ever

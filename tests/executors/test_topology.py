@@ -1,0 +1,134 @@
+"""GPUs that are not here: how they are described to their compiler, what is refused, and what is compiled for them."""
+
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from ppctl import cli, config
+from ppctl.errors import ConfigError
+from ppctl.executors import topology
+from ppctl.executors.known_hardware import known
+from ppctl.executors.topology import described_mesh, has_plugin, target_config
+from ppctl.planner import plan
+
+GPUS = [name for name, hardware in known().items() if hardware.cuda is not None]
+REQUEST = config.Config(
+    model=config.Transformer(num_layers=4, d_model=16, num_heads=2, seq_len=16),
+    mesh=config.Mesh(1, 4, 1),
+    schedule=config.Schedule("1f1b", 8),
+    executor=config.Spmd(remat="full"),
+    data=config.Synthetic(batch_size=16, vocab_size=64),
+    plan=config.Plan(compile=True, topology="h100:2x2"),
+)
+
+
+def described(monkeypatch):
+    """A plugin that describes four of the devices that are here; what it was asked."""
+    asked = {}
+
+    def describe(**given):
+        asked.update(given)
+        return SimpleNamespace(devices=jax.devices()[4:])
+
+    monkeypatch.setattr(topology, "has_plugin", lambda: True)
+    monkeypatch.setattr(topology.topologies, "get_topology_desc", describe)
+    return asked
+
+
+def test_all_nvidia_gpus_are_described():
+    names = {name for name, hardware in known().items() if "NVIDIA" in hardware.device_kinds[0]}
+    assert set(GPUS) == names
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_gpu_is_described_by_its_own_numbers(name):
+    hardware = known()[name]
+    cuda, text = hardware.cuda, target_config(hardware)
+    assert cuda is not None
+    assert hardware.memory_gib is not None
+    found = dict(re.findall(r"(\w+): (\S+)", text))
+    assert float(found["memory_bandwidth"]) == hardware.memory_bytes_per_s
+    assert int(found["core_count"]) == cuda.cores
+    assert (found["major"], found["minor"]) != ("0", "0")
+    assert text.count("{") == text.count("}")
+    assert hardware.device_kinds[0] in text
+    # float32 lanes at two operations a clock reach no more than the tensor cores' float32
+    assert 0.02 < 2e9 * cuda.cores * cuda.fp32_per_core * cuda.clock_ghz / hardware.peak_flops["float32"] < 1
+    # programs can use three quarters
+    assert cuda.memory_bytes * 0.75 / 2**30 == pytest.approx(hardware.memory_gib, rel=0.02)
+
+
+def test_hosts_and_their_gpus_are_asked_for_and_the_description_says_what_fits(monkeypatch, capsys):
+    asked = described(monkeypatch)
+    assert plan.plan(REQUEST, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (asked["platform"], asked["topology"]) == ("cuda", "1x2x2")
+    assert asked["target_config"] == target_config(known()["h100"])
+    assert found["hardware"] == "h100"
+    assert found["fits"] is True
+    assert found["limit_bytes"] == round(known()["h100"].memory_gib * 2**30)  # the compiler refuses nothing
+    small = replace(REQUEST, plan=replace(REQUEST.plan, memory_gib=max(found["total_bytes"]) / 2**30 - 1e-6))
+    assert plan.plan(small, as_json=True) == 1
+
+
+def test_hardware_of_ones_own_is_described_too(monkeypatch):
+    asked = described(monkeypatch)
+    mine = replace(known()["h100"], name="mine", cuda=replace(known()["h100"].cuda, cores=99), memory_gib=10.0)
+    found = plan.predict(replace(REQUEST, hardware=mine, plan=replace(REQUEST.plan, topology="mine:1x4")))
+    assert "core_count: 99" in asked["target_config"]
+    assert (found.hardware, found.limit_bytes) == ("mine", 10 * 2**30)
+
+
+def test_the_flag_against_timing_is_set_once_and_never_over_the_users(monkeypatch):
+    described(monkeypatch)
+    h100 = known()["h100"]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_some=1")
+    for _ in range(2):
+        described_mesh(1, 4, 1, "h100:2x2", h100)
+        assert topology.os.environ["XLA_FLAGS"] == "--xla_some=1 --xla_gpu_autotune_level=0"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+    described_mesh(1, 4, 1, "h100:2x2", h100)
+    assert topology.os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=4"
+
+
+def test_other_shapes_and_sizes_are_refused(monkeypatch):
+    described(monkeypatch)
+    h100 = known()["h100"]
+    with pytest.raises(
+        ConfigError, match=r"^plan.topology=h100:1x2x2 is of GPUs: write the number of hosts .*h100:2x8"
+    ):
+        described_mesh(1, 4, 1, "h100:1x2x2", h100)
+    with pytest.raises(ConfigError, match=r"1\*2\*1 = 2, but plan.topology=h100:1x4 has 4 devices. Use a mesh"):
+        described_mesh(1, 2, 1, "h100:1x4", h100)
+
+
+@pytest.mark.skipif(has_plugin(), reason="XLA's plugin for CUDA is installed")
+def test_without_the_plugin_it_is_named(capsys):
+    assert cli.main(["plan", "mesh=2x2", "plan.compile=true", "plan.topology=h100:1x4"]) == 2
+    assert "needs XLA's plugin for CUDA" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capability": "9"}, "hardware.cuda.capability='9' is not a compute capability, such as 9.0"),
+        ({"cores": 0}, "hardware.cuda.cores=0"),
+        ({"clock_ghz": float("nan")}, "hardware.cuda.clock_ghz=nan"),
+    ],
+)
+def test_a_gpu_that_cannot_be_is_refused(changes, message):
+    hardware = known()["h100"]
+    with pytest.raises(ConfigError, match=message):
+        replace(hardware, cuda=replace(hardware.cuda, **changes)).check()
+
+
+@pytest.mark.skipif(not has_plugin(), reason="XLA's plugin for CUDA is not installed")
+def test_a_program_is_compiled_for_gpus():
+    found = plan.predict(REQUEST)
+    assert found.is_compiled
+    assert found.fits
+    assert found.devices == "4 x NVIDIA H100 80GB HBM3"

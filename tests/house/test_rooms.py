@@ -1,0 +1,168 @@
+"""Rooms: each imports from those below it only. One test a rule, which lists all that break it."""
+
+import ast
+import sys
+from pathlib import Path
+
+import ppctl
+
+ROOT = Path(ppctl.__file__).parent
+ROOMS = (  # from the top down: a room may import from itself and from those after it
+    "cli",
+    "planner",
+    "training",
+    "executors",
+    "launch",
+    "reports",
+    "model",
+    "data",
+    "config",
+    "schedule",
+    "errors",
+)
+NO_JAX = ("cli.commands.schedule_show", "reports", "config", "schedule", "errors")  # and all that they import
+STANDARD_LIBRARY_ONLY = ("schedule", "config", "errors")
+HYDRA = ("hydra", "omegaconf", "hydra_plugins")
+HYDRA_SIDE = ("cli.compose", "cli.plugins", "cli.faults")
+MATPLOTLIB_SIDE = ("reports.charts.image",)
+PRIVATE = ("jax._src", "jax.interpreters", "jax.lib", "jax.core", "jaxlib")
+CONFIG_STOPS_AT = ("executors", "model", "data", "schedule", "errors")  # these take ints, tuples, arrays, callables
+
+FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(ROOT.rglob("*.py"))}
+FILES = {module.removesuffix(".__init__"): file for module, file in FILES.items() if module != "__init__"}
+TREES = {module: ast.parse(file.read_text()) for module, file in FILES.items()}
+
+
+def imported(module):
+    """Every name that a file imports, inside functions too, dotted."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(module):
+    """The files of ppctl that a file imports."""
+    found = set()
+    for name in imported(module):
+        parts = name.split(".")[1:]
+        ends = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        if name.startswith("ppctl."):
+            found.update(next(([end] for end in ends if end in FILES), []))
+    return found - {module}
+
+
+IMPORTS = {module: own_imports(module) for module in FILES}
+
+
+def is_in(module, places):
+    return any(f"{module}.".startswith(f"{place}.") for place in places)
+
+
+def room(module):
+    return module.partition(".")[0]
+
+
+def test_the_rooms_are_these():
+    entries = {path.name for path in ROOT.iterdir()} - {"__pycache__", "conf", "recipes"}  # the last two in a wheel
+    assert entries == {*ROOMS[:-1], "__init__.py", "errors.py", "py.typed"}
+
+
+def test_imports_point_down():
+    order = {name: level for level, name in enumerate(ROOMS)}
+    up = [f"{a} -> {b}" for a in FILES for b in IMPORTS[a] if order[room(b)] < order[room(a)]]
+    assert not up, "\n".join(sorted(up))
+
+
+def test_no_two_files_import_each_other():
+    graph = {module: set(others) for module, others in IMPORTS.items()}
+    while graph:
+        leaves = {module for module, others in graph.items() if not others & graph.keys()}
+        assert leaves, f"a cycle among {sorted(graph)}"
+        graph = {module: others for module, others in graph.items() if module not in leaves}
+
+
+def test_imports_are_absolute():
+    assert not [f"{module}: {name}" for module in FILES for name in imported(module) if name.startswith(".")]
+
+
+def test_schedules_and_settings_need_the_standard_library_only():
+    allowed = sys.stdlib_module_names | {"ppctl"}
+    found = [
+        f"{module}: {name}"
+        for module in FILES
+        if is_in(module, STANDARD_LIBRARY_ONLY)
+        for name in imported(module)
+        if name.split(".")[0] not in allowed and module != "schedule.search.certify"  # ortools, loaded late
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_what_starts_no_jax_imports_none():
+    found = [
+        f"{module}: {name}"
+        for module in FILES
+        if is_in(module, NO_JAX)
+        for name in imported(module)
+        if name.split(".")[0] in ("jax", "jaxlib", "flax", "optax", "orbax")
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_hydra_is_imported_by_its_side_of_the_command_line_only():
+    found = [
+        f"{module}: {name}"
+        for module in FILES
+        if module not in HYDRA_SIDE
+        for name in imported(module)
+        if name.split(".")[0] in HYDRA
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_matplotlib_is_imported_for_figures_only():
+    found = [
+        module
+        for module in FILES
+        if module not in MATPLOTLIB_SIDE and any(name.startswith("matplotlib") for name in imported(module))
+    ]
+    assert not found
+
+
+def test_no_file_uses_what_jax_keeps_private():
+    found = [f"{module}: {name}" for module in FILES for name in imported(module) if is_in(name, PRIVATE)]
+    for module, tree in TREES.items():  # jax._src.x without an import of its own
+        attributes = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        found += [f"{module}: {name}" for name in attributes if is_in(name, PRIVATE)]
+    assert not found, "\n".join(found)
+
+
+def test_config_objects_stop_above_the_executors():
+    found = [
+        f"{module} -> {other}"
+        for module in FILES
+        if is_in(module, CONFIG_STOPS_AT)
+        for other in IMPORTS[module]
+        if room(other) == "config"
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_test_file_imports_another():
+    tests = Path(__file__).parents[1]
+    names = {file.stem for file in tests.rglob("test_*.py")}
+    found = [
+        f"{file.relative_to(tests)}: {node.module}"
+        for file in tests.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in names
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_test_sees_the_imports():
+    assert "errors" in IMPORTS["config"]
+    assert "schedule.ir" in IMPORTS["schedule.ticks"]
+    assert any(name.startswith("hydra.") for name in imported("cli.compose"))
+    assert len(FILES) > 200

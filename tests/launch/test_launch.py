@@ -1,0 +1,425 @@
+"""Processes that are started together end together, lose no line, leave no orphan, and start again after a crash."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ppctl import config as c
+from ppctl.errors import ConfigError
+from ppctl.launch.local import children, device_groups, last_step, newest_checkpoint, with_restarts
+from ppctl.launch.supervise import Ending
+from ppctl.training.checkpoint.checkpoint import Checkpoints
+
+BY_USER = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_ENABLE_X64", "PPCTL_DEBUG")}
+
+# A process that runs a group of small scripts and prints how it ended; the last line of its stderr is that.
+STARTER = """
+import json, sys
+from ppctl.supervise import Child, run_group, stop_requests
+
+scripts, settings = json.loads(sys.argv[1])
+with stop_requests() as events:
+    ending = run_group([Child([sys.executable, "-c", script]) for script in scripts], events, **settings)
+print(json.dumps(ending), file=sys.stderr)
+sys.exit(ending.code)
+"""
+# Each child holds a lock on a file as long as it lives, whoever is to reap it.
+CHILD = """
+import fcntl, os, signal, sys, time
+from ppctl.supervise import end_with_starter
+end_with_starter()
+lock = open({path!r}, "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+lock.write("x")
+lock.flush()
+"""
+HANG = "time.sleep(60)"
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(60)"
+SAVING = """
+def save(number, _):
+    print("saving after", signal.Signals(number).name)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
+print("ready")
+time.sleep(60)
+"""
+
+
+class Group:
+    """The starter of a group of scripts."""
+
+    def __init__(self, folder, *scripts, crash_grace_s=0.2, exit_grace_s=20.0, **settings):
+        self.locks = [folder / f"child{i}" for i in range(len(scripts))]
+        whole = [CHILD.format(path=str(lock)) + script for lock, script in zip(self.locks, scripts, strict=True)]
+        settings |= {"crash_grace_s": crash_grace_s, "exit_grace_s": exit_grace_s}
+        self.popen = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", STARTER, json.dumps([whole, settings])],
+            text=True,
+            env=BY_USER,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # as one whose terminal is its own
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.popen.kill()
+        self.popen.communicate()
+
+    def wait_until_ready(self):
+        """Nothing, after as many lines of stdout as there are children, which are dropped."""
+        for _ in self.locks:
+            self.popen.stdout.readline()
+
+    def wait_until_started(self):
+        wait_until(lambda: all(lock.exists() and lock.read_text() for lock in self.locks))
+
+    def end(self, timeout_s=30.0):
+        """(how it ended, stdout, stderr before that); no child is left."""
+        self.out, err = self.popen.communicate(timeout=timeout_s)
+        *lines, ending = err.splitlines()
+        assert not any(is_held(lock) for lock in self.locks)
+        found = Ending(*json.loads(ending))
+        assert self.popen.returncode == found.code
+        return found, self.out.splitlines(), lines
+
+
+def is_held(path: Path) -> bool:
+    if not path.exists():  # ended before it took the lock
+        return False
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def wait_until(reached, timeout_s=20.0):
+    limit = time.monotonic() + timeout_s
+    while not reached():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_line_arrives_once_in_order_behind_its_childs_number(tmp_path):
+    count = 20_000  # a MB each: far more than a pipe holds
+    script = f"""
+for i in range({count}):
+    print("out", i, "." * 40)
+    print("err", i, file=sys.stderr)
+print("no newline at the end", end="")
+"""
+    with Group(tmp_path, script, script, script) as group:
+        ending, out, err = group.end()
+    assert ending == Ending(0, False, None)
+    for child in range(3):
+        mine = [line for line in out if line.startswith(f"[{child}] ")]
+        dots = "." * 40
+        assert mine == [*(f"[{child}] out {i} {dots}" for i in range(count)), f"[{child}] no newline at the end"]
+        assert [line for line in err if line.startswith(f"[{child}] ")] == [f"[{child}] err {i}" for i in range(count)]
+    assert (len(out), len(err)) == (3 * (count + 1), 3 * count)
+
+
+def test_with_json_the_leads_stdout_is_untouched_and_alone(tmp_path):
+    script = "print('{\"a\": 1}'); print('to a person', file=sys.stderr)"
+    with Group(tmp_path, script, script, raw_lead=True) as group:
+        ending, out, err = group.end()
+    assert (ending.code, out) == (0, ['{"a": 1}'])
+    assert sorted(err) == ["[0] to a person", "[1] to a person", '[1] {"a": 1}']
+
+
+def test_an_error_that_all_meet_is_shown_once(tmp_path):
+    script = "print('ppctl: x=3 is wrong. Use x=2.', file=sys.stderr); sys.exit(2)"
+    other = "print('ppctl: x=4', file=sys.stderr); time.sleep(0.2);" + script
+    with Group(tmp_path, script, "time.sleep(0.2);" + script, other, crash_grace_s=10) as group:
+        ending, out, err = group.end()
+    assert (ending.code, out) == (2, [])
+    assert sorted(err) == [
+        "[0] ppctl: x=3 is wrong. Use x=2.",
+        "[2] ppctl: x=4",
+        "ppctl: processes 1 and 2 said the same as process 0.",
+    ]
+
+
+def test_one_process_alone_has_its_output_to_itself(tmp_path):
+    with Group(tmp_path, "print('a'); print('b', file=sys.stderr); os.kill(os.getpid(), 9)") as group:
+        ending, out, err = group.end()
+    assert (out, err) == (["a"], ["b"])
+    assert ending == Ending(137, False, "process 0 of 1 was killed by SIGKILL")
+
+
+def test_a_reader_that_leaves_ends_the_group(tmp_path):
+    with Group(tmp_path, "while True: print('x' * 100)", HANG) as group:
+        group.popen.stdout.readline()
+        group.popen.stdout.close()
+        assert group.popen.wait(20) == 128 + signal.SIGPIPE
+        wait_until(lambda: not any(is_held(lock) for lock in group.locks))
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("crashed", [0, 2])
+@pytest.mark.parametrize(
+    ("script", "code", "how"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        ("os.abort()", 134, "was killed by SIGABRT"),
+        ("raise RuntimeError('boom')", 1, "ended with exit code 1"),
+        ("sys.exit(7)", 7, "ended with exit code 7"),
+    ],
+)
+def test_the_first_child_that_crashes_ends_all_and_is_named(tmp_path, crashed, script, code, how):
+    scripts = [STUBBORN] * 3
+    scripts[crashed] = script
+    with Group(tmp_path, *scripts) as group:
+        ending, _, err = group.end()
+    others = " and ".join(str(i) for i in range(3) if i != crashed)
+    assert ending == Ending(code, False, f"process {crashed} of 3 {how}; processes {others} had to be killed")
+    assert any("RuntimeError: boom" in line for line in err) == ("boom" in script)
+
+
+def test_the_others_may_still_say_why(tmp_path):
+    with Group(
+        tmp_path, "sys.exit(7)", "time.sleep(0.5); print('lost process 0'); sys.exit(8)", crash_grace_s=10
+    ) as group:
+        ending, out, _ = group.end()
+    assert (ending, out) == (Ending(7, False, "process 0 of 2 ended with exit code 7"), ["[1] lost process 0"])
+
+
+def test_the_cause_is_not_the_child_that_only_noticed(tmp_path):
+    scripts = ["sys.exit(75)", "os.abort()", "time.sleep(0.5); os.kill(os.getpid(), signal.SIGSEGV)"]
+    with Group(tmp_path, *scripts, crash_grace_s=10, symptoms=[75]) as group:
+        ending, _, _ = group.end()
+    assert ending == Ending(139, False, "process 2 of 3 was killed by SIGSEGV")
+
+
+def test_one_that_finishes_has_the_others_finish(tmp_path):
+    with Group(tmp_path, "pass", "time.sleep(0.5); print('done')") as group:
+        assert group.end()[:2] == (Ending(0, False, None), ["[1] done"])
+    with Group(tmp_path, HANG, "pass", exit_grace_s=0.3) as group:
+        assert group.end()[0] == Ending(1, False, "process 1 finished, but process 0 had to be killed")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stop_request_reaches_each_child_once_as_sigterm(tmp_path, number, code):
+    with Group(tmp_path, SAVING, SAVING) as group:
+        group.wait_until_ready()
+        os.killpg(group.popen.pid, number)  # as a terminal does; the children are not in this group
+        ending, out, err = group.end()
+    assert ending == Ending(code, True, None)
+    assert sorted(out) == ["[0] saving after SIGTERM", "[1] saving after SIGTERM"]
+    assert err == []
+
+
+def test_a_stop_request_waits_for_a_long_save_and_a_second_one_does_not(tmp_path):
+    with Group(tmp_path, STUBBORN, STUBBORN) as group:
+        group.wait_until_ready()
+        group.popen.terminate()
+        time.sleep(1)
+        assert group.popen.poll() is None
+        group.popen.terminate()
+        assert group.end(5)[0] == Ending(143, True, "processes 0 and 1 had to be killed")
+
+
+def test_who_hangs_after_the_others_left_is_killed(tmp_path):
+    with Group(tmp_path, SAVING, STUBBORN, exit_grace_s=0.3) as group:
+        group.wait_until_ready()
+        group.popen.terminate()
+        assert group.end(10)[0] == Ending(143, True, "process 1 had to be killed")
+
+
+def test_a_save_that_fails_is_not_hidden_by_the_stop_request(tmp_path):
+    fails = SAVING.replace("sys.exit(143)", "sys.exit(2)")
+    with Group(tmp_path, fails, SAVING.replace("print(", "time.sleep(0.5); print("), crash_grace_s=10) as group:
+        group.wait_until_ready()
+        group.popen.terminate()
+        assert group.end()[0] == Ending(2, True, "process 0 of 2 ended with exit code 2")
+
+
+def test_kill_9_of_the_starter_leaves_no_orphan(tmp_path):
+    with Group(tmp_path, STUBBORN, STUBBORN, "while True: pass") as group:
+        group.wait_until_started()
+        assert all(is_held(lock) for lock in group.locks)
+        group.popen.kill()
+        wait_until(lambda: not any(is_held(lock) for lock in group.locks), timeout_s=5)
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------
+
+
+def restarted(endings, steps, max_restarts):
+    """(exit code, what was said, starts) where the starts end as `endings` say and find checkpoints of `steps`."""
+    said, starts, found = [], [], iter(steps)
+
+    def start(restart):
+        starts.append(restart)
+        return endings[restart]
+
+    return with_restarts(start, max_restarts, lambda: next(found), said.append), said, len(starts)
+
+
+CRASH, KILLED, DONE = (Ending(code, False, None) for code in (1, 137, 0))
+
+
+def test_a_crash_starts_again_from_the_newest_checkpoint_and_says_so():
+    assert restarted([CRASH, KILLED, DONE], [None, None, 40], 3) == (
+        0,
+        [
+            "restart 1 of 3, from the start; the last start saved nothing",
+            "restart 2 of 3, from the checkpoint of step 40",
+        ],
+        3,
+    )
+
+
+def test_each_restart_without_progress_is_said_and_the_last_code_is_the_runs():
+    code, said, starts = restarted([CRASH, CRASH, KILLED], [20, 40, 40], 2)
+    assert (code, starts) == (137, 3)
+    assert said == [
+        "restart 1 of 2, from the checkpoint of step 40",
+        "restart 2 of 2, from the checkpoint of step 40; the last start saved nothing",
+        "no restart is left (launch.max_restarts=2)",
+    ]
+
+
+@pytest.mark.parametrize("ending", [DONE, *(Ending(code, False, None) for code in (2, 4, 130, 143))])
+def test_what_a_restart_would_meet_again_is_final(ending):
+    assert restarted([ending], [None], 3) == (ending.code, [], 1)
+
+
+def test_no_restart_after_a_stop_request():
+    assert restarted([Ending(137, True, None)], [None], 3) == (137, [], 1)
+
+
+def test_the_newest_checkpoint_is_that_of_the_run(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    for name in ("5", "20", "100.orbax-checkpoint-tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_checkpoint(tmp_path) == Checkpoints(tmp_path / "checkpoints", keep=None).latest() == 20
+
+
+def test_the_last_step_is_that_of_this_start(tmp_path):
+    assert last_step(tmp_path, since_s=0) is None
+    records = "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 500))
+    (tmp_path / "metrics.jsonl").write_text(records + '{"step": 5')
+    assert last_step(tmp_path, since_s=0) == 499
+    assert last_step(tmp_path, since_s=time.time() + 60) is None
+
+
+# --- what is started -------------------------------------------------------------------------------------------------
+
+
+def config_of(processes, mesh=(2, 4), **run):
+    return c.Config(mesh=c.Mesh(*mesh), launch=c.Launch(processes=processes), run=c.Run(**run))
+
+
+@pytest.mark.parametrize(
+    ("processes", "visible", "platform", "groups"),
+    [
+        (4, None, None, ["0,1", "2,3", "4,5", "6,7"]),
+        (2, None, "cuda", ["0,1,2,3", "4,5,6,7"]),
+        (2, "7, 6,5,4,3,2,1,0", None, ["7,6,5,4", "3,2,1,0"]),
+        (4, "8,9,10,11,12,13,14,15,16", None, ["8,9", "10,11", "12,13", "14,15"]),
+        (2, "", None, [None, None]),
+        (2, "-1", None, [None, None]),
+        (2, None, "cpu", [None, None]),
+        (2, "0", "cpu", [None, None]),
+        (1, None, None, [None]),
+    ],
+)
+def test_gpus_are_divided_evenly_in_order(processes, visible, platform, groups):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert device_groups(config_of(processes, platform=platform), environ) == groups
+
+
+def test_too_few_visible_gpus_are_refused():
+    with pytest.raises(ConfigError, match=r"=0,1 names 2 devices, but mesh=2x4 has 8 .*processes=2. Name 8, or use"):
+        device_groups(config_of(2), {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_each_process_learns_its_number_and_its_devices():
+    words = ["train", "--json", "mesh=2x4", "launch.processes=2", "launch.crash_grace_s=1"]
+    first, second = children(config_of(2), words, ["0,1,2,3", "4,5,6,7"], is_own=False)
+    assert first.command[:8] == [sys.executable, "-m", "ppctl.cli", *words]
+    assert "launch.processes=1" in first.command[8:]
+    assert [child.command[-1] for child in (first, second)] == ["run.process_id=0", "run.process_id=1"]
+    assert first.command[:-1] == second.command[:-1]
+    assert [child.env for child in (first, second)] == [
+        {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+        {"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
+    ]
+
+
+def test_run_resume_never_holds_for_what_was_there_before():
+    words = ["train", "run.resume=never"]
+    for resume, is_own, last in (("never", True, "run.resume=auto"), ("never", False, None), ("must", True, None)):
+        [child] = children(config_of(1, resume=resume), words, [None], is_own=is_own)
+        assert (child.command[-1] == "run.resume=auto") == (last is not None)
+
+
+# A stand-in for `ppctl train` in the processes that are started: Python imports sitecustomize at its start.
+STAND_IN = """
+import json, os, pathlib, sys, types
+
+def train(config, words, *, as_json):
+    run_dir = pathlib.Path(config.run.dir)
+    start = len(list(run_dir.glob("checkpoints/*")))
+    (run_dir / "checkpoints" / str(10 * (start + 1))).mkdir(parents=True)
+    print(json.dumps({"resume": config.run.resume, "launch": vars(config.launch)}), flush=True)
+    if start < 2:
+        os.kill(os.getpid(), 9)
+    return 0
+
+sys.modules["ppctl.cli.commands.train"] = types.ModuleType("ppctl.cli.commands.train")
+sys.modules["ppctl.cli.commands.train"].train = train
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stand_in")
+    (folder / "sitecustomize.py").write_text(STAND_IN)
+    return BY_USER | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [BY_USER.get("PYTHONPATH")])])}
+
+
+def test_the_command_starts_again_from_its_own_checkpoints_and_loads_no_jax(tmp_path, stand_in):
+    words = ["train", f"run.dir={tmp_path / 'run'}", "run.resume=never", "launch.max_restarts=2", "--json"]
+    code = f"import sys; from ppctl.cli import main; print(main({words!r}), 'jax' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], env=stand_in, capture_output=True, text=True, check=True)
+    printed = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["resume"] for each in printed] == ["never", "auto", "auto"]
+    assert all(each["launch"] == vars(c.Launch()) for each in printed)
+    assert done.stderr.splitlines() == [
+        "ppctl: process 0 of 1 was killed by SIGKILL.",
+        "ppctl: restart 1 of 2, from the checkpoint of step 10.",
+        "ppctl: process 0 of 1 was killed by SIGKILL.",
+        "ppctl: restart 2 of 2, from the checkpoint of step 20.",
+        "0 False",
+    ]
+
+
+@pytest.mark.slow
+def test_each_job_of_a_sweep_is_launched(tmp_path, stand_in):
+    words = ["--multirun", "run.seed=1,2", f"run.dir={tmp_path}", "launch.max_restarts=2"]
+    command = [sys.executable, "-m", "ppctl.cli", "train", *words]
+    done = subprocess.run(command, env=stand_in, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr.count("restart 2 of 2") == 2
+    assert {path.name for path in tmp_path.glob("*/checkpoints/30")} == {"30"}

@@ -1,0 +1,379 @@
+"""Runs of several processes: what real processes on one machine train, and how they end together."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from ppctl import cli
+from ppctl.launch.xla_stderr import LOST, readable
+from ppctl.training.heartbeat import FAILED, Watch, late_text
+
+TINY = (
+    "model=mlp model.num_layers=4 model.d_model=8 data=regression data.batch_size=8 data.num_rows=1024 "
+    "data.num_features=5 data.num_targets=3 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
+    "run.dtype=float64 run.eval_every=null run.checkpoint.every=null run.tensorboard=false run.log_every=1 "
+    "optim.warmup_steps=0 optim.min_lr_fraction=1"  # the learning rate does not depend on where the run is to end
+)
+WORDS = TINY.split()
+TWO = ("mesh=1x2", "model.num_layers=2", "run.num_steps=1000000")
+BY_USER = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PPCTL_"))}
+PATIENCE_S = 240  # of a test that waits on a busy machine
+
+# A process whose data are gone at its third step.
+FAILING = """
+from ppctl import cli
+from ppctl.training.engines.one_program import OneProgram
+from ppctl.errors import DataError
+
+put, puts = OneProgram.put, []
+
+def failing(self, batch):
+    puts.append(batch)
+    if len(puts) == 3:
+        raise DataError("the rows are gone")
+    return put(self, batch)
+
+OneProgram.put = failing
+cli.console_script()
+"""
+
+
+class Process:
+    """One of the processes of a run; `lines` grows as it prints."""
+
+    def __init__(self, words, program=("-m", "ppctl.cli"), env=()):
+        self.lines = []
+        self.popen = subprocess.Popen(
+            [sys.executable, *program, "train", *WORDS, *words],
+            env=BY_USER | {"PYTHONUNBUFFERED": "1"} | dict(env),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self._reader = threading.Thread(target=lambda: self.lines.extend(iter(self.popen.stdout.readline, "")))
+        self._reader.start()
+
+    def wait_for(self, pattern):
+        """Nothing, once a line matches; fails if the process ends first."""
+        while not any(re.match(pattern, line) for line in self.lines):
+            assert self.popen.poll() is None, "".join(self.lines)
+            time.sleep(0.01)
+
+    def end(self, timeout_s=PATIENCE_S):
+        """The exit code."""
+        code = self.popen.wait(timeout_s)
+        self._reader.join()
+        self.popen.stdout.close()
+        return code
+
+
+@contextmanager
+def processes(count, run_dir, *words, of=None, programs=None):
+    """`count` processes of one run; of: further words by process; programs: other programs than ppctl's by process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    joined = [f"run.dir={run_dir}", "run.distributed=explicit", f"run.coordinator=127.0.0.1:{port}", *words]
+    started = []
+    try:
+        for i in range(count):
+            own = [f"run.num_processes={count}", f"run.process_id={i}", *(of or {}).get(i, ())]
+            program = ("-c", programs[i]) if programs and i in programs else ("-m", "ppctl.cli")
+            started.append(Process([*joined, *own], program))
+        yield started
+    finally:
+        for process in started:
+            process.popen.kill()
+        for process in started:
+            process.end()
+
+
+def losses(run_dir):
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_losses_of_one_process(run_dir, alone_dir, num_steps):
+    words = [*WORDS, "mesh=1x1", f"run.dir={alone_dir}", f"run.num_steps={num_steps}"]
+    assert cli.main(["train", *words]) == 0
+    found = losses(run_dir)
+    assert len(found) == num_steps
+    assert found == pytest.approx(losses(alone_dir), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_path):
+    with processes(4, tmp_path / "run", "mesh=2x2", "run.num_steps=100000") as started:
+        started[0].wait_for("step +8/")
+        started[2].popen.send_signal(signal.SIGTERM)
+        assert [process.end() for process in started] == [143] * 4
+    [step] = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert started[0].lines[-3] == f"SIGTERM: saving step {step} and leaving\n"
+    assert [process.lines for process in started[1:]] == [[]] * 3
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        *("checkpoints", "config.yaml", "eval.jsonl", "memory.json", "metrics.jsonl", "status.jsonl")
+    ]
+    with processes(2, tmp_path / "run", "mesh=1x4", f"run.num_steps={step + 4}", "--json") as started:
+        assert [process.end() for process in started] == [0, 0]
+    assert any(f"resuming after step {step}" in line for line in started[0].lines)
+    [summary] = [json.loads(line) for line in started[0].lines if line.startswith("{")]
+    assert (summary["status"], summary["step"]) == ("finished", step + 4)
+    assert started[1].lines == []
+    assert_losses_of_one_process(tmp_path / "run", tmp_path / "alone", step + 4)
+
+
+@pytest.mark.slow
+def test_a_pipeline_over_four_processes_trains_as_one_process_does(tmp_path):
+    words = ["mesh=1x4", "run.num_steps=4", "run.eval_every=2", "run.eval_batches=1"]
+    with processes(4, tmp_path / "run", *words) as started:
+        assert [process.end() for process in started] == [0] * 4
+    assert [process.lines for process in started[1:]] == [[]] * 3
+    assert_losses_of_one_process(tmp_path / "run", tmp_path / "alone", 4)
+    assert len((tmp_path / "run" / "eval.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        ({2: ["optim.lr=0.5"]}, "optim.lr is 0.002 on process 0 and 0.5 on process 2. All processes need the same"),
+        ({1: ["mesh=1x6"], 2: ["run.seed=7"]}, "mesh.pp is 3 on process 0 and 6 on process 1."),
+    ],
+    ids=["lr", "mesh and seed"],
+)
+def test_processes_with_different_settings_end_before_anything_is_compiled(tmp_path, of, message):
+    words = ["mesh=1x3", "model.num_layers=6"]
+    with processes(3, tmp_path / "run", *words, of=of) as started:
+        assert [process.end() for process in started] == [2] * 3
+    [line] = [line for process in started for line in process.lines]
+    assert line.startswith(f"ppctl: {message}")
+    assert started[0].lines == [line]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_a_cluster_starts_find_each_other_and_refuse_once_a_mesh_that_they_cannot_share(tmp_path):
+    words = ["mesh=1x3", "model.num_layers=3", f"run.dir={tmp_path / 'run'}", "run.distributed=auto"]
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    started = [Process(words, env=slurm | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}) for i in range(2)]
+    assert [process.end() for process in started] == [2, 2]
+    assert started[0].lines == [
+        "ppctl: mesh=1x3 has 3 devices, which 2 processes cannot share evenly. Use a mesh of 2, 4, ... devices, or "
+        "another number of processes.\n"
+    ]
+    assert started[1].lines == []
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
+    with processes(2, tmp_path / "run", *TWO, programs={1: FAILING}) as started:
+        assert started[1].end() == 2
+        began = time.monotonic()
+        assert started[0].end() == 3
+        assert time.monotonic() - began < 30
+    assert started[1].lines == ["ppctl: process 1: the rows are gone\n"]
+    assert started[0].lines[-1] == "ppctl: process 1 has failed, and all others leave: the rows are gone\n"
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
+    words = ["run.slow_after_s=3", "run.heartbeat_s=20"]
+    with processes(2, tmp_path / "run", *TWO, *words) as (lead, other):
+        lead.wait_for("step +400/")  # by then the other has told, more than once, where it is
+        other.popen.send_signal(signal.SIGSTOP)
+        lead.wait_for(
+            r"ppctl: process 1 is slow: (running|reading the data of) step \d+ for \d+ s(, without a sign of life for "
+            r"\d+ s)?; 1 process waits for it\.$"
+        )
+        other.popen.send_signal(signal.SIGCONT)
+        steps = len(losses(tmp_path / "run"))
+        while len(losses(tmp_path / "run")) < steps + 20:
+            assert lead.popen.poll() is None, lead.lines[-1]  # a slow process ends nothing
+            time.sleep(0.01)
+        other.popen.kill()
+        assert lead.end(timeout_s=60) not in (0, None)
+        assert other.lines == []
+        assert re.fullmatch(
+            r"ppctl: process 0: lost contact with another process while \w+ .*step \d+ \(.*\); process 1 gave no sign "
+            r"of life any more\.\n",
+            lead.lines[-1],
+        )
+
+
+@pytest.mark.slow
+def test_no_process_outlives_the_first_and_each_says_so_in_one_line(tmp_path):
+    with processes(2, tmp_path / "run", *TWO) as (lead, other):
+        lead.wait_for("step +8/")
+        lead.popen.kill()
+        assert other.end(timeout_s=60) not in (0, None)
+    [line] = other.lines
+    assert re.fullmatch(r"ppctl: process 1: lost contact.*; process 0, which all others need, has ended\.\n", line)
+
+
+def test_what_the_service_of_newer_versions_says_over_several_lines_is_dropped():
+    printed = """E1121 22:20:01.123456   12345 coordination_service_agent.cc:353] Polled an error
+:UNAVAILABLE:Stream removed (Socket closed)
+=== Source Location Trace: ===
+external/xla+/xla/tsl/distributed_runtime/rpc/grpc_util.h:89
+. This is only expected if one of the tasks is unhealthy. Check the logs for the actual root cause.
+=== Source Location Trace: ===
+external/xla+/xla/util.h:302
+
+step 8/9  loss 1.0
+"""
+    assert list(readable(printed.splitlines(keepends=True), "1")) == ["step 8/9  loss 1.0\n"]
+
+
+@pytest.mark.slow
+def test_a_process_that_finds_no_other_says_where_it_looked(tmp_path):
+    with processes(1, tmp_path / "run", "mesh=1x2", "run.join_s=2", of={0: ["run.num_processes=2"]}) as [lead]:
+        assert lead.end() == 2
+    [line] = lead.lines
+    assert re.match(r"ppctl: run.distributed: process 0 waited run.join_s=2 s by run.coordinator=127.0.0.1:\d+,", line)
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path):
+    request = ["mesh=1x2", f"run.dir={tmp_path}", "run.distributed=explicit", "run.num_processes=2"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        process = Process([*request, f"run.coordinator={address}", "run.process_id=0"])
+        assert process.end() == 2
+    [line] = process.lines
+    assert re.match(rf"ppctl: run.coordinator={address}: process 0 cannot listen at port \d+ \(.*in use", line)
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_other_commands_refuse_several_processes(command, capsys):
+    words = ["run.distributed=explicit", "run.coordinator=a:1", "run.num_processes=2", "run.process_id=0"]
+    assert cli.main([command, *WORDS, "mesh=1x2", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ppctl: ppctl {command} runs in one process, but run.distributed=explicit. Use run.")
+
+
+REFUSED = (
+    (
+        "run.distributed=explicit",
+        "run.distributed=explicit needs run.coordinator=... run.num_processes=... run.process_id=",
+    ),
+    ("run.process_id=1", "run.process_id=1 is of a run of several processes, but run.distributed=off."),
+    ("run.distributed=auto run.coordinator=here", "run.coordinator=here is not HOST:PORT"),
+    ("run.distributed=auto run.num_processes=2 run.process_id=2", "run.process_id=2 is not one of the 2 processes"),
+)
+
+
+def test_impossible_requests_are_refused_before_jax_is_loaded():
+    program = "import sys; from ppctl.cli import main\n"
+    program += "".join(f"print(main(['train', *{words.split()}]))\n" for words, _ in REFUSED)
+    program += "print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=BY_USER)
+    assert done.stdout.split() == ["2"] * len(REFUSED) + ["False"]
+    for line, (_, message) in zip(done.stderr.splitlines(), REFUSED, strict=True):
+        assert line.startswith(f"ppctl: {message}")
+
+
+# what XLA printed in processes that lost another one
+OTHER_GONE = """\
+E1121 17:04:16.910985   10149 coordination_service_agent.cc:289] Polled an error from coordination service.
+F1121 17:04:16.911191   10149 client.h:80] Terminating process because of fatal errors. \
+absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
+2
+The tasks have crashed. Check the task logs for an earlier error, or scheduler events (e.g. preemption).
+
+RPC: /xla.coordination.CoordinationService/PollForError [type.googleapis.com/tensorflow.CoordinationServiceError='']
+*** Check failure stack trace: ***
+    @     0x7f0297e40634  absl::lts_20260107::log_internal::LogMessage::SendToLog()
+"""
+FIRST_GONE = """\
+[Gloo] Rank 1 is connected to 2 peer ranks. Expected number of connected peer ranks is : 2
+W1121 17:04:08.460218   10136 preemption_sync_manager.cc:147] Failed to retrieve preemption notice: Socket closed
+Additional GRPC error information from remote target coordination_service while calling /xla.coordination:
+:UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}. This is only expected if one
+F1121 17:04:08.460899   10136 client.h:80] Terminating process because. absl::Status: UNAVAILABLE: Socket closed
+*** Check failure stack trace: ***
+"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        (OTHER_GONE, "ppctl: process 1: lost contact; process 2 gave no sign of life any more.\n"),
+        (f"{LOST}stuck in step 4\n{OTHER_GONE}", "ppctl: process 1: stuck in step 4; process 2 gave no sign of life"),
+        (FIRST_GONE, "ppctl: process 1: lost contact; process 0, which all others need, has ended.\n"),
+        (
+            FIRST_GONE.replace("Socket closed", "recvmsg:Connection reset by peer"),
+            "ppctl: process 1: lost contact; process 0, which all others need, has ended.\n",
+        ),
+        ("F1121 17:04:08.460899   10136 cpu_client.cc:80] Check failed: a == b\n", "F1121 17:04:08.460899"),
+    ],
+    ids=["another", "another, in a collective", "the first", "the first, by a reset", "a fault of XLA's own"],
+)
+def test_the_last_words_of_xla_are_one_line(printed, expected):
+    [line] = readable(printed.splitlines(keepends=True), "1")
+    assert line.startswith(expected)
+
+
+def note(step, doing, since, at=100.0):
+    return {"step": step, "doing": doing, "since": since, "at": at}
+
+
+@pytest.mark.parametrize(
+    ("notes", "line"),
+    [
+        (
+            [note(8, "run", 40), note(7, "run", 38), note(8, "run", 40)],
+            "process 1 is slow: running step 7 for 62 s; 2 pro",
+        ),
+        (
+            [note(8, "run", 40), note(8, "read", 39), note(8, "read", 39)],
+            "processes 1, 2 are slow: reading the data of s",
+        ),
+        (
+            [note(8, "run", 40), note(8, "run", 40, at=41.0)],
+            "process 1 is slow: running step 8 for 60 s, without a sign of life for 59 s; 1 process waits for it.",
+        ),
+        ([note(8, "run", 40), note(8, "run", 41)], "all 2 processes are running step 8 for 60 s."),
+        (
+            [note(0, "start", 40), note(0, "compile", 9)],
+            "process 1 is slow: compiling for 91 s; 1 process waits for it.",
+        ),
+        ([note(0, "start", 40), None], "process 1 is slow: nothing yet; 1 process waits for it."),
+    ],
+)
+def test_who_is_behind_is_named(notes, line):
+    assert late_text(dict(enumerate(notes)), 100.0, silent_after_s=30.0).startswith(line)
+
+
+def test_nobody_is_slow_while_all_compile():
+    assert late_text({0: note(0, "compile", 1), 1: note(0, "compile", 2)}, 100.0, silent_after_s=30.0) is None
+
+
+def test_what_all_processes_find_wrong_is_told_by_the_first_to_find_it(tmp_path):
+    first, second, third = (Watch(tmp_path, process=i, num_processes=4, slow_after_s=60.0) for i in (1, 2, 3))
+    assert first.fail("loss=nan")
+    assert not second.fail("loss=nan")
+    assert third.fail("the disk is full")
+    assert json.loads((tmp_path / FAILED).read_text()) == {"process": 1, "message": "loss=nan"}
+
+
+def test_a_watch_tells_at_growing_intervals_and_leaves_no_file(tmp_path):
+    said = []
+    watch = Watch(tmp_path, process=0, num_processes=2, slow_after_s=0.2, say=said.append)
+    watch.start()
+    watch.note("run", 3)
+    time.sleep(2)
+    assert 2 <= len(said) <= 4, said
+    assert all(line.startswith("process 1 is slow: nothing yet") for line in said)
+    watch.note("run", 4)
+    assert watch.text == "running step 4"
+    watch.stop()
+    assert list(tmp_path.iterdir()) == []

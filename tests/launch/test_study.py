@@ -1,0 +1,237 @@
+"""Searches by Optuna: what is asked, told and kept, with programs that write what a run would."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from rich.console import Console
+
+from ppctl.cli.compose import compose
+from ppctl.cli.plugins import _range
+from ppctl.config import Config, Run
+from ppctl.config.sweep import Search
+from ppctl.errors import ConfigError
+from ppctl.launch.sweep import processes
+from ppctl.launch.sweep.jobs import Choices, Job, Span, Sweep
+from ppctl.launch.sweep.live_table import Board
+from ppctl.launch.sweep.runner import run_jobs
+from ppctl.launch.sweep.study import FILE, Study, distribution
+from ppctl.launch.sweep.sweep import serve
+
+NUM_STEPS = 20
+FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
+TOP = Path("runs/s")
+LR = {"optim.lr": Span(1e-4, 1.0, is_log=True)}
+BEST = 0.03
+
+# what a run leaves: a loss that is least at BEST, and a last checkpoint
+RUNS = """
+import json, math, pathlib
+top = pathlib.Path({run_dir!r})
+(top / "checkpoints/{num_steps}").mkdir(parents=True)
+loss = (math.log({lr}) - math.log({best})) ** 2
+(top / "metrics.jsonl").write_text(json.dumps({{"step": {num_steps}, "loss": loss}}) + chr(10))
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def command_of(job):
+        text = RUNS.format(run_dir=str(job.run_dir), num_steps=NUM_STEPS, lr=job.values["optim.lr"], best=BEST)
+        return [*FAST, text]
+
+    monkeypatch.setattr(processes, "command_of", command_of)
+
+
+def made(index, overrides):
+    swept = tuple(each for each in overrides if each.startswith("optim.lr"))
+    run_dir = TOP / ",".join(swept)
+    values = {"optim.lr": float(swept[0].partition("=")[2])}
+    config = Config(run=Run(dir=str(run_dir), num_steps=NUM_STEPS))
+    return Job(index, swept, values, ("train", *overrides), run_dir, config)
+
+
+def searched(space=LR, make=made, fixed=("recipes=tiny",), side=1, **settings):
+    """(jobs, outcomes, study) of a search in this directory."""
+    TOP.mkdir(parents=True, exist_ok=True)
+    study = Study(Search(**settings), space, fixed, TOP, make)
+    study.check()
+    study.open()
+    sweep = Sweep("train", TOP, [], num_parallel=side, study=study)
+    with Board(sweep, Console(file=io.StringIO(), width=200)) as board:
+        outcomes, _ = run_jobs(sweep, board)
+    return sweep.jobs, [outcome.status for outcome in outcomes], study.study
+
+
+def test_the_sampler_comes_closer_than_chance():
+    jobs, outcomes, study = searched(n_trials=30)
+    assert outcomes == ["finished"] * 30
+    errors = [abs(math.log(job.values["optim.lr"] / BEST)) for job in jobs]
+    assert study.best_value == pytest.approx(min(errors) ** 2)
+    assert sum(errors[20:]) < sum(errors[:10])  # which are drawn by chance
+
+
+def test_the_page_shows_the_search(monkeypatch):
+    TOP.mkdir(parents=True)
+    study = Study(Search(n_trials=4), LR, (), TOP, made)
+    assert serve(Sweep("train", TOP, [], study=study)) == 0
+    text = (TOP / "sweep.html").read_text()
+    assert ">The search</h2>" in text
+    assert 'aria-label="final_loss, by job; best so far' in text
+    assert "lowest final_loss: job " in text
+    assert [each["status"] for each in json.loads((TOP / "sweep.json").read_text())] == ["finished"] * 4
+
+
+def test_a_search_goes_on_where_it_ended():
+    first, _, _ = searched(n_trials=3)
+    again, outcomes, _ = searched(n_trials=5, side=2)
+    assert [job.name for job in again[:3]] == [job.name for job in first]
+    assert outcomes == ["skipped"] * 3 + ["finished"] * 2
+    assert len({job.name for job in again}) == 5
+    _, outcomes, study = searched(n_trials=5)
+    assert outcomes == ["skipped"] * 5
+    assert len(study.trials) == 5
+
+
+def test_jobs_that_broke_off_run_again_with_their_values(monkeypatch):
+    good = processes.command_of
+    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, "raise SystemExit(1)"])
+    first, outcomes, study = searched(n_trials=2)
+    assert outcomes == ["failed"] * 2
+    assert not any(trial.state.is_finished() for trial in study.trials)
+    monkeypatch.setattr(processes, "command_of", good)
+    again, outcomes, study = searched(n_trials=2)
+    assert [job.name for job in again] == [job.name for job in first]
+    assert outcomes == ["finished"] * 2
+    assert all(trial.state.is_finished() for trial in study.trials)
+
+
+def test_a_run_that_diverges_is_the_worst_there_is(monkeypatch):
+    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, "raise SystemExit(4)"])
+    _, outcomes, study = searched(n_trials=1)
+    assert outcomes == ["failed"]
+    assert study.trials[0].value == math.inf
+
+
+def test_values_that_are_impossible_together_are_no_trial():
+    def make(index, overrides):
+        job = made(index, overrides)
+        return Job(job.index, job.swept, job.values, job.words, job.run_dir, None, "they do not go together.")
+
+    _, outcomes, study = searched(n_trials=2, make=make)
+    assert outcomes == ["failed"] * 2
+    assert [trial.state.name for trial in study.trials] == ["FAIL"] * 2
+
+
+def test_nothing_is_tried_twice():
+    jobs, outcomes, _ = searched(space={"optim.lr": Choices(("0.1", "0.2"))}, n_trials=10)
+    assert sorted(job.name for job in jobs) == ["optim.lr=0.1", "optim.lr=0.2"]
+    assert outcomes == ["finished"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"metric": "eval_loss"}, r"of another search \(metric: final_loss then, eval_loss now\)"),
+        ({"fixed": ("recipes=big",)}, "of another search .fixed: .'recipes=tiny'. then, .'recipes=big'. now"),
+        ({"space": {"optim.lr": Span(0.1, 0.2)}}, "of another search .space: "),
+    ],
+)
+def test_another_search_in_its_place_is_refused(changed, message):
+    searched(n_trials=1)
+    before = (TOP / FILE).read_bytes()
+    with pytest.raises(ConfigError, match=message):
+        searched(**changed)
+    assert (TOP / FILE).read_bytes() == before
+
+
+def test_a_search_in_which_nothing_ended_well_may_be_changed(monkeypatch):
+    good = processes.command_of
+    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, "raise SystemExit(2)"])
+    assert searched(n_trials=2)[1] == ["failed"] * 2
+    monkeypatch.setattr(processes, "command_of", good)
+    jobs, outcomes, study = searched(n_trials=3, fixed=("recipes=other",), space={"optim.lr": Span(0.1, 0.2)})
+    assert outcomes == ["finished"] * 3
+    assert all(0.1 <= job.values["optim.lr"] <= 0.2 for job in jobs)
+    assert len(study.trials) == 3
+
+
+def test_a_file_of_something_else_stays():
+    TOP.mkdir(parents=True)
+    (TOP / FILE).write_text("mine\n")
+    with pytest.raises(ConfigError, match="not of a search by ppctl and stays"):
+        searched()
+    assert (TOP / FILE).read_text() == "mine\n"
+
+
+def test_a_number_that_runs_do_not_record():
+    with pytest.raises(ConfigError, match=r"metric=rows_per_s: job 0 .optim.lr=.*. has finished without it"):
+        searched(n_trials=3, metric="rows_per_s")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a,b", CategoricalDistribution(("a", "b"))),
+        ("1,null", CategoricalDistribution(("1", "null"))),
+        ("[1,2],[3]", CategoricalDistribution(("[1,2]", "[3]"))),
+        ("range(1,10,3)", IntDistribution(1, 7, step=3)),
+        ("range(0.5,1.6,0.5)", FloatDistribution(0.5, 1.5, step=0.5)),
+        ("int(interval(1,8))", IntDistribution(1, 8)),
+        ("interval(1.0,8)", FloatDistribution(1.0, 8.0)),
+        ("tag(log,interval(1e-4,1e-2))", FloatDistribution(1e-4, 1e-2, log=True)),
+        ("tag(log,int(interval(1,64)))", IntDistribution(1, 64, log=True)),
+    ],
+)
+def test_what_is_typed_is_what_is_searched(text, expected):
+    assert distribution(_range(OverridesParser.create().parse_override(f"x={text}"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("optim.lr=tag(log,interval(0,1))", "cannot search optim.lr in .*low=0.0, high=1.0.*log"),
+        ("optim.lr=interval(2,1)", "cannot search optim.lr"),
+        ("optim.rl=interval(0,1)", "optim.rl is not a setting of optim=adamw. Did you mean optim.lr"),
+        ("optim.lr=0.1", "nothing here has several values"),
+        (
+            "optim.lr=interval(0,1) hydra.sweeper.metric=loss",
+            "hydra.sweeper.metric=loss is not one of final_loss, eval",
+        ),
+        ("optim.lr=interval(0,1) hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0 must be"),
+        ("optim.lr=interval(0,1) hydra.sweeper.metric=eval_loss run.eval_every=null", "run.eval_every=null evaluates"),
+        ("optim.lr=interval(0,1) hydra.sweeper.trials=3", "trials"),
+        ("optim.lr=0.1,abc run.seed=1,2", "optim.lr takes a number"),  # not when it is that value's turn
+    ],
+)
+def test_what_cannot_be_searched_is_said_at_once(words, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        compose(["hydra/sweeper=optuna", *words.split()], ["--multirun"], ["train"])
+    assert "\n" not in str(error.value)
+    assert not Path("runs").exists()
+
+
+def test_the_values_of_a_job_reach_its_config():
+    sweep = compose(
+        ["hydra/sweeper=optuna", "recipes=tiny", "optim.lr=interval(0.1,0.2)", "schedule=gpipe,1f1b"],
+        ["--multirun"],
+        ["train"],
+    )
+    assert isinstance(sweep, Sweep)
+    TOP.parent.joinpath("tiny").mkdir(parents=True)
+    sweep.study.open()
+    job = sweep.study.ask()
+    assert job.config.optim.lr == job.values["optim.lr"]
+    assert 0.1 <= job.config.optim.lr <= 0.2
+    assert job.config.schedule.name == job.values["schedule"]
+    assert job.words[:2] == ("train", "recipes=tiny")
+    assert json.loads(json.dumps(job.values)) == job.values

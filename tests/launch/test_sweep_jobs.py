@@ -1,0 +1,282 @@
+"""The jobs of a sweep: what is skipped, what goes on, what runs side by side, and what is refused beforehand."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from ppctl.config import Config, Run
+from ppctl.errors import ConfigError
+from ppctl.launch.sweep import processes
+from ppctl.launch.sweep.finished import has_ended, other_settings
+from ppctl.launch.sweep.jobs import LOG, Job, Outcome, Sweep, check
+from ppctl.launch.sweep.live_table import Board, show_end
+from ppctl.launch.sweep.runner import run_jobs
+from ppctl.launch.sweep.sweep import serve
+
+NUM_STEPS = 20
+FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sweep_of(number, *, side=1, **more):
+    jobs = []
+    for index in range(number):
+        run_dir = Path("runs/s") / f"run.seed={index}"
+        config = Config(run=Run(dir=str(run_dir), num_steps=NUM_STEPS, seed=index))
+        swept = f"run.seed={index}"
+        jobs.append(Job(index, (swept,), {"run.seed": index}, ("train", swept), run_dir, config))
+    return Sweep("train", Path("runs/s"), jobs, num_parallel=side, **more)
+
+
+def programs(monkeypatch, *texts):
+    """What the processes of the jobs run instead of ppctl, the last one for all others too."""
+    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]])
+
+
+def told(sweep):
+    """(outcomes, signal, what the terminal was told)."""
+    out = io.StringIO()
+    with Board(sweep, Console(file=out, width=200)) as board:
+        outcomes, stop = run_jobs(sweep, board)
+    return outcomes, stop, out.getvalue()
+
+
+def saved(job, step=NUM_STEPS, **changed):
+    """A run that has saved this step, of the job's settings but for some of `run`."""
+    (job.run_dir / "checkpoints" / str(step)).mkdir(parents=True)
+    config = replace(job.config, run=replace(job.config.run, **changed))
+    (job.run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+
+
+def test_finished_jobs_are_skipped_and_broken_ones_started_again(monkeypatch, capfd):
+    sweep = sweep_of(3, as_json=True)
+    programs(monkeypatch, "print('{}')")
+    saved(sweep.jobs[0])
+    saved(sweep.jobs[1], step=10)
+    outcomes, stop, text = told(sweep)
+    assert [outcome.status for outcome in outcomes] == ["skipped", "finished", "finished"]
+    assert stop is None
+    assert "ppctl: job 0: run.seed=0: finished before, skipped (runs/s/run.seed=0)" in text
+    assert "ppctl: job 1: run.seed=1: running on after step 10 in runs/s/run.seed=1" in text
+    assert "ppctl: job 2: run.seed=2: running in runs/s/run.seed=2" in text
+    documents = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert documents == [{"status": "finished", "run_dir": "runs/s/run.seed=0", "step": NUM_STEPS}, {}, {}]
+
+
+@pytest.mark.parametrize("name", [f"{NUM_STEPS}.damaged", f"{NUM_STEPS}.orbax-checkpoint-tmp", str(NUM_STEPS - 1)])
+def test_only_the_last_step_saved_whole_is_an_end(name):
+    job = sweep_of(1).jobs[0]
+    assert job.config is not None
+    (job.run_dir / "checkpoints" / name).mkdir(parents=True)
+    assert not has_ended(job.run_dir, job.config)
+    (job.run_dir / "checkpoints" / str(NUM_STEPS)).mkdir()
+    assert has_ended(job.run_dir, job.config)
+    never = replace(job.config, run=replace(job.config.run, resume="never"))
+    assert not has_ended(job.run_dir, never)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": 7}, "run.seed: 7 then, 0 now"),
+        ({"dtype": "bfloat16"}, "run.dtype: bfloat16 then, None now"),
+        ({"timeline": True, "eval_every": 3}, "run.eval_every: 3 then, 100 now; run.timeline: True then, False now"),
+        ({"log_every": 3, "name": "x", "dir": "/x", "resume": "must", "distributed": "explicit"}, None),
+    ],
+)
+def test_a_finished_run_of_other_settings_is_refused_and_stays(changed, message):
+    sweep = sweep_of(2)
+    saved(sweep.jobs[0], **changed)
+    if message is None:
+        check(sweep)
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"holds a finished run of other settings ({message})")):
+        serve(sweep)
+    assert not Path("runs/s/multirun.yaml").exists()
+
+
+def test_another_choice_of_a_part_is_named_and_an_unknown_setting_is_no_difference():
+    job = sweep_of(1).jobs[0]
+    assert job.config is not None
+    saved(job)
+    file = job.run_dir / "config.yaml"
+    before = yaml.safe_load(file.read_text())
+    del before["model"]["num_layers"], before["hardware"]
+    before["schedule"]["name"] = "zb_h1"
+    file.write_text(yaml.safe_dump(before))
+    assert other_settings(job.run_dir, job.config) == "schedule=zb_h1 then, gpipe now"
+    file.unlink()
+    assert other_settings(job.run_dir, job.config) == "its config.yaml cannot be read"
+
+
+def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):
+    sweep = sweep_of(4)
+    programs(
+        monkeypatch,
+        "import sys; sys.exit('ppctl: step 3: loss=nan.')",
+        "raise RuntimeError('Oh')",
+        "import os; print('step 1'); os.kill(os.getpid(), 9)",
+        "",
+    )
+    outcomes, stop, text = told(sweep)
+    assert [(outcome.status, outcome.code) for outcome in outcomes] == [
+        *(("failed", 1), ("failed", 1), ("failed", 137), ("finished", 0))
+    ]
+    errors = ["step 3: loss=nan.", "ended with exit code 1: RuntimeError: Oh", "was killed by SIGKILL", None]
+    assert [outcome.error for outcome in outcomes] == errors
+    assert stop is None
+    assert "job 0: run.seed=0: failed after" in text
+    assert "ppctl: step 3: loss=nan." in capfd.readouterr().err  # a job alone has the terminal
+    out = io.StringIO()
+    records = [{} for _ in outcomes]
+    show_end(Console(file=out, width=200), sweep, outcomes, records)
+    assert "4 jobs: 1 finished, 3 failed" in out.getvalue()
+    assert "ppctl: job 1: run.seed=1: ended with exit code 1: RuntimeError: Oh\n" in out.getvalue()
+
+
+def test_the_exit_code_is_1_if_a_job_failed_and_the_summary_is_there(monkeypatch, capfd):
+    programs(monkeypatch, "raise SystemExit(3)", "")
+    assert serve(sweep_of(2)) == 1
+    assert [each["status"] for each in json.loads(Path("runs/s/sweep.json").read_text())] == ["failed", "finished"]
+    assert "ended with exit code 3" in Path("runs/s/sweep.html").read_text()
+    programs(monkeypatch, "")
+    assert serve(sweep_of(2)) == 0
+
+
+WAITS = """
+import pathlib, time
+pathlib.Path("began-{0}").touch()
+until = time.monotonic() + 20
+while not pathlib.Path("began-{1}").exists():
+    assert time.monotonic() < until, "the other never began"
+    time.sleep(0.01)
+print("said {0}")
+"""
+
+
+def test_jobs_run_side_by_side_and_write_to_their_logs(monkeypatch, capfd):
+    sweep = sweep_of(3, side=2)
+    programs(monkeypatch, WAITS.format(0, 1), WAITS.format(1, 0), "import sys; sys.exit('ppctl: no.')")
+    (sweep.jobs[2].run_dir).mkdir(parents=True)
+    (sweep.jobs[2].run_dir / LOG).write_text("ppctl: of an earlier start\n")
+    outcomes, _, text = told(sweep)
+    assert [outcome.status for outcome in outcomes] == ["finished", "finished", "failed"]
+    assert [(job.run_dir / LOG).read_text() for job in sweep.jobs] == [
+        *("said 0\n", "said 1\n", "ppctl: of an earlier start\nppctl: no.\n")
+    ]
+    assert outcomes[2].error == "no."
+    assert f"job 0: run.seed=0: running, output in runs/s/run.seed=0/{LOG}" in text
+    assert capfd.readouterr() == ("", "")
+
+
+def test_json_of_jobs_side_by_side_comes_in_whole_lines(monkeypatch, capfd):
+    line = "{'a': 'x' * 3000}"
+    programs(monkeypatch, f"import json\nfor _ in range(20): print(json.dumps({line}), flush=True)")
+    told(sweep_of(3, side=3, as_json=True))
+    out, err = capfd.readouterr()
+    assert [json.loads(each) for each in out.splitlines()] == [{"a": "x" * 3000}] * 60
+    assert err == ""
+
+
+SAVES = """
+import pathlib, signal, sys, time
+def leave(number, frame):
+    time.sleep(0.3)
+    pathlib.Path("saved-{0}").write_text(str(number))
+    sys.exit(128 + number)
+signal.signal(signal.SIGINT, leave); signal.signal(signal.SIGTERM, leave)
+pathlib.Path("began-{0}").touch()
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_all_jobs_which_are_waited_for_and_starts_no_other(number, monkeypatch):
+    sweep = sweep_of(4, side=2)
+    programs(monkeypatch, *(SAVES.format(index) for index in range(4)))
+
+    def interrupt():
+        until = time.monotonic() + 20
+        while not (Path("began-0").exists() and Path("began-1").exists()) and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    outcomes, stop, text = told(sweep)
+    assert stop == number
+    assert [outcome.status for outcome in outcomes] == ["interrupted", "interrupted", "not started", "not started"]
+    assert [Path(f"saved-{index}").read_text() for index in (0, 1)] == [str(int(number))] * 2
+    assert f"{number.name}: no other job is started; waiting for jobs 0, 1" in text
+    assert not Path("began-2").exists()
+
+
+def test_a_job_that_was_interrupted_itself_ends_the_sweep(monkeypatch):
+    programs(monkeypatch, "raise SystemExit(143)", "")
+    outcomes, stop, _ = told(sweep_of(2))
+    assert ([outcome.status for outcome in outcomes], stop) == (["interrupted", "not started"], signal.SIGTERM)
+
+
+def test_a_log_that_cannot_be_written_fails_its_job_alone(monkeypatch):
+    sweep = sweep_of(2, side=2)
+    sweep.jobs[0].run_dir.parent.mkdir(parents=True)
+    sweep.jobs[0].run_dir.write_text("a file of the user's")
+    programs(monkeypatch, "")
+    outcomes, _, _ = told(sweep)
+    assert [outcome.status for outcome in outcomes] == ["failed", "finished"]
+    assert outcomes[0].error == "runs/s/run.seed=0 cannot be written: File exists"
+    assert sweep.jobs[0].run_dir.read_text() == "a file of the user's"
+
+
+def test_the_live_table_shows_states_and_the_newest_numbers(monkeypatch):
+    """Rendered by a terminal that is said to be one."""
+    record = {"step": 7, "loss": 2.5, "step_time_s": 0.125}
+    write = f"import pathlib, json; d = pathlib.Path('runs/s/run.seed=1'); (d / 'metrics.jsonl').write_text({record!r}"
+    write = write.replace(f"{record!r}", f"json.dumps({record!r}) + chr(10)") + ")"
+    sweep = sweep_of(4, side=2)
+    saved(sweep.jobs[0])
+    programs(monkeypatch, "", f"{write}\nimport time; time.sleep(2.5)", "raise SystemExit(1)")
+    out = io.StringIO()
+    with Board(sweep, Console(file=out, width=100, height=40, force_terminal=True, force_interactive=True)) as board:
+        assert board.is_live
+        run_jobs(sweep, board)
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue())
+    assert re.search(r"0: run.seed=0 +skipped", shown)
+    assert re.search(r"1: run.seed=1 +running +7/20 +2.5000 +0.125 +\d", shown)
+    assert re.search(r"2: run.seed=2 +failed", shown)
+    assert re.search(r"4 jobs: 1 running, .*1 skipped", shown)
+
+
+def test_a_table_larger_than_the_terminal_says_what_it_leaves_out():
+    sweep = sweep_of(30, side=2)
+    board = Board(sweep, Console(file=io.StringIO(), height=18, force_terminal=True))
+    out = io.StringIO()
+    Console(file=out, width=100).print(board._table([Outcome("waiting")] * 29 + [Outcome("running")]))
+    assert "and 20 more" in out.getvalue()
+    assert "29: run.seed=29" in out.getvalue()
+
+
+def test_a_summary_of_something_else_is_not_overwritten():
+    sweep = sweep_of(1)
+    sweep.directory.mkdir(parents=True)
+    (sweep.directory / "sweep.csv").write_text("mine")
+    with pytest.raises(ConfigError, match=r"runs/s/sweep\.csv is not of a sweep and stays"):
+        serve(sweep)
+    assert (sweep.directory / "sweep.csv").read_text() == "mine"

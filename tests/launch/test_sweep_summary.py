@@ -1,0 +1,323 @@
+"""What a sweep leaves: records, the table of them, the best job, the page with its figures."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ppctl import schedule as schedules
+from ppctl.config import Config, Interleaved, Mesh, Reference, Run, Schedule
+from ppctl.launch.sweep.best import best_of
+from ppctl.launch.sweep.jobs import LOG, Job, Outcome, Sweep
+from ppctl.launch.sweep.records import NUMBERS, numbers_of, record_of
+from ppctl.launch.sweep.summary import as_csv, as_json, write_summary
+from ppctl.launch.sweep.sweep_page import page
+from ppctl.launch.sweep.theory import bubble_curve
+from ppctl.reports.charts.lines import MOST_LINES, Line, figure
+from ppctl.schedule.costs import task_costs
+from ppctl.schedule.simulate import simulate
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def job_of(index, family="gpipe", size=8, *, mesh=(1, 4), run_dir=None, **values):
+    asked = schedules_of(family, size)
+    where = Path(run_dir or f"runs/s/{index}")
+    config = Config(mesh=Mesh(*mesh), schedule=asked, run=Run(dir=str(where)))
+    found = {"schedule": family, "schedule.num_microbatches": size, **values}
+    swept = tuple(f"{key}={value}" for key, value in found.items())
+    return Job(index, swept, found, ("train", "recipes=tiny", *swept), where, config)
+
+
+def schedules_of(family, size):
+    return Interleaved(num_microbatches=size) if family == "interleaved" else Schedule(family, size)
+
+
+def left(job, *steps, eval_loss=None):
+    """What a run writes; each step is (loss, seconds)."""
+    job.run_dir.mkdir(parents=True)
+    records = [
+        {
+            "step": number,
+            "loss": loss,
+            "step_time_s": seconds,
+            "tokens_per_s": 100 / seconds,
+            "predicted_bubble_fraction": 0.25,
+            "predicted_step_time_s": 0.5,
+            "memory_bytes": 2048,
+        }
+        for number, (loss, seconds) in enumerate(steps, start=1)
+    ]
+    (job.run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if eval_loss is not None:
+        (job.run_dir / "eval.jsonl").write_text(json.dumps({"step": len(steps), "eval_loss": eval_loss}) + "\n")
+    return job
+
+
+def append(path, text):
+    path.write_text(path.read_text() + text)
+
+
+FINISHED = Outcome("finished", 0, 12.5, None, 0.0)
+
+
+def test_a_record_holds_values_end_and_medians():
+    job = left(job_of(3), (4.0, 9.0), (3.0, 1.0), (2.0, 2.0), eval_loss=2.5)
+    append(job.run_dir / "metrics.jsonl", '{"step": 4, "lo')  # a kill
+    timeline = job.run_dir / "timeline" / "timeline.csv"
+    timeline.parent.mkdir()
+    timeline.write_text("rank,task,start_s,end_s\n0,0F0,0.0,1.0\n0,0B0,3.0,4.0\n1,1F0,1.0,2.0\n1,1B0,2.0,3.0\n")
+    assert record_of(job, FINISHED) == {
+        "job": 3,
+        "schedule": "gpipe",
+        "schedule.num_microbatches": 8,
+        "status": "finished",
+        "exit_code": 0,
+        "seconds": 12.5,
+        "error": None,
+        "run_dir": "runs/s/3",
+        "steps": 3,
+        "final_loss": 2.0,
+        "eval_loss": 2.5,
+        "step_time_s": 2.0,
+        "predicted_step_time_s": 0.5,
+        "tokens_per_s": 50.0,
+        "rows_per_s": None,
+        "predicted_bubble_fraction": 0.25,
+        "measured_bubble_fraction": 0.5,
+        "memory_bytes": 2048,
+        "predicted_memory_bytes": None,
+    }
+
+
+def test_the_numbers_of_a_job_that_failed_are_not_those_of_an_earlier_start():
+    job = left(job_of(0), (4.0, 1.0))
+    written_s = (job.run_dir / "metrics.jsonl").stat().st_mtime
+    now = record_of(job, Outcome("failed", 1, 2.0, "Oh", began_s=written_s - 1))
+    before = record_of(job, Outcome("failed", 1, 2.0, "Oh", began_s=written_s + 1))
+    refused = record_of(job, Outcome("failed", 2, None, "Oh"))
+    assert (now["final_loss"], before["final_loss"], refused["final_loss"]) == (4.0, None, None)
+    assert set(numbers_of(Path("nowhere")).values()) == {None}
+
+
+def test_csv_has_a_column_for_each_key_in_one_order():
+    jobs = [left(job_of(0), (4.0, 1.0)), job_of(1, "1f1b")]
+    records = [record_of(jobs[0], FINISHED), record_of(jobs[1], Outcome("failed", 2, None, 'no, "not" so'))]
+    rows = list(csv.DictReader(as_csv(records).splitlines()))
+    assert list(rows[0])[:4] == ["job", "schedule", "schedule.num_microbatches", "status"]
+    assert [row["status"] for row in rows] == ["finished", "failed"]
+    assert (rows[0]["final_loss"], rows[1]["final_loss"], rows[1]["error"]) == ("4.0", "", 'no, "not" so')
+    assert set(NUMBERS) <= set(rows[0])
+    records[1]["optim.clip_norm"] = float("inf")
+    assert json.loads(as_json(records), parse_constant=pytest.fail)[1]["optim.clip_norm"] is None
+
+
+def swept(*jobs, **more):
+    return Sweep("train", Path("runs/s"), jobs, **more)
+
+
+def records(sweep, outcomes=None):
+    outcomes = outcomes or [FINISHED] * len(sweep.jobs)
+    return [record_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
+
+
+def test_the_best_of_layouts_is_the_fastest_with_a_command_that_composes(capsys):
+    from ppctl import cli
+
+    sweep = swept(
+        left(job_of(0), (4.0, 1.0)), left(job_of(1, "1f1b"), (4.0, 0.5)), left(job_of(2, "zb_h1"), (1.0, 0.1))
+    )
+    outcomes = [FINISHED, FINISHED, Outcome("failed", 1, 1.0, "Oh", 0.0)]
+    [best] = best_of(sweep, records(sweep, outcomes))
+    assert best.text == "fastest, in tok/s: job 1 (schedule=1f1b schedule.num_microbatches=8), 200"
+    words = shlex.split(best.command)
+    assert words == [
+        *("ppctl", "train", "recipes=tiny", "schedule=1f1b", "schedule.num_microbatches=8", "run.dir=runs/s/best")
+    ]
+    assert cli.main([*words[1:], "--cfg", "job"]) == 0
+    assert "dir: runs/s/best" in capsys.readouterr().out
+
+
+def test_where_more_than_the_layout_varies_the_lowest_loss_comes_first():
+    jobs = [
+        left(job_of(i, run_dir=f"r/{i}", **{"optim.lr": i}), (loss, s)) for i, (loss, s) in enumerate([(3, 1), (2, 2)])
+    ]
+    sweep = swept(*jobs)
+    assert [(best.what, best.job.index) for best in best_of(sweep, records(sweep))] == [
+        *(("lowest final_loss", 1), ("fastest, in tok/s", 0))
+    ]
+    append(jobs[0].run_dir / "metrics.jsonl", '{"step": 2, "loss": 1.0}\n')  # trained longer
+    assert [best.what for best in best_of(sweep, records(sweep))] == ["fastest, in tok/s"]
+
+
+def test_the_theory_is_the_closed_form_or_the_schedule_itself():
+    config = job_of(0, "interleaved", 8).config
+    assert config is not None
+    curve = dict(bubble_curve(config, [4, 8, 32]))
+    for size in (4, 8, 32):
+        whole = schedules.build("interleaved", 4, size)
+        assert curve[size] == pytest.approx(simulate(whole, task_costs("none")).bubble_fraction)
+    assert len(curve) > 20  # a curve between them
+    config.schedule, config.executor.remat = Schedule("v_half", 8), "full"  # no closed form where I costs more than W
+    costs = task_costs("full")
+    expected = [(size, simulate(schedules.build("v_half", 4, size), costs).bubble_fraction) for size in (4, 8)]
+    assert bubble_curve(config, [8, 4]) == expected
+    config.executor = Reference()
+    assert bubble_curve(config, [4, 8]) == []
+
+
+def page_of(*jobs, outcomes=None, **more):
+    sweep = swept(*jobs, **more)
+    return page(sweep, outcomes or [FINISHED] * len(jobs), records(sweep, outcomes))
+
+
+def test_the_page_has_a_line_a_schedule_its_theory_and_every_job(directory):
+    jobs = [
+        left(job_of(i, family, size), (4.0, 1 / size))
+        for i, (family, size) in enumerate((f, m) for f in ("gpipe", "interleaved") for m in (4, 8, 16))
+    ]
+    text = page_of(*jobs)
+    svgs = [ET.fromstring(svg) for svg in re.findall(r'<svg class="lines".*?</svg>', text)]
+    assert [svg.get("aria-label") for svg in svgs] == ["tokens/s, by microbatches", "bubble, by microbatches"]
+    for svg in svgs:
+        paths = svg.findall("path")
+        assert [path.get("stroke-dasharray") is None for path in paths] == [False, True] * 2
+        assert len(svg.findall("g")) == 6  # marks
+        assert {path.get("stroke") for path in paths} == {"#0072b2", "#d55e00"}
+    assert "gpipe, 8: 800" in text
+    assert text.count('<tr><th scope="row">') == 6
+    assert "script" not in re.sub("script-src", "", text)
+    assert not re.search(r"(src|href)=|url\(|@import", text)
+
+
+def test_one_number_of_microbatches_has_no_figure_and_a_failure_is_explained():
+    jobs = [left(job_of(0), (4.0, 1.0)), job_of(1, "<b>")]
+    outcomes = [FINISHED, Outcome("failed", 1, 2.0, "x < y & z")]
+    text = page_of(*jobs, outcomes=outcomes)
+    assert '<svg class="lines"' not in text
+    assert "What failed" in text
+    assert "x &lt; y &amp; z" in text
+    assert "&lt;b&gt;" in text
+    assert "2 jobs: 1 finished, 1 failed" in text
+
+
+def test_more_lines_than_can_be_told_apart_are_left_to_the_table():
+    jobs = [
+        left(job_of(2 * i + j, size=size, **{"optim.lr": i}), (4.0, 1.0))
+        for i in range(MOST_LINES + 2)
+        for j, size in enumerate((4, 8))
+    ]
+    text = page_of(*jobs)
+    assert text.count('class="key"') == MOST_LINES
+    assert "2 more are in the table" in text
+
+
+def test_jobs_that_shared_the_machine_are_said_to_be_slower():
+    job = left(job_of(0), (4.0, 1.0))
+    sweep = swept(job)
+    sweep.directory.mkdir(parents=True, exist_ok=True)
+    assert not any("side by side" in line for line in write_summary(sweep, [FINISHED], records(sweep)))
+    (job.run_dir / LOG).write_text("")
+    said = write_summary(sweep, [replace(FINISHED, status="skipped")], records(sweep))
+    assert "note: Jobs ran side by side, which slows each of them: their speeds are not those of a run alone" in said
+    assert "Jobs ran side by side" in Path("runs/s/sweep.html").read_text()
+
+
+def test_marks_stand_to_scale_and_differ_by_colour_and_shape():
+    lines = [Line(str(i), [(2, i + 1), (8, 2 * i + 2)], others=[(4, 1)]) for i in range(MOST_LINES)]
+    svg = ET.fromstring(figure(lines, title="t", x_name="x", y_text="{:g}".format))
+    looks = set()  # shape and colour
+    for i in range(MOST_LINES):
+        first = next(g for g in svg.findall("g") if g[0].text == f"{i}, 2: {i + 1}")
+        corners = [tuple(map(float, each.split(","))) for each in (first[1].get("points") or "").split()]
+        shape = tuple((x - corners[0][0], y - corners[0][1]) for x, y in corners)
+        looks.add((tuple(round(part, 3) for corner in shape for part in corner), first[1].get("fill")))
+    assert len(looks) == MOST_LINES
+    circle = figure([Line("a", [(2, 5), (4, 10), (8, 10)])], title="t", x_name="x", y_text="{:g}".format)
+    xs = [float(x) for x in re.findall(r'cx="([\d.]+)"', circle)]
+    ys = [float(y) for y in re.findall(r'cy="([\d.]+)"', circle)]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)  # doublings
+    zero, ten = (float(y) for y in re.findall(r'<line class="grid".*? y1="([\d.]+)"', circle)[::5])
+    assert (zero - ys[0], zero - ys[1]) == pytest.approx(((zero - ten) / 2, zero - ten), abs=0.2)
+
+
+TINY = ["recipes=tiny", "run.num_steps=2", "run.eval_every=2", "executor=mpmd", "run.timeline=true"]
+
+
+@pytest.mark.slow
+def test_a_real_sweep_is_summed_up_skipped_and_resumed(directory):
+    """Three processes train: two at first, then one that has more steps to do. The sweep itself starts no JAX."""
+
+    def run(*words):
+        argv = ["train", "-m", *TINY, *words]
+        code = f"import sys; from ppctl.cli import main; print(main({argv!r}), 'jax' in sys.modules)"
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    grid = ("schedule=gpipe", "schedule.num_microbatches=2,4", "hydra.launcher.jobs=2")
+    done = run(*grid)
+    assert done.stdout == "0 False\n", done.stderr
+    found = json.loads(Path("runs/tiny/sweep.json").read_text())
+    assert [(each["status"], each["steps"], each["schedule.num_microbatches"]) for each in found] == [
+        *(("finished", 2, 2), ("finished", 2, 4))
+    ]
+    for each, bubble in zip(found, (1 / 3, 1 / 5), strict=True):
+        assert each["predicted_bubble_fraction"] == pytest.approx(bubble)
+        assert 0 < each["measured_bubble_fraction"] < 1
+        assert min(each[key] for key in ("eval_loss", "tokens_per_s", "memory_bytes", "predicted_step_time_s")) > 0
+        assert "finished at step 2" in (Path(each["run_dir"]) / LOG).read_text()
+    assert " measured</title>" in Path("runs/tiny/sweep.html").read_text()
+    again = run(*grid)
+    assert again.stdout == "0 False\n"
+    assert again.stderr.count("finished before, skipped") == 2
+    more = run("schedule=gpipe", "schedule.num_microbatches=2,3", "run.num_steps=3")
+    assert more.stdout.endswith("1 False\n")
+    assert "job 0: schedule.num_microbatches=2: running on after step 2" in more.stderr
+    assert "data.batch_size=8 is not a multiple" in more.stderr
+    assert "resuming after step 2" in more.stdout
+    assert [each["steps"] for each in json.loads(Path("runs/tiny/sweep.json").read_text())] == [3, None, 2]
+    page_text = Path("runs/tiny/sweep.html").read_text()
+    assert len(re.findall(r'<a href="schedule.num_microbatches%3D2[^"]*/report.html"', page_text)) == 1
+    assert "Memory of each rank" in next(Path("runs/tiny").glob("*=2*/report.html")).read_text()
+
+
+def test_a_summary_keeps_jobs_of_earlier_sweeps_in_its_directory():
+    def summed(*sizes):
+        jobs = [job_of(index, size=size, run_dir=f"runs/s/{size}") for index, size in enumerate(sizes)]
+        for job in jobs:
+            if not job.run_dir.exists():
+                left(job, (4.0, 1.0))
+        sweep = Sweep("train", Path("runs/s"), jobs)
+        write_summary(sweep, [FINISHED] * len(jobs), [record_of(job, FINISHED) for job in jobs])
+        records = json.loads(Path("runs/s/sweep.json").read_text())
+        rows = list(csv.DictReader(io.StringIO(Path("runs/s/sweep.csv").read_text())))
+        assert [row["run_dir"] for row in rows] == [record["run_dir"] for record in records]
+        return [(record["job"], record["schedule.num_microbatches"]) for record in records]
+
+    assert summed(4, 8) == [(0, 4), (1, 8)]
+    assert summed(8, 16) == [(0, 8), (1, 16), (None, 4)]
+    assert "One job of earlier sweeps in this directory" in Path("runs/s/sweep.html").read_text()
+    shutil.rmtree("runs/s/4")
+    assert summed(16) == [(0, 16), (None, 8)]
+
+
+def test_the_page_links_to_reports_that_there_are():
+    jobs = [left(job_of(index, run_dir=f"runs/s/a b,{index}"), (4.0, 1.0)) for index in range(2)]
+    (jobs[1].run_dir / "report.html").write_text("")
+    sweep = Sweep("train", Path("runs/s"), jobs)
+    text = page(sweep, [FINISHED] * 2, [record_of(job, FINISHED) for job in jobs])
+    assert re.findall(r'<a href="([^"]*)"', text) == ["a%20b%2C1/report.html"]

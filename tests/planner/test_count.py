@@ -1,0 +1,193 @@
+"""Work counted in the jaxprs of single tasks, against the whole model's, against other sizes, and by hand."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.cases import MODELS, Case, make_batch, make_stack, staged_step
+
+from ppctl.executors.mpmd.tasks import Model
+from ppctl.executors.reference import reference
+from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.executors.stage.flops import matmul_flops
+from ppctl.model.stack import Stack, init
+from ppctl.model.transformer import transformer
+from ppctl.planner.count import _tasks, work_of
+from ppctl.planner.op_times import Piece, Prices, stage_costs, step_time
+from ppctl.planner.roofline import Op
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.ticks import ticks
+
+VARIANTS = [*((name, jnp.float32) for name in MODELS), ("untied swiglu grouped", jnp.bfloat16), ("mlp", jnp.float64)]
+variants = pytest.mark.parametrize(("name", "dtype"), VARIANTS)
+
+
+def shapes(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+
+
+def model_of(stack, microbatch, dtype=jnp.float32, remat="none"):
+    params = jax.eval_shape(lambda: init(stack, 0))
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    return Model(stack, shapes(params["ends"]), layer, shapes(microbatch), 1, remat, 16, dtype)
+
+
+def named(name, rows, dtype=jnp.float32, remat="none"):
+    return model_of(make_stack(name, 3, jnp.float32), make_batch(name, rows), dtype, remat)
+
+
+@cache
+def work_of_named(name, dtype):
+    return work_of(named(name, 3, dtype))
+
+
+def flops(piece):
+    return sum(op.flops for part in (piece.forward, piece.input_grad, piece.weight_grad) for op in part)
+
+
+def all_flops(stack, batch, dtype):
+    """Of a forward and its backward, nothing redone: `assemble.model_flops`."""
+    whole = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=dtype)
+    return matmul_flops(whole, jax.eval_shape(lambda: init(stack, 0)), shapes(batch))
+
+
+@variants
+def test_all_tasks_together_have_the_flops_of_the_model(name, dtype):
+    work, batch = work_of_named(name, dtype), make_batch(name, 6)
+    redone = sum(op.flops for op in work.embed.forward)  # by the backward of the embedding: that of mlp is a product
+    found = 6 * (flops(work.embed) + 3 * flops(work.layer) + flops(work.head) - redone)
+    assert found == all_flops(make_stack(name, 3, jnp.float32), batch, dtype)
+    assert (redone > 0) == (name == "mlp")
+
+
+@pytest.mark.parametrize("num_tokens", [4, 32])
+@pytest.mark.parametrize(("d_model", "num_heads", "num_kv_heads", "mlp_ratio"), [(8, 1, 1, 4.0), (24, 6, 3, 1.5)])
+def test_flops_of_a_transformer_of_other_sizes(num_tokens, d_model, num_heads, num_kv_heads, mlp_ratio):
+    settings = {"activation": "swiglu", "vocab_size": 40, "tied": False, "rope_theta": 1e4, "dtype": jnp.float32}
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    stack = transformer(num_layers=2, d_model=d_model, mlp_ratio=mlp_ratio, **heads, **settings)
+    batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct((5, num_tokens), jnp.int32))
+    work = work_of(model_of(stack, batch))
+    assert 5 * (flops(work.embed) + 2 * flops(work.layer) + flops(work.head)) == all_flops(stack, batch, jnp.float32)
+    d, t, hidden = d_model, num_tokens, round(mlp_ratio * d_model)
+    weights = 2 * d * d + 2 * d * d * num_kv_heads // num_heads + 3 * d * hidden
+    assert flops(work.layer) == 3 * (2 * t * weights + 2 * 2 * t * t * d)  # scores of all pairs, masked or not
+    assert flops(work.head) == 3 * 2 * t * d * 40
+
+
+@variants
+def test_work_grows_with_the_rows_as_it_was_counted(name, dtype):
+    work = work_of_named(name, dtype)
+    for rows in (1, 8, 64) if name == "mlp" else (8,):
+        model = named(name, rows, dtype)
+        for piece in ("embed", "layer", "head"):
+            of_row = getattr(work, piece)
+            for part, ops in zip(("forward", "input_grad", "weight_grad"), _tasks(model, piece), strict=True):
+                found = [(rows * op.flops, rows * op.bytes + op.fixed_bytes) for op in getattr(of_row, part)]
+                assert found == [(op.flops, op.bytes) for op in ops if not op.is_nothing]
+
+
+def test_rows_and_remat_of_the_request_do_not_matter():
+    assert work_of_named("mlp", jnp.float32) == work_of(named("mlp", 8, remat="full"))
+
+
+@variants
+def test_what_is_kept_grows_with_the_rows_as_it_was_counted(name, dtype):
+    work = work_of_named(name, dtype)
+    for remat in ("none", "layer", "full"):
+        model = named(name, 16, dtype, remat)
+        w = [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), model.layer)]
+        assert 16 * work.x_bytes == tree_bytes(model.x)
+        assert 16 * work.stash_bytes[remat] == tree_bytes(model.stage.stash_shapes(w))
+        vectors = [a for a in jax.tree.leaves(w) if a.ndim == 1]  # their gradients may be handed on
+        handed = tree_bytes(model.stage.pending_shapes(w)) - 16 * work.pending_bytes[remat]
+        assert 0 <= handed <= tree_bytes(vectors)
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+D, OUT, ROWS, SIZE = 6, 5, 7, 4  # widths, rows, bytes of a number
+
+
+def linear(*, is_long=False):
+    """x @ w a layer, or three times in a scan; sum(x @ head) the loss."""
+
+    def layer(w, x):
+        if not is_long:
+            return x @ w["w"]
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, w["w"])[0]
+
+    shape = (3, D, D) if is_long else (D, D)
+    return Stack(
+        1,
+        lambda key: {"head": jnp.zeros((D, OUT), jnp.float32), "table": jnp.zeros((9, D), jnp.float32)},
+        lambda key, l: {"w": jnp.zeros(shape, jnp.float32)},
+        lambda ends, inputs: ends["table"][inputs],
+        layer,
+        lambda ends, x, targets: ((x @ ends["head"]).sum(), jnp.float32(x.shape[0])),
+    )
+
+
+def linear_model(dtype=jnp.float32, **changes):
+    return model_of(linear(**changes), dict.fromkeys(("inputs", "targets"), jnp.zeros((ROWS,), jnp.int32)), dtype)
+
+
+def test_a_matrix_product_by_hand():
+    layer = work_of(linear_model()).layer
+    product = Op(2 * D * D, 2 * D * SIZE, fixed_bytes=D * D * SIZE)  # a row in, a row out; the matrix once
+    assert layer.forward == layer.input_grad == (product,)
+    assert layer.weight_grad == (product, Op(0.0, 0.0, fixed_bytes=2 * D * D * SIZE))  # and added to the sum
+
+
+def test_sums_of_gradients_are_of_the_dtype_of_parameters():
+    layer = work_of(linear_model(jnp.bfloat16)).layer
+    assert layer.forward == (Op(2 * D * D, 2 * D * 2, fixed_bytes=D * D * 2),)
+    assert layer.weight_grad[-1] == Op(0.0, 0.0, fixed_bytes=2 * D * D * 4)
+
+
+def test_the_ends_by_hand():
+    work = work_of(linear_model())
+    products = [op for op in work.head.input_grad if op.flops]
+    one = Op(2 * D * OUT, (D + OUT) * SIZE, fixed_bytes=D * OUT * SIZE)
+    assert products == [one] * 3  # logits, gradients of x and of the matrix
+    assert work.head.input_grad[-1] == Op(0.0, 0.0, fixed_bytes=2 * D * OUT * SIZE)
+    assert not any(op.fixed_bytes == 2 * 9 * D * SIZE for op in work.head.input_grad)  # it does not touch the table
+    assert work.embed.weight_grad[-1] == Op(0.0, 0.0, fixed_bytes=2 * 9 * D * SIZE)
+    assert flops(work.embed) == 0
+
+
+def test_a_scan_counts_once_an_iteration():
+    scanned, one = work_of(linear_model(is_long=True)).layer, work_of(linear_model()).layer
+    assert flops(scanned) == 3 * flops(one)
+    traffic = lambda piece: sum(op.bytes for op in piece.forward if op.flops)  # noqa: E731
+    assert traffic(scanned) == 3 * traffic(one)
+    assert sum(op.fixed_bytes for op in scanned.forward if op.flops) == 3 * D * D * SIZE
+
+
+# --- idle ranks that compute -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("family", ["gpipe", "eager_1f1b"])
+def test_masked_ticks_have_the_flops_of_the_program(family, remat):
+    """Every device runs the same program, so that its FLOPs are those of each tick's slowest rank."""
+    case = Case(family, (1, 4, 1), 6, num_layers=8, batch_size=12, remat=remat, skip_idle=False)
+    stack, layout = make_stack(case.model, 8), case.layout()
+    params = jax.eval_shape(lambda: layout.to_staged(init(stack, 0)))
+    program = matmul_flops(staged_step(case, stack), params, make_batch(case.model, 12))
+    work, keeps = work_of(named(case.model, 2, jnp.float64)), remat == "full"
+    of = lambda ops: 2 * sum(op.flops for op in ops)  # noqa: E731  2 rows
+    forward = of(work.layer.forward)
+    layer = Piece(forward, of(work.layer.input_grad) + forward * keeps, of(work.layer.weight_grad))
+    prices = Prices(Piece(0, 0, 0), layer, Piece(0, of(work.head.input_grad), 0), 0.0, 0.0, 0.0)
+    costs = stage_costs(prices, (2,) * 4, keeps_input=keeps)
+    table = ticks(case.program(), Costs(), **case.options.lowering)
+    time = step_time(prices, case.program(), table, costs, copies=1, masked=True)
+    # the head stands in a branch of every tick that has its kind, and is counted there
+    number = sum(len(which) for which, *has in table.segments(apart=True) if has[keeps])
+    plain = stage_costs(replace(prices, head=Piece(0, 0, 0)), (2,) * 4, keeps_input=keeps)
+    headless = step_time(prices, case.program(), table, plain, copies=1, masked=True)
+    assert headless.pipeline_s + number * prices.head.all_s == program
+    assert headless.pipeline_s < time.pipeline_s <= program

@@ -1,0 +1,98 @@
+"""What `plan.analytic` says of a step's collectives, against those that stand in the spmd program as it is traced."""
+
+import jax
+import pytest
+from support.cases import Case, make_batch, make_stack, staged_step
+
+from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.executors.stage.flops import inner_jaxprs
+from ppctl.model.stack import init
+from ppctl.planner.analytic import Layout, Machine, ParamBytes, once_s, priced
+from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
+
+LINK = Link(latency_s=0.0, bytes_per_s=3.0)
+MACHINE = Machine(Speed(float("inf"), float("inf")), LINK, network=None, host_devices=None, task_s=0.0)
+NOTHING = PieceWork((), (), ())
+COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "ppermute")
+
+
+def collectives(jaxpr, in_loop=False):
+    """(primitive, axes, bytes of its largest side, whether in a loop) of each collective of arrays."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in COLLECTIVES and eqn.invars[0].aval.ndim:
+            axes = eqn.params.get("axis_name") or eqn.params["axes"]
+            num_bytes = max(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
+            yield eqn.primitive.name, axes, num_bytes, in_loop
+        for inner in inner_jaxprs(eqn):
+            yield from collectives(inner, in_loop or eqn.primitive.name == "scan")
+
+
+def traced(case):
+    """(layout as the plan sees it, sizes of parameters, collectives) of a case."""
+    stack, layout = make_stack(case.model, case.num_layers), case.layout()
+    params = jax.eval_shape(lambda: layout.to_staged(init(stack, 0)))
+    jaxpr = jax.make_jaxpr(staged_step(case))(params, make_batch(case.model, case.batch_size)).jaxpr
+    layer_bytes = tree_bytes(params["layers"]) // layout.counts.size // int(layout.counts.max())
+    most = int(layout.counts.max())
+    plan = Layout(*case.mesh, rank_layers=most * layout.num_chunks, chunk_layers=most)
+    sizes = ParamBytes(layer_bytes, tree_bytes(params["ends"]), moments=2.0, compute_ratio=1.0)
+    return plan, sizes, list(collectives(jaxpr))
+
+
+def ring_s(found, mesh):
+    """Seconds of collectives on rings, each written out."""
+    size_of = dict(zip(("dp", "pp", "fsdp"), mesh, strict=True))
+    total = 0.0
+    for name, axes, num_bytes, _ in found:
+        size = 1
+        for axis in axes:
+            size *= size_of[axis]
+        rounds = {"all_gather": 1, "reduce_scatter": 1, "psum": 2}[name]
+        total += rounds * (size - 1) * num_bytes / size / 3.0
+    return total
+
+
+CASES = [
+    Case("gpipe", (2, 4, 1), 4, num_layers=8, model="untied gelu", batch_size=16),
+    Case("interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, model="tied swiglu", batch_size=16),
+    Case("1f1b", (1, 2, 4), 4, num_layers=4, model="untied swiglu grouped", batch_size=16, remat="none"),
+    Case("1f1b", (4, 2, 1), 4, num_layers=3, model="untied gelu", batch_size=16),  # [2, 1] layers: one is padding
+    Case("gpipe", (1, 1, 8), 2, num_layers=2, model="untied gelu", batch_size=16),
+    Case("gpipe", (8, 1, 1), 2, num_layers=2, model="untied gelu", batch_size=16),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.schedule} {case.mesh} {case.num_layers}")
+
+
+@cases
+def test_collectives_of_a_step_take_what_those_of_the_program_take(case):
+    plan, sizes, found = traced(case)
+    once = [each for each in found if each[0] != "ppermute"]
+    assert not any(in_loop for *_, in_loop in once)
+    assert once_s(sizes, MACHINE, plan) == pytest.approx(ring_s(once, case.mesh), rel=1e-12)
+
+
+def test_gathering_in_every_tick_moves_the_layers_of_one_chunk_there_and_the_ends_once():
+    case = Case("interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, batch_size=16, gather_each_tick=True)
+    plan, sizes, found = traced(case)
+    once = [each for each in found if each[0] != "ppermute" and not each[3]]
+    layers_once = [
+        each for each in once if each[0] == "all_gather" and each[1] == ("fsdp",)
+    ]  # of which nothing is used
+    once = [each for each in once if each not in layers_once]
+    assert once_s(sizes, MACHINE, plan, gathers_layers=False) == pytest.approx(ring_s(once, case.mesh), rel=1e-12)
+    gathers = [each for each in found if each[0] == "all_gather" and each[3]]
+    number = 2 * plan.rank_layers // plan.chunk_layers  # F and B, for each chunk that a tick may name
+    work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
+    prices = priced(work, sizes, MACHINE, plan, microbatch_rows=1, remat="full", gathers_each_tick=True)
+    assert prices.task_s * number == pytest.approx(ring_s(gathers, case.mesh), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb_h1"])
+def test_a_hop_is_of_one_microbatch_between_layers(family):
+    case = Case(family, (2, 2, 2), 4, num_layers=4, batch_size=32)
+    plan, sizes, found = traced(case)
+    x_bytes = 8 * 16 * 8  # of a row: tokens, d_model, float64
+    work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=x_bytes, stash_bytes={}, pending_bytes={})
+    prices = priced(work, sizes, MACHINE, plan, microbatch_rows=32 // 4 // 4, remat="full")
+    hops = [num_bytes for name, _, num_bytes, _ in found if name == "ppermute"]
+    assert set(hops) == {prices.hop_s * 3.0}

@@ -1,0 +1,201 @@
+"""The search of layouts against pricing all of them: nothing better is missed, no bound is above what it bounds."""
+
+import gc
+import random
+from dataclasses import replace
+from functools import cache
+from math import inf
+
+import pytest
+
+from ppctl.planner import candidate as candidates
+from ppctl.planner.analytic import Machine, ParamBytes
+from ppctl.planner.candidate import Pricer, along
+from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
+from ppctl.planner.search import Search, uncollected
+from ppctl.planner.space import WHOLE, Bounds, Space
+from ppctl.schedule.families.formulas import peak_formula
+
+EPSILON = 1 + 1e-9
+
+
+def some(seed):
+    """(space, work, sizes of parameters, machine) of a small search; of every second one the devices share cores."""
+    choose = random.Random(seed)
+
+    def piece(factor):
+        return PieceWork(*((Op(factor * choose.uniform(50, 500), choose.uniform(1, 20), 30.0),) for _ in range(3)))
+
+    head = choose.choice([0.01, 1, 8])  # in layers
+    work = ModelWork(
+        piece(choose.choice([0.01, 2])),
+        piece(1),
+        piece(head),
+        x_bytes=choose.randint(10, 50),
+        stash_bytes={"none": choose.randint(100, 800), "layer": 40, "full": 40},
+        pending_bytes={remat: choose.randint(50, 300) for remat in ("none", "layer", "full")},
+    )
+    params = ParamBytes(choose.randint(100, 3000), choose.randint(100, 9000), moments=2.0, compute_ratio=0.5)
+    link = Link(choose.uniform(0, 0.2), choose.uniform(50, 5000))
+    far = Link(2 * link.latency_s, link.bytes_per_s / 8)
+    machine = Machine(
+        Speed(choose.uniform(300, 3000), choose.uniform(500, 50_000)),
+        link,
+        far if seed % 3 else None,
+        host_devices=4 if seed % 3 else None,
+        task_s=choose.choice([0.0, 0.3]),
+        cores=3 if seed % 2 else None,
+    )
+    size = choose.choice([4, 8])
+    executor = choose.choice(["spmd", "mpmd"])
+    space = Space(size, choose.randint(6, 9), 2 * size, row_bytes=8, executor=executor)
+    return replace(space, gathers_each_tick=executor == "spmd" and seed % 4 == 0), work, params, machine
+
+
+@cache
+def all_of(seed):
+    """Every layout of a search, priced, with its bounds."""
+    asked = some(seed)
+    pricer, found = Pricer(), []
+    for mesh, microbatch in asked[0].microbatches:
+        bounds = Bounds(*asked, mesh, microbatch)
+        for family, chunks in asked[0].kinds(mesh[1]):
+            candidate = pricer.candidate(bounds, family, chunks)
+            if candidate is not None:
+                found.append((candidate, bounds))
+    return found
+
+
+seeds = pytest.mark.parametrize("seed", range(12))
+
+
+def assert_none_is_missed(found, layouts, keep=10):
+    """`found` are the fastest of `layouts`, but for those that are no better than another schedule on the same mesh."""
+    best = found.best
+    assert [c.time.total_s for c in best] == sorted(c.time.total_s for c in best)
+    assert set(best) <= set(layouts)
+    assert best[0].time.total_s == min(c.time.total_s for c in layouts)
+    last_s = best[-1].time.total_s if len(best) == keep else inf
+    for candidate in layouts:
+        if candidate.time.total_s < last_s:
+            assert candidate in best or any(candidate.is_like(other) for other in best)
+    alone = [c.time.total_s for c in layouts if c.mesh[1] == 1]
+    assert (found.without_pipeline and found.without_pipeline.time.total_s) == min(alone, default=None)
+
+
+@seeds
+def test_the_best_are_those_of_all_layouts(seed):
+    layouts = [candidate for candidate, _ in all_of(seed)]
+    found = Search(*some(seed)).run()
+    assert_none_is_missed(found, layouts)
+    assert found.num_priced < found.num_layouts
+    assert found.smallest_bytes is None
+
+
+@seeds
+def test_under_a_limit_too(seed):
+    layouts = [candidate for candidate, _ in all_of(seed)]
+    sizes = sorted(c.total_bytes for c in layouts)
+    first = Search(*some(seed)).run().best[0]
+    for limit in {sizes[0], sizes[len(sizes) // 8], sizes[len(sizes) // 2], first.total_bytes, first.total_bytes - 1}:
+        inside = [c for c in layouts if c.total_bytes <= limit]
+        found = Search(*some(seed), limit).run()
+        if inside:
+            assert_none_is_missed(found, inside)
+        assert (first in found.best) == (first.total_bytes <= limit)
+
+
+@seeds
+def test_where_nothing_fits_the_smallest_is_named(seed):
+    smallest = min(candidate.total_bytes for candidate, _ in all_of(seed))
+    found = Search(*some(seed), smallest - 1).run()
+    assert (found.best, found.without_pipeline, found.smallest_bytes) == ((), None, smallest)
+
+
+@seeds
+def test_bounds_are_not_above_what_they_bound(seed):
+    for candidate, bounds in all_of(seed):
+        bound_s = bounds.step_s(is_whole=candidate.family in WHOLE)
+        assert bound_s <= candidate.time.total_s * EPSILON, candidate
+        assert sum(bounds.memory.values()) <= candidate.total_bytes, candidate
+        knobs = candidates.knobs_of(candidate.family, candidate.num_chunks)
+        peak = peak_formula(candidate.family, candidate.mesh[1], candidate.num_microbatches, **knobs)
+        if peak is not None:
+            share = candidates.least_share(bounds, candidate.family)
+            assert sum(bounds.with_stashes(share * peak).values()) <= candidate.total_bytes, candidate
+
+
+# --- partitions found by simulation ----------------------------------------------------------------------------------
+
+
+def what(candidate):
+    """All of a candidate but its partition and what follows from it."""
+    return (candidate.mesh, candidate.family, candidate.num_chunks, candidate.num_microbatches, candidate.remat)
+
+
+@seeds
+def test_partitions_by_simulation_are_no_slower_and_fit(seed):
+    first = Search(*some(seed)).run()
+    limit = max(candidate.total_bytes for candidate in first.best)
+    search = Search(*some(seed), limit)
+    found = search.run()
+    better = search.improved(found)
+    before = {what(candidate): candidate for candidate in found.best}
+    assert sorted(map(what, better.best)) == sorted(before)
+    assert [c.time.total_s for c in better.best] == sorted(c.time.total_s for c in better.best)
+    for candidate in better.best:
+        assert candidate.time.total_s <= before[what(candidate)].time.total_s
+        assert sum(candidate.partition) == search.space.num_layers
+        assert candidate.total_bytes <= limit
+    assert better.without_pipeline == found.without_pipeline
+
+
+def test_some_partitions_by_simulation_are_faster():
+    gained = 0
+    for seed in range(12):
+        search = Search(*some(seed))
+        found = search.run()
+        improved = {what(c): c.time.total_s for c in search.improved(found).best}
+        gained += sum(improved[what(c)] < 0.99 * c.time.total_s for c in found.best)
+    assert gained >= 5
+
+
+def test_the_collector_is_as_it_was():
+    for was_enabled in (True, False):
+        (gc.enable if was_enabled else gc.disable)()
+        try:
+            with uncollected():
+                assert not gc.isenabled()
+            assert gc.isenabled() == was_enabled
+        finally:
+            gc.enable()
+
+
+# --- long schedules --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "looped_bfs", "interleaved", "zb_h2", "zb_v", "dualpipe_v"])
+def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, monkeypatch):
+    space, work, params, machine = some({"spmd": 0, "mpmd": 1}[executor])
+    space = replace(space, num_devices=4, num_layers=9, batch_size=256, executor=executor, families=(family,))
+    layouts = [(mesh, m) for mesh, m in space.microbatches if mesh[1] > 1 and m.number > 6 * mesh[1]]
+    assert {m.remat for _, m in layouts} == set(space.remats)
+    for mesh, microbatch in layouts:
+        bounds = Bounds(space, work, params, machine, mesh, microbatch)
+        for _, chunks in space.kinds(mesh[1]):
+            monkeypatch.setattr(candidates, "MOST_TASKS", inf)
+            whole = Pricer().candidate(bounds, family, chunks)
+            monkeypatch.setattr(candidates, "MOST_TASKS", 0)
+            assert len(candidates.shorter(mesh[1], microbatch.number, chunks)) == 2
+            short = Pricer().candidate(bounds, family, chunks)
+            assert (short is None) == (whole is None)
+            if whole is not None:
+                assert short is not None
+                assert short.time.total_s == pytest.approx(whole.time.total_s, rel=0.01)
+                assert short.total_bytes == pytest.approx(whole.total_bytes, rel=0.01)
+
+
+def test_what_grows_by_equal_steps_is_continued():
+    assert along([3], [{"a": 5.0}], 9) == {"a": 5.0}
+    assert along([3, 5], [{"a": 5.0, "b": 1}, {"a": 9.0, "b": 1}], 9) == {"a": 17.0, "b": 1}

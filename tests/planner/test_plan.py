@@ -1,0 +1,289 @@
+"""`ppctl plan`: what it says of memory is what arrays and compilers say, and what does not fit is refused."""
+
+import json
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from ppctl import cli, config
+from ppctl.errors import ConfigError
+from ppctl.executors import topology
+from ppctl.executors.spmd.memory import shard_bytes, tree_bytes
+from ppctl.planner import plan
+from ppctl.training.engines.one_program import OneProgram
+from ppctl.training.job import assemble
+from ppctl.training.memory import PARTS
+
+TINY = config.Config(
+    model=config.Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),
+    mesh=config.Mesh(1, 4, 1),
+    schedule=config.Schedule("1f1b", 8),
+    executor=config.Spmd(remat="layer"),
+    data=config.Synthetic(batch_size=16, vocab_size=64),
+    run=config.Run(dtype="float32"),
+)
+COMPILE = config.Plan(compile=True)
+MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def request(schedule="1f1b", num_microbatches=8, *, executor="spmd", remat="layer", **changes):
+    """A variation of TINY: two rows a microbatch."""
+    kind = {"spmd": config.Spmd, "mpmd": config.Mpmd}[executor]
+    size = changes.setdefault("mesh", TINY.mesh)
+    data = replace(TINY.data, batch_size=2 * num_microbatches * size.dp * size.fsdp)
+    return replace(
+        TINY, schedule=config.Schedule(schedule, num_microbatches), executor=kind(remat=remat), data=data, **changes
+    )
+
+
+def growth(asked, few, many):
+    """By how much each part, and the compiler's total, grow from few to many microbatches of the same size."""
+    one, other = (plan.predict(request(asked, m, executor="spmd", remat="none", plan=COMPILE)) for m in (few, many))
+    parts = {part: other.memory_bytes[0][part] - size for part, size in one.memory_bytes[0].items()}
+    return parts, other.total_bytes[0] - one.total_bytes[0]
+
+
+# --- spmd ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "full"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_the_parts_of_a_compiled_program_add_up_to_what_its_compiler_plans(schedule, remat):
+    found = plan.predict(request(schedule, remat=remat, plan=COMPILE))
+    parts = assemble(request(schedule, remat=remat))
+    memory = parts.engine.lower_train_step().compile().memory_analysis()
+    sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert found.total_bytes == (sizes - memory.alias_size_in_bytes,) * 4
+    for of_rank in found.memory_bytes:
+        assert list(of_rank) == [part for part in PARTS if part in of_rank]
+        assert sum(of_rank.values()) == found.total_bytes[0]
+        assert of_rank["temporaries"] > 0
+
+
+def test_activations_are_what_a_compiled_program_grows_by():
+    parts, total = growth("gpipe", 8, 32)
+    grown = parts["activations"] + parts["transfers"] + parts["batch"]
+    assert parts["activations"] == plan.predict(request("gpipe", 24, remat="none")).memory_bytes[0]["activations"]
+    assert grown == pytest.approx(total, rel=0.02)
+    assert abs(parts["temporaries"]) <= 0.02 * total
+
+
+def test_state_and_batch_are_what_their_arrays_take():
+    asked = request(mesh=config.Mesh(2, 2, 2))
+    found = plan.predict(asked).memory_bytes[0]
+    parts = assemble(asked)
+    state, batch = parts.engine.new_state(), parts.engine.put(next(parts.data.batches()))
+    device = jax.devices()[0]
+
+    def there(tree):
+        shards = [s for a in jax.tree.leaves(tree) for s in a.addressable_shards if s.device == device]
+        return sum(shard.data.nbytes for shard in shards)
+
+    assert found["parameters"] == there(state["params"]) == shard_bytes(state["params"])
+    assert (found["optimizer"], found["batch"]) == (there(state["optimizer"]), there(batch))
+
+
+# --- mpmd ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_each_rank_of_mpmd_holds_its_own(remat):
+    asked = request(executor="mpmd", remat=remat, num_microbatches=8)
+    found = plan.predict(asked)
+    parts = assemble(asked)
+    state = parts.engine.new_state()
+    for r, of_rank in enumerate(found.memory_bytes):
+        assert of_rank["parameters"] == tree_bytes(state[r]["params"])
+        assert of_rank["temporaries"] > 0
+    assert (found.is_complete, found.is_compiled) == (True, False)
+    if remat == "none":  # 1F1B: rank r keeps 4-r, and its compiled program no more
+        stash = tree_bytes(parts.model.stage.layers[0].saved)
+        kept = [of_rank["activations"] for of_rank in found.memory_bytes]
+        assert kept == [stash * n for n in (4, 3, 2, 1)]
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_the_parts_of_mpmd_add_up_too_once_compiled(post_validation):
+    asked = request("zb_h1", executor="mpmd", remat="none", plan=COMPILE)
+    asked.executor.post_validation = post_validation
+    found = plan.predict(asked)
+    assert found.total_bytes == assemble(asked).engine.compile(evaluate=False).total_bytes
+    for of_rank, total in zip(found.memory_bytes, found.total_bytes, strict=True):
+        assert sum(of_rank.values()) == total
+        assert of_rank["temporaries"] > 0
+        assert of_rank["activations"] > 0  # a split backward has pendings
+
+
+def test_the_reference_has_no_stages(capsys):
+    asked = replace(request(mesh=config.Mesh()), executor=config.Reference())
+    assert plan.plan(asked, as_json=False) == 0
+    assert "executor=reference has no pipeline; 8 microbatches" in capsys.readouterr().out
+
+
+# --- without plan.compile ---------------------------------------------------------------------------------------------
+
+
+def uneven(*sizes: int) -> dict[str, Any]:
+    return {"partition": config.Explicit(layers=list(sizes)), "model": replace(TINY.model, num_layers=sum(sizes))}
+
+
+SMALL = config.Mesh(1, 2, 1)
+ESTIMATED = {
+    "spmd none": request(remat="none"),
+    "spmd full fsdp": request(remat="full", mesh=config.Mesh(2, 2, 2)),
+    "spmd gpipe bfloat16": request("gpipe", mesh=SMALL, run=config.Run(dtype="bfloat16")),
+    "spmd zb_h1 d=256": request("zb_h1", 4, remat="full", mesh=SMALL, model=replace(TINY.model, d_model=256)),
+    "spmd interleaved": replace(request(mesh=SMALL), schedule=config.Interleaved(num_microbatches=8)),
+    "spmd uneven": request("1f1b", 4, remat="none", mesh=SMALL, **uneven(5, 2)),
+    "spmd scanned": replace(request(mesh=SMALL), executor=config.Spmd(remat="layer", unroll=0)),
+    "mlp": replace(request(mesh=SMALL), model=config.MLP(num_layers=4), data=config.Regression(batch_size=16)),
+    "reference": replace(request(mesh=config.Mesh()), executor=config.Reference(remat="layer")),
+    "mpmd layer fsdp": request(executor="mpmd", mesh=config.Mesh(2, 2, 2)),
+    "mpmd full uneven": request("zb_h1", executor="mpmd", remat="full", mesh=SMALL, **uneven(4, 1)),
+    "mpmd post-validation": replace(request(mesh=SMALL), executor=config.Mpmd(remat="none", post_validation=True)),
+}
+
+
+QUICK_TO_COMPILE = ("spmd none", "mlp", "reference", "mpmd layer fsdp")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(asked, id=name, marks=() if name in QUICK_TO_COMPILE else pytest.mark.slow)
+        for name, asked in ESTIMATED.items()
+    ],
+)
+def test_an_estimate_is_what_the_compiler_plans(asked):
+    found = plan.predict(replace(asked, plan=COMPILE))
+    assert found.estimated_bytes is not None
+    for estimated, total in zip(found.estimated_bytes, found.total_bytes, strict=True):
+        assert estimated == pytest.approx(total, rel=0.01)
+
+
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+def test_without_plan_compile_the_estimate_is_the_total(executor):
+    found = plan.predict(request(executor=executor))
+    assert found.total_bytes == found.estimated_bytes
+    assert [sum(of_rank.values()) for of_rank in found.memory_bytes] == list(found.total_bytes)
+    assert (found.is_complete, found.is_compiled, found.compile_s) == (True, False, None)
+
+
+# --- does it fit -----------------------------------------------------------------------------------------------------
+
+
+def plan_json(capsys, asked):
+    code = plan.plan(asked, as_json=True)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def said_of(asked, capsys):
+    """(prediction, what is printed of it)."""
+    found = plan.predict(asked)
+    plan.show(found, asked)
+    return found, capsys.readouterr().out
+
+
+def test_a_limit_below_what_is_estimated_does_not_fit_and_one_above_does(capsys):
+    need = max(plan.predict(request()).total_bytes)
+    code, found = plan_json(capsys, request(plan=config.Plan(memory_gib=(need - 1) / 2**30)))
+    assert (code, found["fits"], found["limit_bytes"]) == (1, False, need - 1)
+    below, said = said_of(request(plan=config.Plan(memory_gib=(need - 1) / 2**30)), capsys)
+    assert below.fits is False
+    assert "total, estimated" in said
+    assert "does not fit, as estimated for 4 x cpu: " in said
+    assert "too much on rank 0. Most are" in said
+    above, said = said_of(request(plan=config.Plan(memory_gib=(need + 1) / 2**30)), capsys)
+    assert (above.fits, above.is_complete, above.is_compiled) == (True, True, False)
+    assert "fits, as estimated for 4 x cpu: " in said
+
+
+def test_what_is_compiled_is_shown_beside_the_estimate(capsys):
+    found, said = said_of(request(plan=config.Plan(compile=True, memory_gib=1.0)), capsys)
+    assert (found.fits, found.is_complete, found.is_compiled) == (True, True, True)
+    assert "fits: " in said
+    assert "estimated, without plan.compile" in said
+
+
+def test_without_an_estimate_what_is_known_may_fit(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "weighed", lambda parts: ((), None))  # as for devices other than CPUs
+    found, said = said_of(request(plan=config.Plan(memory_gib=1.0)), capsys)
+    assert (found.fits, found.is_complete, found.estimated_bytes) == (None, False, None)
+    assert "temporaries" not in found.memory_bytes[0]
+    assert "at least" in said
+    assert "without temporaries; plan.compile=true counts these." in said
+    tight = request(plan=config.Plan(memory_gib=(max(found.total_bytes) - 1) / 2**30))
+    assert plan.predict(tight).fits is False
+
+
+def test_json_holds_the_stages_and_the_bubble(capsys):
+    code, found = plan_json(capsys, request("zb_v", executor="mpmd", model=replace(TINY.model, num_layers=9)))
+    assert code == 0
+    assert found["partition"] == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert found["rank_of"] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert 0 < found["bubble_fraction"] < 0.5
+    assert found["fits"] is True
+    assert found["limit_bytes"] == MACHINE_BYTES // 4  # simulated devices share the machine's memory
+    assert len(found["memory_bytes"]) == len(found["total_bytes"]) == 4
+
+
+# --- devices that are not here ---------------------------------------------------------------------------------------
+
+TOPOLOGY = config.Plan(compile=True, topology="v5e:2x2")
+
+
+def described(monkeypatch):
+    """A libtpu that describes four of the devices that are here."""
+    monkeypatch.setattr(topology, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        topology.topologies, "get_topology_desc", lambda **asked: SimpleNamespace(devices=jax.devices()[4:])
+    )
+
+
+def test_a_program_is_compiled_for_described_devices(monkeypatch, capsys):
+    described(monkeypatch)
+    code, found = plan_json(capsys, request(plan=TOPOLOGY))
+    assert (code, found["fits"], found["limit_bytes"]) == (0, True, None)  # the compiler has taken it
+    with pytest.raises(ConfigError, match=r"1\*2\*1 = 2, but plan.topology=v5e:2x2 has 4 devices. Use a mesh"):
+        plan.predict(request(mesh=config.Mesh(1, 2, 1), plan=TOPOLOGY))
+
+
+REFUSED = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (29.31G) exceeds "
+    "available HBM (15.75G).\nmore"
+)
+
+
+def test_what_a_compiler_refuses_does_not_fit(monkeypatch, capsys):
+    described(monkeypatch)
+
+    def refuse(self, *, evaluate):
+        raise jax.errors.JaxRuntimeError(REFUSED)
+
+    monkeypatch.setattr(OneProgram, "compile", refuse)
+    code, found = plan_json(capsys, request(plan=TOPOLOGY))
+    assert (code, found["fits"], found["is_complete"]) == (1, False, False)
+    assert found["limit_bytes"] == round(15.75 * 2**30)
+    assert plan.plan(request(plan=TOPOLOGY), as_json=False) == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("does not fit (compiled in ")
+    assert "required for HLO temporaries (29.31G) exceeds available HBM (15.75G). Most are" in said
+    assert "more" not in said.replace("use more", "").replace("more and smaller", "").replace("or more", "")
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_without_libtpu_it_is_named(capsys):
+    line = "plan mesh=2x2 plan.compile=true plan.topology=v5e:2x2"
+    assert cli.main(line.split()) == 2
+    assert "plan.topology=v5e:2x2 needs libtpu" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_program_is_compiled_for_tpus(capsys):
+    code, found = plan_json(capsys, request(plan=TOPOLOGY))
+    assert (code, found["devices"]) == (0, "4 x TPU v5 lite")

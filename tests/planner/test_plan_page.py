@@ -1,0 +1,251 @@
+"""The page of `ppctl plan` says what the JSON says and loads nothing; a file that cannot be is refused at once."""
+
+import json
+import re
+from dataclasses import asdict, replace
+from functools import cache
+from html.parser import HTMLParser
+
+import pytest
+
+from ppctl import config
+from ppctl.errors import ConfigError
+from ppctl.planner import plan
+from ppctl.planner.advise import Proposal
+from ppctl.planner.plan_page import page, picture_of
+from ppctl.reports.charts.bars import stacked
+from ppctl.reports.charts.palette import PARTS as COLOURS
+from ppctl.training.job import assemble
+from ppctl.training.memory import PARTS
+
+SMALL = config.Config(
+    model=config.Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),
+    mesh=config.Mesh(1, 2, 1),
+    schedule=config.Schedule("1f1b", 4),
+    executor=config.Spmd(remat="layer"),
+    data=config.Synthetic(batch_size=8, vocab_size=64),
+    run=config.Run(dtype="float32"),
+)
+ASKED = {
+    "spmd": SMALL,
+    "masked": replace(SMALL, executor=config.Spmd(remat="full", idle="compute")),
+    "mpmd": replace(SMALL, executor=config.Mpmd(), schedule=config.Schedule("zb_h1", 4), mesh=config.Mesh(2, 2, 1)),
+    "does not fit": replace(SMALL, plan=config.Plan(memory_gib=1e-5)),
+    "reference": replace(SMALL, executor=config.Reference(), mesh=config.Mesh()),
+}
+VOID = {"meta", "link", "img", "br", "hr", "input", "rect", "line"}
+
+
+class Page(HTMLParser):
+    """What is in a page; every tag must be closed in its turn."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.values, self.tags, self.links, self.labels, self.words = [], [], [], [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        said = dict(attrs)
+        self.tags.append((tag, said))
+        self.links += [value for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+        self.values += [float(said["value"])] if tag == "data" else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def numbers(document):
+    """All numbers in a JSON document."""
+    if isinstance(document, dict):
+        document = list(document.values())
+    if isinstance(document, list):
+        return [number for item in document for number in numbers(item)]
+    return [] if isinstance(document, bool | str | None) else [float(document)]
+
+
+@cache
+def made(name):
+    """(prediction, its picture, text of its page) of one of ASKED."""
+    asked = ASKED[name]
+    parts = assemble(asked)
+    found = plan.predicted(parts)
+    picture = picture_of(parts, found.unknown)
+    return found, picture, page(found, asked, picture)
+
+
+names = pytest.mark.parametrize("name", ASKED)
+
+
+@names
+def test_every_number_of_the_json_is_in_the_page(name):
+    found, _, text = made(name)
+    document = json.loads(json.dumps(asdict(found)))
+    if name == "reference":
+        assert "has no stages: one device holds all 4 layers" in text
+        del document["partition"], document["rank_of"]
+    assert set(numbers(document)) <= set(Page(text).values)
+
+
+@names
+def test_the_page_loads_nothing(name):
+    _, _, text = made(name)
+    assert "default-src 'none'" in text
+    assert Page(text).links == []
+    assert not re.search(r"https?:|@import|url\(|\bfetch\(|XMLHttp|@@", text)
+
+
+def test_the_verdict_has_words_besides_its_colour():
+    _, _, text = made("does not fit")
+    parsed = Page(text)
+    assert ("p", {"class": "fit no"}) in parsed.tags
+    assert "✗ does not fit, as estimated for 2 x cpu" in parsed.text
+    assert ("p", {"class": "fit yes"}) in Page(made("spmd")[2]).tags
+    labels = [said["aria-label"] for tag, said in parsed.tags if tag == "svg" and said.get("role") == "img"]
+    assert len(labels) == 1  # ranks are alike
+    assert re.match(r"every rank: [\d.]+ KiB, of which parameters [\d.]+ KiB, optimizer", labels[0])
+
+
+def test_stages_name_their_layers_and_who_has_the_ends():
+    said = Page(made("mpmd")[2]).text
+    assert "rank 0 stage 0: embedding , 2 layers (0 to 1)" in said
+    assert "rank 1 stage 1: 2 layers (2 to 3), head" in said
+
+
+def test_what_is_not_drawn_says_why(monkeypatch):
+    parts, (found, _, _) = assemble(SMALL), made("spmd")
+    assert made("reference")[1] == "executor=reference has no pipeline to draw."
+    unknown = picture_of(parts, "no <peak> is known.")
+    assert unknown == "Not drawn, because the step time is not known: no <peak> is known."
+    assert "no &lt;peak&gt; is known." in page(found, SMALL, unknown)
+    monkeypatch.setattr("ppctl.planner.plan_page.MOST_TASKS", 10)
+    large = picture_of(parts, None)
+    assert large == "Not drawn: 16 tasks are too many for a chart (10 at most)."
+    text = page(found, SMALL, large)
+    assert large in text
+    assert "<canvas" not in text
+    assert "<script" not in text
+
+
+def test_a_step_time_that_is_not_known_says_why():
+    found = replace(made("spmd")[0], step_time_s=None, once_s=None, tokens_per_s=None, unknown="no <peak>.")
+    said = Page(page(found, SMALL, "none")).text
+    assert said.count("not known no <peak>.") == 2
+
+
+def test_the_picture_is_the_step_that_is_priced():
+    for name in ("spmd", "masked", "mpmd"):
+        found, picture, _ = made(name)
+        assert found.step_time_s is not None
+        assert found.once_s is not None
+        assert not isinstance(picture, str)
+        assert 0 < picture.timeline.makespan_s <= (found.step_time_s - found.once_s) * (1 + 1e-9)
+        assert picture.lower_bound_s <= picture.timeline.makespan_s * (1 + 1e-9)
+
+
+def test_names_are_text_and_not_markup():
+    asked = replace(SMALL, data=config.Text(path="<script>alert(1)</script>&"))
+    found = replace(made("spmd")[0], schedule="</p><b>x", devices="2 x <i>cpu", hardware='"<u>')
+    text = page(found, asked, "<h1>no")
+    for markup in ("<script>alert", "<b>x", "<i>cpu", "<u>", "<h1>no"):
+        assert markup not in text
+    said = Page(text).text
+    for words in ("data.path=<script>alert(1)</script>&", "</p><b>x", "2 x <i>cpu", '"<u>', "<h1>no"):
+        assert words in said
+
+
+def test_a_proposal_is_shown():
+    found = replace(made("spmd")[0], proposal=Proposal((3, 1), 0.625))
+    parsed = Page(page(found, SMALL, "none"))
+    assert "partition=explicit partition.layers=[3,1] takes 0.62 times as long a step" in parsed.text
+    assert {3.0, 1.0, 0.625} <= set(parsed.values)
+
+
+def test_many_ranks_have_few_bars_and_all_numbers():
+    found = made("mpmd")[0]
+    sizes = tuple({"parameters": 1000 + rank, "batch": 0} for rank in range(100))
+    totals = tuple(sum(each.values()) for each in sizes)
+    many = replace(found, memory_bytes=sizes, total_bytes=totals, estimated_bytes=None)
+    parsed = Page(page(many, ASKED["mpmd"], "none"))
+    assert set(map(float, totals)) <= set(parsed.values)
+    assert sum(said.get("role") == "img" for tag, said in parsed.tags if tag == "svg") == 2  # the last is the fullest
+
+
+# --- bars ------------------------------------------------------------------------------------------------------------
+
+
+def drawn(sizes, limit):
+    return Page(stacked([("rank 0", sizes)], ["a", "b"], limit, lambda n: f"{n} B"))
+
+
+def test_parts_have_colours_and_widths_in_proportion():
+    assert len(PARTS) <= len(COLOURS) == len(set(COLOURS))
+    boxes = [said for tag, said in drawn({"a": 30, "b": 10}, None).tags if tag == "svg" and "x" in said]
+    starts, widths = ([float(said[key].rstrip("%")) for said in boxes] for key in ("x", "width"))
+    assert widths[0] == pytest.approx(3 * widths[1], rel=1e-3)
+    assert starts == [0, pytest.approx(widths[0], rel=1e-3)]
+    assert sum(widths) < 100
+
+
+@pytest.mark.parametrize(("limit", "share"), [(20, 0.5), (40, 1.0), (60, 1.5)])
+def test_the_limit_is_a_line_where_the_bar_would_end(limit, share):
+    tags = drawn({"a": 30, "b": 10}, limit).tags
+    width = sum(float(said["width"].rstrip("%")) for tag, said in tags if tag == "svg" and "x" in said)
+    [line] = [said for tag, said in tags if said.get("class") == "limit"]
+    assert float(line["x1"].rstrip("%")) == pytest.approx(share * width, rel=1e-3)
+
+
+def test_a_limit_far_beyond_is_said():
+    page_ = drawn({"a": 30, "b": 10}, 4000)
+    assert "limit 4000 B, beyond the right edge →" in page_.text
+    assert not [said for _, said in page_.tags if said.get("class") == "limit"]
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_written_beside_what_is_printed(tmp_path, capsys):
+    file = tmp_path / "plan.html"
+    assert plan.plan(replace(SMALL, plan=config.Plan(html=str(file))), as_json=True) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["schedule"] == "1f1b"
+    assert said.err == f"ppctl: wrote {file} ({file.stat().st_size:,} bytes)\n"
+    assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [("no/such/plan.html", "there is no directory {}/no/such"), ("", "it is a directory"), ("f/x", "there is no")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(file, reason, tmp_path, monkeypatch):
+    (tmp_path / "f").write_text("")
+    monkeypatch.setattr(plan, "assemble", lambda asked: pytest.fail("too late"))
+    with pytest.raises(ConfigError) as error:
+        plan.plan(replace(SMALL, plan=config.Plan(html=str(tmp_path / file))), as_json=False)
+    said = str(error.value)
+    assert said.startswith(f"plan.html={tmp_path / file} cannot be written: {reason.format(tmp_path)}")
+    assert said.count("\n") == 0
+
+
+def test_a_directory_of_others_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write anywhere
+    with pytest.raises(ConfigError, match=r"cannot be written: permission denied\. Name a file"):
+        plan.plan(replace(SMALL, plan=config.Plan(html=str(tmp_path / "x.html"))), as_json=False)
+
+
+def test_a_disk_that_is_full_is_one_line():
+    with pytest.raises(ConfigError, match=r"plan.html=/dev/full cannot be written: No space left on device\.$"):
+        plan.plan(replace(SMALL, plan=config.Plan(html="/dev/full")), as_json=True)

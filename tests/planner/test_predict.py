@@ -1,0 +1,127 @@
+"""What `ppctl train` predicts of a run stands beside what the run took."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from ppctl import cli
+from ppctl.cli.compose import compose
+from ppctl.config import Config
+from ppctl.errors import ConfigError
+from ppctl.executors.known_hardware import known
+from ppctl.planner import measure, predict
+from ppctl.planner.step_time import cache_dir, priced
+from ppctl.training.job import assemble
+from ppctl.training.prediction import StepPrediction
+
+WORDS = (
+    "mesh=1x2 schedule=gpipe schedule.num_microbatches=2 data=synthetic data.batch_size=16 data.vocab_size=16 "
+    "data.num_sequences=512 data.eval_fraction=0.1 model.num_layers=2 model.d_model=16 model.num_heads=2 "
+    "model.seq_len=8 run.dtype=float32 run.platform=cpu run.eval_every=null run.tensorboard=false "
+    "run.checkpoint.every=null run.num_steps=3"
+)
+UNKNOWN = StepPrediction(None, 3 * 2**20, "costs=analytic, unknown hardware")
+KNOWN = StepPrediction(0.5, 3 * 2**20, "costs=analytic, hardware=host")
+
+
+def step_s(parts, costs=None):
+    """The seconds of a step that are predicted."""
+    time, _ = priced(parts, costs)
+    assert time is not None
+    return time.total_s
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def train(tmp_path, capsys):
+    """A function that trains: (what was printed, records of steps)."""
+
+    def run(*words):
+        assert cli.main(["train", *WORDS.split(), f"run.dir={tmp_path}/run", *words]) == 0
+        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        return capsys.readouterr().out, [json.loads(line) for line in lines]
+
+    return run
+
+
+def composed(*words):
+    config = compose([*WORDS.split(), *words], [], ["train"])
+    assert isinstance(config, Config)
+    return config
+
+
+def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_compares(train):
+    out, records = train()
+    parts = assemble(composed())
+    compiled = parts.engine.compile(evaluate=False).total_bytes
+    for record in records:
+        assert record["predicted_step_time_s"] == pytest.approx(step_s(parts))
+        assert record["memory_bytes"] == max(compiled)
+        assert 0.2 < record["predicted_memory_bytes"] / record["memory_bytes"] < 5
+    first, last = (line for line in out.splitlines() if line.startswith("plan "))
+    source = r"\(costs=analytic, hardware=host\)"
+    assert re.fullmatch(rf"plan      [\d.e-]+ s a step, .* a device predicted {source}", first)
+    assert re.fullmatch(
+        r"plan      \S+ s a step predicted, \S+ taken \([\d.]+ times; costs=analytic, hardware=host\); "
+        r"\S+ \w+ a device predicted, \S+ \w+ compiled",
+        last,
+    )
+
+
+def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypatch):
+    monkeypatch.setattr("ppctl.executors.known_hardware.of_device", lambda device_kind: None)
+    out, records = train()
+    assert len(records) == 3
+    assert all("predicted_step_time_s" not in record for record in records)  # as all that is not known
+    assert all(record["predicted_memory_bytes"] > 0 for record in records)
+    first, last = (line for line in out.splitlines() if line.startswith("plan "))
+    assert re.fullmatch(r"plan      no step time, .* a device predicted \(costs=analytic, unknown hardware\)", first)
+    assert last.endswith(" s a step, of which nothing was predicted")
+
+
+def test_lines_for_people():
+    assert KNOWN.line() == "plan      0.5 s a step, 3.0 MiB a device predicted (costs=analytic, hardware=host)"
+    assert KNOWN.compared([9.0, 0.25, 0.2], 4 * 2**20) == (
+        "plan      0.5 s a step predicted, 0.25 taken (2.00 times; costs=analytic, hardware=host); "
+        "3.0 MiB a device predicted, 4.0 MiB compiled"
+    )
+    assert UNKNOWN.compared([0.25], 4 * 2**20) == (
+        "plan      3.0 MiB a device predicted, 4.0 MiB compiled; 0.25 s a step, of which nothing was predicted"
+    )
+
+
+def test_what_was_measured_before_is_believed(monkeypatch):
+    parts = assemble(composed())
+    assert predict.predict_step(parts).source == "costs=analytic, hardware=host"
+    pieces = dict.fromkeys(("F", "B", "embed", "embed_grad", "head", "alone"), measure.Taken(0.01, 0.01))
+    of_mesh = dict.fromkeys(("once", "tick"), measure.Taken(0.02, 0.02))
+    monkeypatch.setattr(measure, "_pieces", lambda parts: pieces)
+    monkeypatch.setattr(measure, "_of_mesh", lambda parts: of_mesh)
+    costs = composed("costs=measure").costs
+    measure.measured(parts, cache_dir(costs))
+    found = predict.predict_step(parts)
+    assert found.source == "costs=measure, hardware=host"
+    assert found.step_time_s == step_s(parts, costs)
+    asked = assemble(composed("hardware=host"))  # said, so that it counts
+    assert predict.predict_step(asked).source == "costs=analytic, hardware=host"
+    monkeypatch.setattr(measure, "_pieces", lambda parts: pytest.fail("timed"))
+    assert (
+        predict.predict_step(assemble(replace(composed(), run=replace(composed().run, seed=5)))).source == found.source
+    )
+
+
+def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_said_where_it_was_asked_for(monkeypatch):
+    asked = compose(WORDS.split(), [], [])
+    assert isinstance(asked, Config)
+    parts = assemble(asked)
+    monkeypatch.setattr("ppctl.planner.step_time.peak_flops", lambda hardware, dtype: None)
+    assert predict.predict_step(parts).step_time_s is None
+    parts.config = replace(asked, hardware=known()["host"])
+    with pytest.raises(ConfigError, match=r"^hardware=host states no peak for float32\."):
+        predict.predict_step(parts)

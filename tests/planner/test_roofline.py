@@ -1,0 +1,88 @@
+"""Seconds by counting: operations under both roofs, collectives as rings that send one message after the other."""
+
+import random
+
+import pytest
+
+from ppctl.planner.roofline import Link, Op, Speed
+
+sizes = pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+
+
+def ring_s(link, blocks, is_sum):
+    """(seconds, what each device has) of `blocks[device][share]` going round a ring, step by step.
+
+    In each step every device sends one share to the next one. is_sum: the receiver adds it to its own, and share d is
+    whole on device d in the end; otherwise device d begins with share d, and all have all in the end.
+    """
+    size, seconds = len(blocks), 0.0
+    held = [dict(shares) for shares in blocks]
+    for step in range(size - 1):
+        sent = [(d, (d - step - is_sum) % size) for d in range(size)]
+        messages = [(d, share, held[d][share]) for d, share in sent]
+        seconds += max(link.latency_s + num_bytes / link.bytes_per_s for num_bytes in [SHARE_BYTES] * size)
+        for d, share, value in messages:
+            there = held[(d + 1) % size]
+            there[share] = there[share] + value if is_sum else value
+    return seconds, held
+
+
+SHARE_BYTES = 96.0
+
+
+@sizes
+@pytest.mark.parametrize("link", [Link(0.0, 10.0), Link(0.5, 10.0), Link(0.5, 1e30)])
+def test_collectives_take_what_their_messages_take_on_a_ring(link, size):
+    whole = SHARE_BYTES * size
+    gathered_s, held = ring_s(link, [{d: d} for d in range(size)], is_sum=False)
+    assert all(shares == {d: d for d in range(size)} for shares in held)
+    assert link.gather_s(whole, size) == pytest.approx(gathered_s)
+    blocks = [dict.fromkeys(range(size), 10**d) for d in range(size)]
+    scattered_s, held = ring_s(link, blocks, is_sum=True)
+    assert all(shares[d] == sum(10**other for other in range(size)) for d, shares in enumerate(held))
+    assert link.gather_s(whole, size) == pytest.approx(scattered_s)
+    assert link.sum_s(whole, size) == pytest.approx(scattered_s + gathered_s)
+
+
+@sizes
+def test_empty_messages_take_their_latency(size):
+    link = Link(latency_s=2.0, bytes_per_s=10.0)
+    assert link.hop_s(0) == 2.0
+    assert link.gather_s(0, size) == 2.0 * (size - 1)
+    assert link.sum_s(0, size) == 4.0 * (size - 1)
+
+
+def test_no_collective_is_faster_than_the_bytes_that_a_device_has_to_send():
+    link = Link(0.0, 10.0)
+    for size in range(2, 40):
+        assert link.sum_s(1000.0, size) == pytest.approx(2 * 1000.0 * (size - 1) / size / 10.0)  # Thakur et al. 2005
+        assert link.sum_s(1000.0, size) > link.sum_s(1000.0, size - 1)
+
+
+def test_an_operation_takes_as_long_as_its_slower_half():
+    speed = Speed(flops_per_s=100.0, bytes_per_s=10.0)
+    arithmetic, traffic, weights = Op(1000.0, 1.0), Op(10.0, 50.0), Op(10.0, 1.0, fixed_bytes=60.0)
+    assert speed.seconds([arithmetic], rows=3) == 30.0
+    assert speed.seconds([traffic], rows=3) == 15.0
+    assert speed.seconds([weights], rows=3) == pytest.approx(6.3)  # weights are read once
+    assert speed.seconds([arithmetic, traffic, weights], rows=3) == pytest.approx(51.3)  # one after the other
+    assert speed.seconds([], rows=3) == 0
+    # with more rows the weights are worth their traffic: from 2.0 rows on this one computes for longer
+    dense = Op(40.0, 1.0, fixed_bytes=6.0)
+    assert [speed.seconds([dense], rows) for rows in (1, 2, 4)] == [pytest.approx(s) for s in (0.7, 0.8, 1.6)]
+
+
+def test_seconds_lie_between_the_roofs():
+    choose = random.Random(0)
+    speed = Speed(3e14, 2e12)
+    for _ in range(50):
+        ops = [Op(choose.uniform(0, 1e12), choose.uniform(0, 1e9), choose.uniform(0, 1e9)) for _ in range(8)]
+        rows = choose.randint(1, 16)
+        compute_s = sum(rows * op.flops for op in ops) / 3e14
+        memory_s = sum(rows * op.bytes + op.fixed_bytes for op in ops) / 2e12
+        assert max(compute_s, memory_s) * (1 - 1e-12) <= speed.seconds(ops, rows) <= compute_s + memory_s
+
+
+def test_only_what_neither_computes_nor_moves_is_nothing():
+    assert Op(0.0, 0.0).is_nothing
+    assert not any(op.is_nothing for op in (Op(1.0, 0.0), Op(0.0, 1.0), Op(0.0, 0.0, fixed_bytes=1.0)))

@@ -1,0 +1,71 @@
+"""What a layout holds, from sizes of a layer and a row, against shapes of the arrays that the program has."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ppctl import config
+from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.planner.sizes import Microbatch, held_bytes, workspace_bytes
+from ppctl.planner.step_time import layout_of, param_bytes
+from ppctl.training.job import assemble
+from ppctl.training.memory import by_part
+
+TINY = config.Config(
+    model=config.Transformer(num_layers=8, d_model=32, num_heads=4, seq_len=16),
+    mesh=config.Mesh(1, 4, 1),
+    schedule=config.Schedule("1f1b", 8),
+    executor=config.Spmd(remat="none"),
+    data=config.Synthetic(batch_size=32, vocab_size=64),
+    run=config.Run(dtype="float32"),
+)
+
+
+def request(schedule="1f1b", remat="none", **changes):
+    executor = config.Spmd(remat=remat, gather=changes.pop("gather", "step"))
+    kinds = {"interleaved": config.Interleaved}
+    kind = kinds[schedule](num_microbatches=8) if schedule in kinds else config.Schedule(schedule, 8)
+    return replace(TINY, schedule=kind, executor=executor, **changes)
+
+
+UNEVEN: dict[str, Any] = {"partition": config.Explicit(layers=[3, 2, 2, 1])}
+CASES = {
+    **{f"1f1b {remat}": request(remat=remat) for remat in ("none", "layer", "full")},
+    **{f"zb_h1 {remat}": request("zb_h1", remat) for remat in ("none", "layer", "full")},
+    **{f"interleaved {remat}": request("interleaved", remat) for remat in ("none", "full")},
+    "zb_v": request("zb_v"),
+    "gpipe": request("gpipe"),
+    "uneven": request(**UNEVEN),
+    "uneven zb_h2": request("zb_h2", "layer", **UNEVEN),
+    "bfloat16": request("zb_h1", run=config.Run(dtype="bfloat16")),
+    "fsdp": request(mesh=config.Mesh(1, 2, 4)),
+    "dp, fsdp, bfloat16": request("zb_v", mesh=config.Mesh(2, 2, 2), run=config.Run(dtype="bfloat16")),
+    "one rank": request("1f1b", mesh=config.Mesh(2, 1, 2)),
+    "rows": replace(
+        request(remat="layer"),
+        model=config.MLP(num_layers=8, d_model=16),
+        data=config.Regression(batch_size=32),
+    ),
+}
+
+
+def sized(parts):
+    """(the sizes of a request, bytes of temporaries)."""
+    row_bytes = tree_bytes(parts.model.microbatch) // parts.model.microbatch["inputs"].shape[0]
+    rows, remat = parts.model.microbatch["inputs"].shape[0], parts.config.executor.remat
+    microbatch = Microbatch(rows, parts.config.schedule.num_microbatches, row_bytes, remat)
+    params = param_bytes(parts.states.natural, parts.dtype)
+    held = held_bytes(parts.work, params, layout_of(parts), microbatch, parts.ticks.num_slots)
+    return held, workspace_bytes(parts.work, params, layout_of(parts), microbatch)
+
+
+@pytest.mark.parametrize("asked", CASES.values(), ids=CASES)
+def test_every_part_is_what_its_arrays_take(asked):
+    parts = assemble(asked)
+    held, _ = sized(parts)
+    shapes = by_part(parts, None)[0]
+    assert held.keys() == shapes.keys()
+    for part, size in shapes.items():
+        # arrays that an axis does not divide are whole on each device; numbers of steps stand beside the moments
+        assert held[part] == pytest.approx(size, rel=0.01, abs=64), part

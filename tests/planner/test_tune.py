@@ -1,0 +1,290 @@
+"""`ppctl tune`: what it finds is what `ppctl plan` says of it, its recipe is that request, wrong ones are refused."""
+
+import json
+import re
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from ppctl import cli, config
+from ppctl.cli.compose import compose
+from ppctl.planner import tune, tune_terminal
+from ppctl.planner.op_times import StepTime
+from ppctl.planner.recipe import MARK, write_recipe
+from ppctl.planner.search import Candidate, Found
+from ppctl.planner.space import Space
+from ppctl.planner.step_time import priced
+from ppctl.reports.terminal import size_text
+from ppctl.training.job import assemble
+from ppctl.training.memory import by_part
+
+WORDS = (
+    "model.num_layers=5 model.d_model=32 model.num_heads=4 model.seq_len=16 data=synthetic data.batch_size=32 "
+    "data.vocab_size=4096 data.num_sequences=512 data.eval_fraction=0.1 run.eval_batches=1 run.dtype=float32 "
+    "run.platform=cpu"
+)
+
+
+def step_s(parts, costs=None):
+    """The seconds of a step that are predicted."""
+    time, _ = priced(parts, costs)
+    assert time is not None
+    return time.total_s
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """An empty directory, and two cores."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+
+
+@pytest.fixture
+def tuned(capsys):
+    """A function that tunes: (exit code, what was printed on stdout, on stderr)."""
+
+    def run(*words):
+        code = cli.main(["tune", *WORDS.split(), *words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def composed(words, *flags):
+    found = compose(words, [*flags], ["tune"])
+    assert isinstance(found, config.Config)
+    return found
+
+
+def request(*words):
+    return composed([*WORDS.split(), *words])
+
+
+# --- what is found ----------------------------------------------------------------------------------------------------
+
+SEARCHES = {
+    "spmd": "mesh=2x2",
+    "spmd bfloat16, gather=tick": "mesh=1x2x4 run.dtype=bfloat16 executor.gather=tick tune.remat=[none,layer]",
+    "mpmd": "mesh=2x2 executor=mpmd",
+    "h100": "mesh=1x8 hardware=h100 model.num_layers=9 model.d_model=64",
+}
+
+
+@pytest.mark.parametrize("words", SEARCHES.values(), ids=SEARCHES)
+def test_ppctl_plan_says_the_same_of_each_layout(words):
+    tuned, configs = tune.find(request(*words.split()))
+    assert len(tuned.found.best) == len(configs) == 10
+    for candidate, asked in list(zip(tuned.found.best, configs, strict=True))[::3]:
+        parts = assemble(asked)
+        assert step_s(parts) == pytest.approx(candidate.time.total_s, rel=1e-9)
+        assert tuple(map(len, parts.states.layout.partition)) == candidate.partition
+        if asked.executor.name == "spmd":
+            largest = max(by_part(parts, None), key=lambda of_rank: sum(of_rank.values()))
+            for part, size in largest.items():
+                assert candidate.memory[part] == pytest.approx(size, rel=1e-3, abs=256), (part, asked.schedule)
+
+
+def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
+    code, out, err = tuned("mesh=2x2")
+    assert (code, err) == (0, "")
+    head, *_, last = out.strip().splitlines()
+    assert re.fullmatch(r"[\d,]+ layouts for 4 x host of .* each: 0 too large, [\d,]+ priced in [\d.]+ s", head)
+    assert len(re.findall(r"^ +\d+ +\d+x", out, re.MULTILINE)) == 10
+    assert "pipeline" in out
+    assert last == "the first is a recipe now, recipes/tuned.yaml: ppctl train --config-dir . recipes=tuned"
+
+
+def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path):
+    code, out, _ = tuned("mesh=2x2", "--json", "tune.recipe=null")
+    document = json.loads(out)
+    assert (code, document["recipe"], list(tmp_path.iterdir())) == (0, None, [])
+    assert document["num_layouts"] > document["num_priced"] >= len(document["best"]) == 10
+    times = [layout["step_time_s"] for layout in document["best"]]
+    assert times == sorted(times)
+    for layout in document["best"][::4]:
+        asked = request(*layout["overrides"])
+        assert [asked.mesh.dp, asked.mesh.pp, asked.mesh.fsdp] == layout["mesh"]
+        assert step_s(assemble(asked)) == pytest.approx(layout["step_time_s"], rel=1e-9)
+
+
+def test_a_step_of_text_is_priced_in_tokens_and_of_rows_in_neither(tuned):
+    rows = "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=32 run.platform=cpu"
+    assert cli.main(["tune", *rows.split(), "mesh=1x2", "--json"]) == 0
+    _, out, _ = tuned("mesh=1x2", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[gpipe]")
+    assert "tok/s" in out
+    assert "MFU" in out
+
+
+# --- none fits, none is needed ----------------------------------------------------------------------------------------
+
+
+def test_where_none_fits_it_says_what_the_smallest_needs(tuned, tmp_path):
+    small = ("mesh=2x2", "--json", "tune.memory_gib=0.0001")
+    code, out, _ = tuned(*small)
+    need = json.loads(out)["smallest_bytes"]
+    assert (code, list(tmp_path.iterdir())) == (1, [])
+    code, out, _ = tuned(*small[:1], *small[2:])
+    assert code == 1
+    assert out.splitlines()[-1] == (
+        f"none fits: the smallest needs {size_text(need)} a device. Use more devices (tune.devices), or a smaller "
+        "model."
+    )
+    assert tuned("mesh=2x2", f"tune.memory_gib={(need - 1) / 2**30}")[0] == 1
+    assert tuned("mesh=2x2", f"tune.memory_gib={(need + 1) / 2**30}")[0] == 0
+
+
+def layout(mesh, seconds):
+    time = StepTime(seconds, 0.0, seconds, seconds, 1.0)
+    return Candidate(mesh, "1f1b", 1, 4, "none", (5,) * mesh[1], time, 0.0, {"parameters": 1})
+
+
+def said(best, alone, measured_s=()):
+    """What is said of pipelines."""
+    found = Found(tuple(best), alone, 9, 0, 9, None)
+    tuned = tune_terminal.Tuned(found, measured_s, 0.1, "4 x host", None, None, 1.0, None, None)
+    dp, pp, fsdp = best[0].mesh
+    return tune_terminal._about_pipelines(tuned, replace(config.Config(), mesh=config.Mesh(dp, pp, fsdp)))
+
+
+def test_it_says_whether_a_pipeline_is_worth_it():
+    one, flat, slow = layout((1, 4, 1), 1.0), layout((4, 1, 1), 1.5), layout((2, 2, 1), 2.0)
+    assert said([flat, slow], flat) == (
+        "no pipeline is needed: mesh=4x1 (pp=1) is fastest; the best pipeline takes 1.33 times as long."
+    )
+    assert said([flat], flat) == "no pipeline is needed: mesh=4x1 (pp=1) is fastest."
+    assert said([one], None) == "without a pipeline (mesh.pp=1) nothing fits."
+    assert said([one, slow], flat) == (
+        "without a pipeline the best is mesh=4x1, 4 microbatches, remat=none: 1.50 times as long."
+    )
+    # as measured, where both were
+    assert said([one, flat], flat, (3.0, 3.3)).endswith("1.10 times as long.")
+    assert said([flat, one], flat, (3.0, 3.6)).endswith("the best pipeline takes 1.20 times as long.")
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "uneven": "mesh=1x8 model.num_layers=9 hardware=h100",
+    "mpmd": "mesh=1x2 executor=mpmd executor.unroll=0 tune.schedules=[interleaved,zb_v]",
+    "rows": "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=32 mesh=1x2",
+    "settings": "mesh=1x2 optim.lr=1e-5 optim.clip_norm=null run.checkpoint.every=null run.name=mine run.seed=3",
+    "options": "recipes=gpipe_notebook",  # names of a custom model's own
+}
+
+
+@pytest.mark.parametrize("words", RECIPES.values(), ids=RECIPES)
+def test_the_recipe_is_the_request_found(words, tmp_path):
+    asked = composed(words.split()) if "mlp" in words or "recipes" in words else request(*words.split())
+    path = tmp_path / "recipes/tuned.yaml"
+    assert tune.tune(asked, as_json=True) == 0
+    tuned, configs = tune.find(asked)
+    name = asked.run.name if asked.run.name != config.Run().name else "tuned"
+    uneven = [i for i, found in enumerate(configs) if found.partition.name == "explicit"][:1]
+    assert uneven or "num_layers=9" not in words
+    for i in (0, 9, *uneven):
+        write_recipe(path, configs[i], tuned.found.best[i], None)
+        found = composed(["recipes=tuned"], "--config-dir", str(tmp_path))
+        run = replace(configs[i].run, name=name, dir=f"runs/{name}")
+        assert found == replace(configs[i], run=run, hardware=found.hardware, costs=found.costs)
+
+
+@pytest.mark.slow
+def test_the_recipe_trains(tuned, capsys):
+    assert tuned("mesh=2x2", "run.num_steps=2", "run.tensorboard=false", "tune.schedules=[zb_h1]")[0] == 0
+    assert cli.main(["train", "--config-dir", ".", "recipes=tuned"]) == 0
+    assert "finished at step 2" in capsys.readouterr().out
+
+
+def test_a_recipe_is_written_again_but_no_other_file(tuned, tmp_path):
+    assert tuned("mesh=1x2")[0] == 0
+    assert tuned("mesh=2x1")[0] == 0
+    file = tmp_path / "recipes/tuned.yaml"
+    assert "for 2 devices" in file.read_text()
+    file.write_text(file.read_text().replace(MARK, "# mine"))
+    before = file.read_text()
+    code, out, err = tuned("mesh=1x2")
+    assert (code, out, file.read_text()) == (2, "", before)
+    assert err == (
+        "ppctl: tune.recipe=tuned: recipes/tuned.yaml is not of `ppctl tune` and stays. Use another name, or null.\n"
+    )
+
+
+def test_where_no_recipe_can_be_written_nothing_is_searched(tuned, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "find", lambda config: pytest.fail("searched"))
+    (tmp_path / "recipes/other.yaml").mkdir(parents=True)
+    (tmp_path / "recipes/bytes.yaml").write_bytes(b"\xff\xfe")
+    for name, why in (("other", "Is a directory"), ("bytes", "it is no text")):
+        code, _, err = tuned("mesh=1x2", f"tune.recipe={name}")
+        assert (code, err) == (
+            2,
+            f"ppctl: tune.recipe={name}: recipes/{name}.yaml cannot be written: {why}. "
+            "Use another name, another directory, or null.\n",
+        )
+    monkeypatch.chdir(tmp_path / "recipes/other.yaml")
+    Path("recipes").write_text("")
+    assert "cannot be written: Not a directory" in tuned("mesh=1x2")[2]
+    Path("recipes").unlink()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "cannot be written: Permission denied" in tuned("mesh=1x2")[2]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_those_measured_are_ranked_by_that(tuned, monkeypatch):
+    _, out, _ = tuned("mesh=2x2", "--json")
+    planned = [layout["overrides"] for layout in json.loads(out)["best"]]
+    seconds = {1: 0.3, 2: 0.1, 3: 0.2}
+    taken = iter(seconds.values())
+    monkeypatch.setattr(tune, "_step_s", lambda config: next(taken))
+    _, out, _ = tuned("mesh=2x2", "--json", "tune.measure=3")
+    document = json.loads(out)
+    assert [layout["overrides"] for layout in document["best"]] == [planned[i] for i in (1, 2, 0, *range(3, 10))]
+    assert [layout["measured_s"] for layout in document["best"]] == [0.1, 0.2, 0.3, *[None] * 7]
+    assert next(taken, inf) == inf
+
+
+@pytest.mark.slow
+def test_two_are_run_and_timed(tuned, tmp_path):
+    code, out, _ = tuned("mesh=1x2", "tune.measure=2", "tune.schedules=[1f1b]", "--json")
+    first, second, third, *_ = json.loads(out)["best"]
+    assert code == 0
+    assert 0 < first["measured_s"] <= second["measured_s"]
+    assert third["measured_s"] is None
+    assert f"{first['measured_s']:.4g} as measured" in (tmp_path / "recipes/tuned.yaml").read_text()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "mesh=1x1 executor=reference": "executor=reference has one layout, on one device. Use executor=spmd or",
+    "costs=measure": "costs=measure times the pieces of one layout, and `ppctl tune` looks at thousands. Use tune",
+    "tune.schedules=[1f1b,gpip]": r"tune.schedules: gpip is none that executor=spmd runs \(gpipe, 1f1b, ",
+    "executor.idle=compute": "executor.idle=compute computes in idle ticks too, which `ppctl tune` does not price",
+    "tune.measure=2 hardware=h100": r"tune.measure=2 runs steps on what is here \(cpu\), but hardware=h100. Use",
+    "tune.remat=[some]": "tune.remat: some is not one of none, layer, full",
+    "tune.recipe=a/b": "tune.recipe=a/b is not a name. Use letters, digits, _ and -",
+    "tune.devices=0": "tune.devices=0 must be",
+    "tune.max_chunks=0": "tune.max_chunks=0 must be",
+    "tune.memory_gib=0": "tune.memory_gib=0.* must be",
+    "plan.memory_gib=1": "plan.memory_gib=1.0: only `ppctl plan` heeds this",
+    "hardware=h100 run.dtype=float64": "hardware=h100 states no peak for float64",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_is_refused_in_a_line(words, tuned, tmp_path):
+    code, out, err = tuned(*words.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(REFUSED[words], err), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_layer_is_left_out_and_no_device():
+    for pp in Space(12, 5, 24, 1).meshes:
+        assert pp[0] * pp[1] * pp[2] == 12
+        assert pp[1] <= 5
+    numbers = {microbatch.number for mesh, microbatch in Space(1, 5, 24, 1).microbatches}
+    assert numbers == {1, 2, 3, 4, 6, 8, 12, 24}

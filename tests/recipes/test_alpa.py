@@ -1,0 +1,127 @@
+"""The MLP of Alpa's tutorial: parameters after a step, however it is cut and laid out, are those of one device."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ppctl import cli
+from ppctl.cli.compose import compose
+from ppctl.planner import tune
+from ppctl.training.job import assemble
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "recipes=alpa_mlp",
+    "run.eval_every=null",
+    "data.options.dim=16",
+    "data.batch_size=32",
+    "schedule.num_microbatches=4",
+)
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def plain_steps(parts, count):
+    """The author's parameters after steps of plain JAX and optax on one device, in the dtype of the parts."""
+    from recipes.documents.alpa import mlp
+
+    network = mlp(num_layers=2, dtype=parts.dtype, data=parts.data)
+    params, optimizer = network.init(jax.random.key(parts.config.run.seed)), optax.adam(1e-3)
+    state, batches = optimizer.init(params), parts.data.batches()
+
+    def mean_loss(params, batch):
+        total, number = network.loss(network.apply(params, batch["inputs"].astype(parts.dtype)), batch["targets"])
+        return total / number
+
+    for _ in range(count):
+        grads = jax.jit(jax.grad(mean_loss))(params, jax.tree.map(jnp.asarray, next(batches)))
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def furthest(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
+
+
+def stepped(parts, state, batch):
+    """A state in natural order after one more step."""
+    engine = parts.engine
+    engine.compile(evaluate=False)
+    begun = engine.new_state() if state is None else engine.from_natural(state)
+    return jax.device_get(engine.to_natural(engine.step(begun, engine.put(batch))[0]))
+
+
+def test_trained_weights_leave_a_run_as_its_author_wrote_them(tmp_path):
+    from recipes.documents.alpa_weights import weights
+
+    assert cli.main(["train", "recipes=alpa_mlp", "run.num_steps=1", "run.eval_every=null", f"run.dir={tmp_path}"]) == 0
+    parts = assemble(compose(["recipes=alpa_mlp"], [], ["train"]))
+    found, expected = weights(tmp_path), plain_steps(parts, 1)
+    start = plain_steps(parts, 0)
+    assert furthest(found, expected) < 1e-5  # Alpa's tutorial: 5e-3
+    assert furthest(found, start) > 9e-4  # the step of Adam
+
+
+def test_layers_by_clustering_and_another_mesh_in_the_middle():
+    words = ("model.layers=auto", "model.num_layers=4", "run.dtype=float64")
+    first = assemble(compose([*SMALL, *words], [], ["train"]))
+    second = assemble(compose([*SMALL, *words, "mesh=2x4", "executor=spmd", "schedule=gpipe"], [], ["train"]))
+    batches = first.data.batches()
+    state = stepped(second, stepped(first, None, next(batches)), next(batches))
+    assert furthest(second.stack.export(state["params"]), plain_steps(first, 2)) < 1e-10
+
+
+def test_a_checkpoint_of_another_cut_is_not_taken_for_this_one():
+    cuts = [assemble(compose([*SMALL, f"model.layers={how}"], [], ["train"])) for how in ("marks", "auto")]
+    finer = assemble(compose([*SMALL, "model.layers=auto", "model.num_layers=4"], [], ["train"]))
+    marks, auto, four = (set(parts.states.natural["params"]["layers"]) for parts in (*cuts, finer))
+    assert marks == auto != four  # by clustering into two the mark is found
+
+
+def test_the_stages_that_the_planner_finds_are_shown_and_train_the_same(capsys):
+    words = [*SMALL, "model.layers=auto", "model.num_layers=4", "tune.devices=4", "tune.recipe=null"]
+    asked = compose(words, [], ["tune"])
+    tuned, configs = tune.find(asked)
+    i = next(i for i, found in enumerate(tuned.found.best) if found.mesh[1] > 1 and min(found.partition))
+    chosen = configs[i]
+    parts = assemble(replace(chosen, run=replace(chosen.run, dtype="float64")))
+    state = stepped(parts, None, next(parts.data.batches()))
+    assert furthest(parts.stack.export(state["params"]), plain_steps(parts, 1)) < 1e-10
+    best = tuned.found.best[i]
+    tune.show(replace(tuned, found=replace(tuned.found, best=(best,))), [chosen], as_json=False)
+    said = capsys.readouterr().out
+    lines = [line.split() for line in said[said.index("seconds of a microbatch") :].splitlines()[4:]]
+    dp, pp, fsdp = best.mesh
+    for s, (forward_s, backward_s) in enumerate(best.stage_s):
+        assert [lines[s][0], *lines[s][2:5]] == [str(s), str(best.rank_of[s]), f"dp={dp}", f"fsdp={fsdp}"]
+        assert len(lines[s][5:-2]) * pp == 4
+        assert lines[s][-2:] == [f"{forward_s:.3g}", f"{backward_s:.3g}"]
+
+
+def test_plan_shows_each_stage_with_its_cost(capsys):
+    assert cli.main(["plan", *SMALL, "mesh=2x2", "executor=spmd"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(said) if "seconds of a microbatch" in line)
+    rows = [line.split() for line in said[at + 4 : at + 6]]
+    assert [row[:7] for row in rows] == [
+        ["0", "0", "0", "dp=2", "fsdp=1", "0", "2"],
+        ["1", "1", "1", "dp=2", "fsdp=1", "1", "3"],
+    ]
+    assert all(0 < float(seconds) < 1 for row in rows for seconds in row[7:])
+
+
+def test_layers_that_differ_are_not_timed_as_one(capsys):
+    assert cli.main(["plan", *SMALL, "costs=measure"]) == 2
+    assert "costs=measure times one layer for all" in capsys.readouterr().err

@@ -1,0 +1,200 @@
+"""Every format says of a schedule what its timeline says."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from array import array
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from ppctl.cli.commands.schedule_show import draw
+from ppctl.config import Costs, Mesh, ScheduleConfig
+from ppctl.config import Schedule as Plain
+from ppctl.errors import ConfigError
+from ppctl.reports.charts.drawing import document
+from ppctl.reports.charts.html import page
+from ppctl.reports.charts.image import DPI, MARGIN_IN, MAX_RANKS, ROW_IN, WIDTH_IN, image
+from ppctl.reports.charts.palette import COLOURS, shade
+from ppctl.reports.charts.perfetto import trace
+from ppctl.reports.charts.text_chart import show_gantt
+from ppctl.schedule import FAMILIES, Task
+from ppctl.schedule.text import from_csv, to_csv
+
+
+def drawing(family="1f1b", p=4, m=8, **costs):
+    return draw(ScheduleConfig(mesh=Mesh(1, p), schedule=Plain(family, m), costs=Costs(**costs)))
+
+
+@pytest.fixture(params=FAMILIES)
+def any_drawing(request):
+    return drawing(request.param, transfer_s=0.25)
+
+
+def printed(one, width=80):
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        show_gantt(console, one)
+    return capture.get()
+
+
+def test_the_chart_of_a_tiny_schedule_on_the_terminal():
+    assert printed(drawing("1f1b", p=2, m=3)) == (
+        "1f1b: 2 ranks, 3 microbatches\n"
+        "makespan 12 s (at least 12 s), period 12 s, bubble 25.0%, peak 2 activations\n"
+        "\n"
+        "                                  bubble    peak\n"
+        "rank 0  F0F1....B0--F2B1--..B2--   25.0%       2\n"
+        "rank 1  ..F0B0--F1B1--F2B2--....   25.0%       1\n"
+        "\n"
+        " F  forward   B  backward  1 column: 0.5 s\n"
+    )
+
+
+def test_a_chart_too_wide_for_numbers_has_letters():
+    rows = [line.split()[2] for line in printed(drawing("1f1b", p=2, m=3, input_grad_s=0), width=36).splitlines()[4:6]]
+    assert rows == ["FF.BFB.B", ".FBFBFB."]
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_the_chart_is_no_wider_than_the_terminal(any_drawing, width):
+    chart = [line for line in printed(any_drawing, width).splitlines() if line.startswith(("rank", " rank"))]
+    assert len(chart) == 4
+    assert max(map(len, chart)) <= width
+
+
+def test_many_ranks_are_cut_short_on_the_terminal_and_say_so():
+    lines = printed(drawing("gpipe", p=100, m=2)).splitlines()
+    assert "... 68 ranks more; --format html shows all ..." in lines
+    assert sum(line.lstrip().startswith("rank ") for line in lines) == 32
+
+
+def test_kinds_have_colours_and_chunks_have_shades_of_them():
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    shades = [shade(kind, chunk, 4) for kind in COLOURS for chunk in range(4)]
+    assert len(set(shades)) == 16
+    console = Console(width=80, color_system="truecolor", force_terminal=True)
+    with console.capture() as capture:
+        show_gantt(console, drawing("zb_v"))
+    for kind in "FIW":
+        red, green, blue = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
+        assert f"48;2;{red};{green};{blue}m" in capture.get()
+
+
+def test_the_document_is_the_timeline(any_drawing):
+    said, timeline = json.loads(json.dumps(document(any_drawing))), any_drawing.timeline
+    assert said["makespan_s"] == timeline.makespan_s
+    assert said["period_s"] == timeline.period_s
+    near = 1 + 1e-12
+    assert said["lower_bound_s"] <= said["makespan_s"] * near
+    assert said["period_lower_bound_s"] <= said["period_s"] * near
+    bounds = zip(said["peak_activations_lower_bound"], said["peak_activations"], strict=True)
+    assert all(bound <= peak * near for bound, peak in bounds)
+    assert said["bubble_fraction"] == list(timeline.bubble_fractions)
+    assert said["peak_activations"] == list(timeline.peak_activations)
+    ranks = tuple(tuple(Task.parse(cell) for cell in cells) for cells in said["ranks"])
+    assert ranks == any_drawing.schedule.ranks
+    assert said["end_s"] == [[timeline.end_s[task] for task in tasks] for tasks in ranks]
+
+
+def test_the_csv_is_the_schedule(any_drawing):
+    schedule = any_drawing.schedule
+    assert from_csv(to_csv(schedule.ranks), schedule.name) == schedule
+
+
+def test_the_trace_has_one_event_for_each_task(any_drawing):
+    events = json.loads(json.dumps(trace(any_drawing)))["traceEvents"]
+    timeline, schedule = any_drawing.timeline, any_drawing.schedule
+    tasks = {(event["name"], event["tid"]): event for event in events if event["ph"] == "X"}
+    assert len(tasks) == sum(event["ph"] == "X" for event in events) == len(timeline.start_s)
+    for task, start_s in timeline.start_s.items():
+        event = tasks[str(task), schedule.rank_of[task.stage]]
+        assert event["ts"] == start_s * 1e6
+        assert event["dur"] == pytest.approx(1e6 * (timeline.end_s[task] - start_s))
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
+        f"rank {rank}" for rank in range(4)
+    }
+
+
+# --- html ------------------------------------------------------------------------------------------------------------
+
+
+def embedded(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def unpacked(data, *typed):
+    """The arrays (type, length) that were packed into `data`."""
+    data, found = zlib.decompress(base64.b64decode(data)), []
+    for code, length in typed:
+        values = array(code)
+        size = length * values.itemsize
+        values.frombytes(data[:size])
+        found.append(values)
+        data = data[size:]
+    assert data == b""
+    return found
+
+
+def test_the_page_loads_nothing():
+    text = page([drawing("gpipe"), drawing("zb_v")])
+    assert "default-src 'none'" in text  # a browser refuses whatever this leaves out
+    assert not re.search(r"https?:|//[\w-]+\.\w|@import|url\(|<link|<img|<iframe|\bsrc=|\bfetch\(|XMLHttp|@@", text)
+
+
+def test_the_data_of_the_page_is_the_timeline(any_drawing):
+    [chart] = embedded(page([any_drawing]))
+    timeline, schedule = any_drawing.timeline, any_drawing.schedule
+    tasks = [task for program in schedule.ranks for task in program]
+    n = len(tasks)
+    start, waits, stage, microbatch, kind = unpacked(chart["tasks"], ("d", n), ("i", n), ("I", n), ("I", n), ("B", n))
+    kinds = [chart["kinds"][k] for k in kind]
+    assert list(map(Task, stage, kinds, microbatch)) == tasks
+    assert chart["num_tasks"] == [len(program) for program in schedule.ranks]
+    assert list(start) == [timeline.start_s[task] for task in tasks]
+    ends = [s + chart["seconds"][k][st] for s, k, st in zip(start, kind, stage, strict=True)]
+    assert ends == [timeline.end_s[task] for task in tasks]
+    waited = [tasks[i + step] if step else None for i, step in enumerate(waits)]
+    assert waited == [timeline.waits_for(task) for task in tasks]
+    points = [point for rank in range(4) for point in timeline.memory_curve(rank)]
+    assert chart["num_points"] == [len(timeline.memory_curve(rank)) for rank in range(4)]
+    when, live = unpacked(chart["memory"], ("f", len(points)), ("f", len(points)))
+    assert list(zip(when, live, strict=True)) == [pytest.approx(point) for point in points]
+
+
+def test_a_name_in_the_page_is_text_and_not_markup():
+    one = drawing()
+    text = page([replace(one, label="</script><b>x")])
+    assert "</script><b>" not in text
+    assert embedded(text)[0]["label"] == "</script><b>x"
+
+
+def test_the_page_of_a_large_schedule_is_small():
+    assert len(page([drawing("1f1b", p=32, m=128)])) < 300_000  # 8,192 tasks
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_png_has_the_size_of_its_ranks():
+    data = image(drawing("zb_h1"), "png")
+    assert data.startswith(b"\x89PNG\r\n")
+    width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
+    assert (width, height) == (WIDTH_IN * DPI, round((MARGIN_IN + 4 * ROW_IN) * DPI))
+
+
+def test_an_svg_has_its_letters_as_text_and_is_the_same_each_time():
+    one = drawing("1f1b", p=2, m=2)
+    data = image(one, "svg")
+    assert f'width="{WIDTH_IN * 72:g}pt"'.encode() in data
+    assert all(f">{cell}<".encode() in data for cell in ("F0", "B1"))
+    assert image(one, "svg") == data
+
+
+def test_a_figure_of_too_many_ranks_is_refused():
+    with pytest.raises(ConfigError, match=f"{MAX_RANKS} rows at most. Use --format html"):
+        image(drawing("gpipe", p=MAX_RANKS + 1, m=1), "png")

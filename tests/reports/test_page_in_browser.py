@@ -1,0 +1,212 @@
+"""The html pages in a real browser without a window: they draw, answer keys, and ask the network for nothing."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ppctl.cli.commands.schedule_show import draw
+from ppctl.config import Config, Costs, Mesh, Mpmd, ScheduleConfig, Synthetic, Transformer
+from ppctl.config import Schedule as Plain
+from ppctl.config.schedule_from_config import pipeline_of
+from ppctl.launch.sweep import sweep_page
+from ppctl.launch.sweep.jobs import Job, Outcome, Sweep
+from ppctl.launch.sweep.records import NUMBERS
+from ppctl.planner import plan_page
+from ppctl.planner.plan import predicted
+from ppctl.reports import timeline_io
+from ppctl.reports.charts.html import page
+from ppctl.reports.run_page import compare
+from ppctl.reports.run_page import page as run_page
+from ppctl.reports.run_page.read import read
+from ppctl.schedule.simulate import simulate
+from ppctl.training.job import assemble
+from ppctl.training.memory import PARTS
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome on PATH (apt-get install chromium)"),
+]
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+FLAGS += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+FLAGS += ("--virtual-time-budget=6000",)
+
+# Appended to the page: presses keys on the first chart, and writes down what the page then says.
+SCRIPT = """
+<script>
+setTimeout(() => {
+  const canvas = document.querySelector("canvas.gantt");
+  if (!canvas) {
+    const marks = [...document.querySelectorAll(".lines g")].map((mark) => mark.getBoundingClientRect().toJSON());
+    const texts = [...document.querySelectorAll(".lines text")].map((text) => text.getBoundingClientRect().height);
+    const hidden = document.documentElement.scrollWidth - innerWidth;
+    const said = { marks, texts, hidden, loads: performance.getEntriesByType("resource").length };
+    const box = document.createElement("pre");
+    box.id = "said";
+    box.textContent = JSON.stringify(said);
+    document.body.append(box);
+    return;
+  }
+  canvas.focus();
+  for (const key of KEYS) canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  draw(charts[0]);
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const colours = new Set();
+  for (let i = 0; i < pixels.length; i += 4) colours.add(pixels.slice(i, i + 3).join(","));
+  const loads = performance.getEntriesByType("resource").length;
+  const said = { tip: $("tip").innerText, view, loads, colours: [...colours] };
+  said.boxes = [...document.querySelectorAll(".bars svg svg rect")].map((box) => box.getBoundingClientRect().width);
+  said.hidden = document.documentElement.scrollWidth - innerWidth;
+  document.body.append(element("pre", { id: "said" }, JSON.stringify(said)));
+}, 1000);
+</script></body>"""
+
+
+def browse(tmp_path, family, keys, p=4, m=8, **costs):
+    """(what the page of a schedule says after these keys, the page's DOM)."""
+    drawing = draw(ScheduleConfig(mesh=Mesh(1, p), schedule=Plain(family, m), costs=Costs(**costs)))
+    return browse_page(tmp_path, page([drawing]), keys)
+
+
+def browse_page(tmp_path, text, keys, width=1200):
+    """The same of any page, in a window so wide."""
+    file = tmp_path / "page.html"
+    file.write_text(text.replace("</body>", SCRIPT.replace("KEYS", json.dumps(keys))), encoding="utf-8")
+    assert BROWSER is not None
+    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},800", "--dump-dom"]
+    done = subprocess.run([*command, f"file://{file}"], capture_output=True, text=True, timeout=60, check=True)
+    said = re.search(r'<pre id="said">(.*?)</pre>', done.stdout)
+    assert said is not None, done.stdout[-2000:]
+    return json.loads(html.unescape(said[1])), done.stdout
+
+
+def test_the_page_draws_every_kind_and_loads_nothing(tmp_path):
+    said, dom = browse(tmp_path, "zb_h1", [])
+    assert 'data-ready="yes"' in dom
+    for colour in ("86,180,233", "34,168,132", "204,121,167"):  # F, I, W
+        assert colour in said["colours"]
+    assert said["loads"] == 0
+    assert said["tip"] == ""
+
+
+def test_keys_go_from_task_to_task_and_to_what_it_waits_for(tmp_path):
+    said, _ = browse(tmp_path, "1f1b", ["ArrowRight", "ArrowDown", "ArrowRight", "ArrowRight"], transfer_s=0.5)
+    assert said["tip"].splitlines()[0] == "1F2"
+    said, _ = browse(tmp_path, "1f1b", ["ArrowRight", "ArrowDown", "ArrowDown", "w"], transfer_s=0.5)
+    assert said["tip"].splitlines()[0] == "1F0"
+    assert "waits for 0F0 on rank 0, until 1 s and 0.5 s of transfer" in said["tip"]
+
+
+def test_zooming_halves_the_view_and_zero_shows_all(tmp_path):
+    said, _ = browse(tmp_path, "gpipe", ["+", "+"])
+    assert said["view"][1] - said["view"][0] == pytest.approx(33 / 4)
+    said, _ = browse(tmp_path, "gpipe", ["+", "ArrowRight", "0", "Escape"])
+    assert said["view"] == [0, 33]
+
+
+def test_more_tasks_than_pixels_keep_the_colours_of_their_kinds(tmp_path):
+    said, _ = browse(tmp_path, "1f1b", [], p=16, m=1024)
+    assert {"86,180,233", "230,159,0"} <= set(said["colours"])
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
+    asked = Config(
+        model=Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),
+        mesh=Mesh(1, 4),
+        schedule=Plain("zb_h1", 8),
+        executor=Mpmd(),
+        data=Synthetic(batch_size=16, vocab_size=64),
+    )
+    parts = assemble(asked)
+    found = predicted(parts)
+    text = plan_page.page(found, asked, plan_page.picture_of(parts, found.unknown))
+    said, _ = browse_page(tmp_path, text, ["ArrowRight"], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0  # nothing stands to the right of the window
+    assert {"86,180,233", "34,168,132", "204,121,167"} <= set(said["colours"])
+    assert said["tip"].splitlines()[0] == "0F0"
+    sizes = [held[part] for held in found.memory_bytes for part in PARTS if held.get(part)]
+    assert len(said["boxes"]) == len(sizes)
+    scale = sum(said["boxes"]) / sum(sizes)
+    for wide, size in zip(said["boxes"], sizes, strict=True):
+        assert wide == pytest.approx(size * scale, abs=0.1)
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
+    jobs, records, speeds = [], [], (100.0, 300.0, 150.0, 200.0)
+    for index, speed in enumerate(speeds):
+        name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]
+        config = Config(mesh=Mesh(1, 4), schedule=Plain(name, size))
+        values = {"schedule": name, "schedule.num_microbatches": size}
+        jobs.append(Job(index, (f"schedule={name}", "x" * 60), values, ("train",), Path("runs/s"), config))
+        record = dict.fromkeys(NUMBERS) | {"tokens_per_s": speed, "step_time_s": 1.0, "predicted_bubble_fraction": 0.2}
+        records.append({"job": index, **values, "status": "finished", "seconds": 3.0, **record})
+    outcomes = [Outcome("finished", 0, 3.0), *[Outcome("failed", 1, 3.0, "y" * 200)] * 3]
+    text = sweep_page.page(Sweep("train", Path("runs/s"), tuple(jobs)), outcomes, records)
+    said, _ = browse_page(tmp_path, text, [], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0
+    assert min(said["texts"]) >= 11  # pixels: letters that can be read
+    at = [mark["y"] + mark["height"] / 2 for mark in said["marks"][:4]]
+    per_token = (at[0] - at[1]) / 200
+    assert per_token > 0.2
+    assert at[2] - at[3] == pytest.approx(50 * per_token, abs=2)
+
+
+def recorded(run_dir, num_steps, spike, pipeline=""):
+    """A run of so many steps, of which one is ten times as slow, as a report reads it."""
+    run_dir.mkdir()
+    lines = [
+        {"step": step, "loss": 1.0 + 9.0 / step, "lr": 1e-3, "step_time_s": 5.0 if step == spike else 0.5}
+        | {"tokens_per_s": 1e3 if step == spike else 1e4, "memory_bytes": 2000, "predicted_memory_bytes": 1000}
+        for step in range(1, num_steps + 1)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [], pipeline)
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
+    run = recorded(tmp_path / "run", 5000, spike=2500)
+    text = run_page.page(run, tmp_path / "report.html")
+    said, _ = browse_page(tmp_path, text, [], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0
+    assert min(said["texts"]) >= 11  # pixels: letters that can be read
+    tall = sorted(mark["height"] for mark in said["marks"])  # of the histogram: one bin, and the slow step
+    assert len(tall) == 2
+    assert 0 < tall[0] < 3
+    assert tall[1] > 100
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_path, width):
+    pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
+    run = recorded(tmp_path / "run", 50, 3, pipeline)
+    timeline_io.write(run.standing.path / "timeline", simulate(pipeline.schedule, pipeline.costs))
+    said, dom = browse_page(tmp_path, run_page.page(run, tmp_path / "report.html"), ["ArrowRight", "ArrowRight"], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0
+    assert {"86,180,233", "34,168,132", "204,121,167"} <= set(said["colours"])
+    assert said["tip"].splitlines()[0] == "0F1"
+    titles = re.findall(r"<h2>(zb_h1, \w+)", dom)
+    assert titles == ["zb_h1, measured", "zb_h1, predicted"]
+
+
+@pytest.mark.parametrize("width", [500, 1200])
+def test_the_page_of_several_runs_fits(tmp_path, width):
+    runs = [recorded(tmp_path / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)]
+    said, _ = browse_page(tmp_path, compare.page(runs, tmp_path / "report.html"), [], width)
+    assert said["loads"] == 0
+    assert said["hidden"] <= 0
+    assert min(said["texts"]) >= 11
+    assert len(said["texts"]) >= 2 * (8 + 5)  # labels and ticks of losses and speeds

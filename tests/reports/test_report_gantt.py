@@ -1,0 +1,345 @@
+"""The step in the page of a run: measured above predicted where it was measured, else predicted alone; no JAX."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import zlib
+from array import array
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from ppctl import cli
+from ppctl.config import Interleaved, Mpmd, Spmd
+from ppctl.config.schedule_from_config import pipeline_of
+from ppctl.reports import timeline_io
+from ppctl.reports.run_page.figures import over_steps
+from ppctl.schedule import build
+from ppctl.schedule.simulate import Timeline, simulate
+
+BY_USER = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "PPCTL_"))}
+BY_USER["PYTHONPATH"] = os.pathsep.join(sys.path)
+
+
+@pytest.fixture(autouse=True)
+def run_dir(tmp_path, monkeypatch):
+    """The directory of a run with two steps, runs/a below the current directory."""
+    monkeypatch.chdir(tmp_path)
+    made = Path("runs/a")
+    made.mkdir(parents=True)
+    lines = [{"step": step, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0} for step in (1, 2)]
+    (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+def settings(run_dir, schedule, executor, pp=2, layers=4):
+    config = {"model": {"name": "transformer", "num_layers": layers}, "mesh": {"dp": 1, "pp": pp, "fsdp": 1}}
+    config |= {"schedule": schedule, "executor": executor, "run": {"name": "a", "dir": "runs/a", "num_steps": 2}}
+    (run_dir / "config.yaml").write_text(json.dumps(config))
+
+
+def report(capsys):
+    """(charts of the page, its text without tags)."""
+    assert cli.main(["report", "a"]) == 0
+    capsys.readouterr()
+    text = Path("runs/a/report.html").read_text(encoding="utf-8")
+    data = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(data[0]) if data else [], unescape(re.sub(r"<[^>]+>", " ", text))
+
+
+def starts(chart):
+    """The starts that a chart has, in the order of its ranks' programs."""
+    unpacked = zlib.decompress(base64.b64decode(chart["tasks"]))
+    found = array("d")
+    found.frombytes(unpacked[: 8 * sum(chart["num_tasks"])])
+    return list(found)
+
+
+def shaken(schedule, seed=0):
+    """A measured timeline of a schedule: every task lasts as long as chance has it."""
+    chance = random.Random(seed)
+    timeline = simulate(schedule, build_costs(schedule))
+    end_s, start_s, free_s = {}, {}, dict.fromkeys(range(schedule.num_ranks), 0.0)
+    for task in sorted(timeline.start_s, key=lambda task: (timeline.start_s[task], timeline.end_s[task])):
+        rank = schedule.rank_of[task.stage]
+        start_s[task] = max(free_s[rank], 2 * timeline.start_s[task])
+        free_s[rank] = end_s[task] = start_s[task] + (timeline.end_s[task] - timeline.start_s[task]) * chance.random()
+    first = min(start_s.values())
+    assert first == 0
+    return Timeline(schedule, timeline.costs, start_s, end_s, is_uneven=True)
+
+
+def build_costs(schedule):
+    return timeline_io.mean_costs(schedule, {task: 0.25 for tasks in schedule.ranks for task in tasks})
+
+
+def events(timeline, copies=(("", 0.0),), at_s=0.0, scale=1.0, leave_out=()):
+    """What the profiler leaves of a step: a range of each task, on each copy of its rank's device."""
+    found, num_ranks = [], timeline.schedule.num_ranks
+    for copy, (name, later_s) in enumerate(copies):
+        for rank, tasks in enumerate(timeline.schedule.ranks):
+            device = copy * num_ranks + rank
+            track = {"ph": "M", "name": "thread_name", "pid": 0, "tid": device, "args": {"name": f"rank {rank}{name}"}}
+            found.append(track)
+            for task in tasks:
+                if task[:2] in leave_out:
+                    continue
+                start, end = (scale * each[task] + at_s + later_s for each in (timeline.start_s, timeline.end_s))
+                range_ = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+                found.append({"ph": "X", "pid": 0, "name": str(task), "tid": device, **range_})
+    return found
+
+
+def test_a_measured_timeline_stands_above_what_its_means_predict(run_dir, capsys):
+    schedule = build("zb_h1", 2, 4)
+    taken = shaken(schedule)
+    taken = replace(
+        taken, costs=timeline_io.mean_costs(schedule, {t: taken.end_s[t] - taken.start_s[t] for t in taken.end_s})
+    )
+    timeline_io.write(run_dir / "timeline", taken)
+    settings(run_dir, {"name": "zb_h1", "num_microbatches": 4}, {"name": "mpmd"})
+    (measured, predicted), seen = report(capsys)
+    assert (measured["label"], predicted["label"]) == ("zb_h1, measured", "zb_h1, predicted")
+    in_order = [task for tasks in schedule.ranks for task in tasks]
+    assert starts(measured) == pytest.approx([taken.start_s[task] for task in in_order], abs=2e-9)
+    assert measured["makespan_s"] == pytest.approx(taken.makespan_s, abs=2e-9)
+    assert measured["bubble_fraction"] == pytest.approx(taken.bubble_fraction, abs=1e-6)
+    assert predicted["makespan_s"] == pytest.approx(simulate(schedule, taken.costs).makespan_s, rel=1e-6)
+    assert "Measured: one step (run.timeline=true)." in seen
+    assert "Not measured" not in seen
+    (run_dir / "config.yaml").unlink()  # the timeline says enough
+    assert len(report(capsys)[0]) == 2
+
+
+@pytest.mark.parametrize("copies", [(("", 0.0),), ((" dp=0", 0.0), (" dp=1", 5.0))])
+def test_of_traced_steps_the_median_one_is_drawn_in_the_order_in_which_it_ran(run_dir, capsys, copies):
+    executor = {"name": "spmd", "remat": "full"}
+    found = pipeline_of(Interleaved(num_microbatches=4), Spmd(remat="full"), 2, 4)
+    timeline = timeline_io.timeline_at(found.schedule, found.ticks, found.costs)
+    cell = next(cell for row in found.ticks.cells for cell in row if None not in cell)
+    swapped = {}  # within a tick the backward may come first
+    middle_s = timeline.start_s[cell.forward] + timeline.end_s[cell.backward] - timeline.start_s[cell.backward]
+    swapped[cell.backward] = timeline.start_s[cell.forward], middle_s
+    swapped[cell.forward] = middle_s, timeline.end_s[cell.backward]
+    timeline = replace(
+        timeline,
+        start_s=timeline.start_s | {task: span[0] for task, span in swapped.items()},
+        end_s=timeline.end_s | {task: span[1] for task, span in swapped.items()},
+    )
+    left = ((found.schedule.num_stages - 1, "F"),)  # with remat=full its backward runs it
+    traced = [
+        event
+        for at_s, scale in ((0.0, 3.0), (200.0, 1.0), (400.0, 2.0))
+        for event in events(timeline, copies, at_s, scale, left)
+    ]
+    random.Random(1).shuffle(traced)
+    (run_dir / "profile").mkdir()
+    (run_dir / "profile" / timeline_io.TASKS_FILE).write_text(json.dumps({"traceEvents": traced}))
+    settings(run_dir, {"name": "interleaved", "num_microbatches": 4, "num_chunks": 2}, executor)
+    (measured, predicted), seen = report(capsys)
+    assert "the median one of 3 traced steps" in seen
+    assert measured["makespan_s"] == pytest.approx(2 * timeline.makespan_s, abs=1e-6)
+    at = starts(measured)
+    for rank in range(2):
+        of_rank = at[sum(measured["num_tasks"][:rank]) :][: measured["num_tasks"][rank]]
+        assert of_rank == sorted(of_rank)
+    whole = {task: timeline.end_s[task] - timeline.start_s[task] for task in timeline.start_s}
+    whole |= {task: 0.0 for task in whole if task[:2] in left}
+    costs = timeline_io.mean_costs(found.schedule, {task: 2 * seconds for task, seconds in whole.items()})
+    assert predicted["makespan_s"] == pytest.approx(found.ticks.makespan_s(costs), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("executor", "makespan_s"),
+    [({"name": "mpmd", "remat": "none"}, 5 * 3.0), ({"name": "spmd", "remat": "full"}, 5 * 4.0)],
+)
+def test_a_run_that_was_not_measured_has_the_prediction_and_how_to_measure(run_dir, capsys, executor, makespan_s):
+    settings(run_dir, {"name": "gpipe", "num_microbatches": 4}, executor)
+    (chart,), seen = report(capsys)
+    assert chart["makespan_s"] == makespan_s  # (m + p - 1)(F + B)
+    assert chart["label"] == "gpipe, predicted"
+    for word in ("Not measured.", "run.timeline=true", "run.profile.start=N", "counts as 1 s"):
+        assert word in seen
+
+
+CSV = "rank,task,start_s,end_s\n"
+GOOD = "0,0F0,0,1\n0,0B0,4,5\n1,1F0,1,2\n1,1B0,2,4\n"
+DAMAGED = {
+    "": "the text has no tasks",
+    "x\n1\n": "a line has not rank",
+    CSV + GOOD.replace("4,5", "4,nan"): "is no range",
+    CSV + GOOD.replace("4,5", "4,-5"): "is no range",
+    CSV + GOOD.replace("0,1", "0,4.5"): "0B0 begins before the task before it",
+    CSV + GOOD.replace("\n1,", "\n2,"): "its ranks are not 0, 1",
+    CSV + GOOD.replace("1,1F0,1,2\n", ""): "1F0",
+    CSV + GOOD.replace("1F0", "1F99999999999999"): "tasks are missing",
+    CSV + GOOD + "9" * 5000 + ",0F0,0,1\n": "",
+    CSV + GOOD + "0,<b>,0,1\n": "cell '<b>' is not <stage>",
+    CSV + "0,0F0,1,1\n0,0B0,1,1\n": "its ranges are empty",
+    CSV + "0,0F0\0,1,1\n": "",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_timeline_is_told_and_the_prediction_drawn(run_dir, capsys, text):
+    settings(run_dir, {"name": "gpipe", "num_microbatches": 4}, {"name": "mpmd"})
+    (run_dir / "timeline").mkdir()
+    (run_dir / "timeline/timeline.csv").write_text(text)
+    (chart,), seen = report(capsys)
+    assert chart["label"] == "gpipe, predicted"
+    assert "timeline.csv cannot be drawn: " in seen
+    assert DAMAGED[text] in seen
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{", '{"traceEvents": 1}', '{"traceEvents": [1]}', '{"traceEvents": [{"name": "thread_name"}]}'),
+        '{"traceEvents": []}',
+        json.dumps({"traceEvents": events(simulate(build("gpipe", 2, 3), build_costs(build("gpipe", 2, 3))))}),
+        json.dumps({"traceEvents": [{"ph": "X", "name": "x", "tid": 0, "ts": 0, "dur": 1}]}),
+    ],
+)
+def test_a_profile_of_something_else_is_told_and_the_prediction_drawn(run_dir, capsys, content):
+    settings(run_dir, {"name": "gpipe", "num_microbatches": 4}, {"name": "spmd"})
+    (run_dir / "profile").mkdir()
+    (run_dir / "profile" / timeline_io.TASKS_FILE).write_text(content)
+    (chart,), seen = report(capsys)
+    assert chart["label"] == "gpipe, predicted"
+    assert f"{timeline_io.TASKS_FILE} cannot be drawn: " in seen
+
+
+@pytest.mark.parametrize(
+    ("schedule", "executor", "told"),
+    [
+        ({"name": "gpipe", "num_microbatches": 10**6}, {"name": "mpmd"}, "ppctl schedule show mesh=1x2 schedule=gpipe"),
+        ({"name": "gpipe", "num_microbatches": "<b>"}, {"name": "mpmd"}, "The schedule cannot be drawn"),
+        ({"name": "gpipe", "num_microbatches": 4, "x": 1}, {"name": "mpmd"}, "not such as there are now"),
+        ({"name": "mine", "num_microbatches": 4}, {"name": "mpmd"}, "not such as there are now"),
+        ({"name": "interleaved", "num_microbatches": 3}, {"name": "mpmd"}, "num_microbatches=3 is not a multiple of"),
+        ({"name": "csv", "path": "gone.csv"}, {"name": "mpmd"}, "gone.csv cannot be read"),
+        ({"name": "gpipe", "num_microbatches": 4}, {"name": "reference"}, "executor=reference has no pipeline"),
+        ({"name": "gpipe", "num_microbatches": 4}, None, "not such as there are now"),
+    ],
+)
+def test_a_schedule_that_cannot_be_drawn_is_told(run_dir, capsys, schedule, executor, told):
+    settings(run_dir, schedule, executor)
+    drawn, seen = report(capsys)
+    assert drawn == []
+    assert told in seen
+
+
+def test_no_jax_is_started_for_a_measured_step(run_dir):
+    timeline_io.write(run_dir / "timeline", shaken(build("1f1b", 2, 4)))
+    settings(run_dir, {"name": "1f1b", "num_microbatches": 4}, {"name": "mpmd"})
+    code = "import sys; from ppctl import cli; code = cli.main(sys.argv[1:]); print(code, 'jax' in sys.modules)"
+    words = [sys.executable, "-c", code, "report", "a"]
+    assert subprocess.run(words, env=BY_USER, capture_output=True, text=True, check=True).stdout == "0 False\n"
+    assert "1f1b, measured" in (run_dir / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_64_ranks_of_512_microbatches_measured_stay_under_five_megabytes(run_dir, capsys):
+    found = pipeline_of(Interleaved(num_microbatches=512), Mpmd(), 64, 128)
+    timeline_io.write(run_dir / "timeline", shaken(found.schedule))
+    settings(run_dir, {"name": "interleaved", "num_microbatches": 512, "num_chunks": 2}, {"name": "mpmd"}, 64, 128)
+    drawn, _ = report(capsys)
+    assert len(drawn) == 2
+    assert (run_dir / "report.html").stat().st_size < 5_000_000
+
+
+# --- where it ran ----------------------------------------------------------------------------------------------------
+
+
+def test_each_start_says_what_it_ran_on_and_which_versions_changed(run_dir, capsys):
+    start = {"status": "started", "host": "n1", "at": 1.8e9, "step": 0, "num_devices": 8, "num_processes": 2}
+    start |= {"device_kind": "H100", "platform": "gpu", "system": "Linux", "versions": {"python": "3.12", "jax": "1.0"}}
+    other = start | {"host": "n2", "step": 5, "num_processes": 1, "versions": {"python": "3.12", "jax": "1.1"}}
+    old = {"status": "started", "host": "n0", "at": 1.7e9, "step": 0}
+    (run_dir / "status.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (old, start, other)))
+    assert cli.main(["report", "a", "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["runs"]
+    assert said["versions"] == {"python": "3.12", "jax": "1.1"}
+    assert [each["step"] for each in said["starts"]] == [0, 0, 5]
+    seen = re.sub(r"\s+", " ", report(capsys)[1])
+    assert "2027-01-15 08:00 UTC step 0 n1 8 x H100 (gpu), 2 processes, Linux 2027" in seen
+    assert "step 5 n2 8 x H100 (gpu), Linux jax 1.1" in seen
+    assert "step 0 n0" in seen
+
+
+# --- speed, and files ------------------------------------------------------------------------------------------------
+
+
+def test_a_late_host_makes_no_spike_in_the_speed_over_a_few_steps():
+    seconds = [1.0] * 20
+    seconds[9:11] = 0.1, 1.9  # one record too short, the next too long
+    times = list(enumerate(seconds))
+    speeds = over_steps([(step, 10.0 / each) for step, each in times], times, 5)
+    assert max(speed for _, speed in speeds) < 12.3  # of 100
+    assert [speed for step, speed in speeds if step > 14] == pytest.approx([10.0] * 5)
+    assert over_steps([(1, None), (2, 8.0)], [(2, 0.5)], 5) == [(1, None), (2, 8.0)]
+
+
+def test_a_report_that_cannot_be_replaced_stays_whole(run_dir, capsys, monkeypatch):
+    file = run_dir / "report.html"
+    assert cli.main(["report", "a"]) == 0
+    before = file.read_bytes()
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert cli.main(["report", "a"]) == 2
+    assert "report.html cannot be written: No space left on device" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert [path.name for path in run_dir.iterdir() if path.suffix == ".part"] == []
+
+
+def test_a_link_is_followed_when_a_file_is_replaced(tmp_path):
+    from ppctl.reports.terminal import replace_file
+
+    target = tmp_path / "there.txt"
+    target.write_text("old")
+    target.chmod(0o640)
+    (tmp_path / "link").symlink_to(target)
+    replace_file(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (target.read_text(), target.stat().st_mode & 0o777) == ("new", 0o640)
+    replace_file(Path("/dev/null"), b"x")
+    assert not Path("/dev/null").is_file()
+
+
+def sizes(*of_ranks):
+    return json.dumps({"step": 0, "ranks": [{"parameters": a, "temporaries": b} for a, b in of_ranks]})
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "total"),
+    [
+        (sizes((1024, 2048), (1024, 2048)), ["every rank"], "3.0 KiB"),
+        (sizes((1024, 2048), (4096, 0)), ["rank 0", "rank 1"], "4.0 KiB"),
+        (sizes((0, 0), (4096, 0)), ["rank 1"], "4.0 KiB"),  # of several processes, whose ranks another one has
+        (sizes(*((k, 1024) for k in range(64))), [f"rank {k}" for k in range(48, 64)], "The fullest 16 of 64."),
+    ],
+)
+def test_the_memory_of_each_rank_is_drawn_by_part(run_dir, capsys, text, names, total):
+    (run_dir / "memory.json").write_text(text)
+    assert "Memory of each rank" in report(capsys)[1]
+    page = Path("runs/a/report.html").read_text(encoding="utf-8")
+    bars = page.split("<h2>Memory of each rank</h2>")[1].split("</section>")[0]
+    assert re.findall(r'aria-label="((?:every )?rank ?\d*): ', bars) == names
+    assert total in bars
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"ranks": 3}', '{"ranks": [{"a": -1}]}', '{"ranks": [{"a": true}]}', "\xff"]
+)
+def test_memory_that_cannot_be_read_is_told(run_dir, capsys, text):
+    (run_dir / "memory.json").write_text(text, encoding="latin-1")
+    told = report(capsys)[1]
+    assert "memory.json cannot be read" in told
+    assert "Memory of each rank" not in told

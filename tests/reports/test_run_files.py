@@ -1,0 +1,147 @@
+"""What is read of runs: every run is found, and what is wrong with one is said and harms no other."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from ppctl.reports import run_files
+
+CONFIG = "model:\n  name: mlp\nrun:\n  name: x\n  num_steps: 9\n  profile:\n    num_steps: 2\n"
+
+
+def make(run_dir, steps=3, config=CONFIG, last="", **files):
+    """A run as it is on disk."""
+    run_dir.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "loss": 4.0 / step, "step_time_s": 0.5}) + "\n" for step in range(1, steps + 1)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines) + last)
+    if config is not None:
+        (run_dir / "config.yaml").write_text(config)
+    for name, text in files.items():
+        (run_dir / f"{name}.jsonl").write_text(text)
+    return run_dir
+
+
+def found(run_dir):
+    return run_files.summary(run_dir.name, run_dir)
+
+
+def test_runs_are_found_at_any_depth_and_once(tmp_path):
+    make(tmp_path / "sweep")  # a run, then a sweep of the same name
+    make(tmp_path / "sweep/schedule=gpipe")
+    make(tmp_path / "sweep/deep/er/lr=1")
+    make(tmp_path / "sweep/checkpoints/3")  # nothing of a run is a run
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/config.yaml").write_text("defaults: []\n")  # another program's
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path)
+    make(tmp_path / "zz")
+    (tmp_path / "zz_again").symlink_to(tmp_path / "zz")
+    names = [name for name, _ in run_files.find_runs(tmp_path)]
+    assert names == ["sweep", "sweep/deep/er/lr=1", "sweep/schedule=gpipe", "zz"]
+    assert run_files.find_runs(tmp_path / "zz") == [("zz", tmp_path / "zz")]
+
+
+def test_the_ends_of_files_say_how_far_a_run_got(tmp_path):
+    run = found(make(tmp_path / "a", eval='{"step": 1, "eval_loss": 3.5}\n{"step": 3, "eval_loss": 2.5}\n'))
+    assert (run.step, run.num_steps, run.loss, run.eval_loss, run.problems) == (3, 9, 4 / 3, 2.5, ())
+    assert run.status == "no end recorded"
+
+
+def test_long_lines_are_read_whole(tmp_path):
+    line = json.dumps({"step": 7, "x": "y" * 20_000, "loss": 1.0}) + "\n"
+    run = found(make(tmp_path / "a", last=line))
+    assert (run.step, run.loss, run.problems) == (7, 1.0, ())
+
+
+@pytest.mark.parametrize(
+    ("made", "problem", "step"),
+    [
+        ({"last": '{"step": 4, "lo'}, "the last line of metrics.jsonl is torn", 3),
+        ({"last": "hello\n"}, "the last line of metrics.jsonl is no record", 3),
+        ({"last": "[1]\n"}, "the last line of metrics.jsonl is no record", 3),
+        ({"last": "[" * 3000 + "\n"}, "the last line of metrics.jsonl is no record", 3),
+        ({"last": "\0\xff\n"}, "the last line of metrics.jsonl is no record", 3),
+        ({"last": '{"step": 4}\n'}, "the last line of metrics.jsonl has no step or no loss", 4),
+        ({"last": '{"loss": 1.0, "step": "4"}\n'}, "the last line of metrics.jsonl has no step or no loss", 0),
+        ({"steps": 0, "last": "x\ny\n"}, "the last line of metrics.jsonl is no record", 0),
+        ({"steps": 0}, "metrics.jsonl is empty", 0),
+        ({"config": None}, "config.yaml is missing", 3),
+        ({"config": "run: [\n"}, "config.yaml has no run.num_steps", 3),
+        ({"config": CONFIG.replace("  num_steps: 9\n", "")}, "config.yaml has no run.num_steps", 3),
+        ({"eval": '{"step": 1, "eval'}, "the last line of eval.jsonl is torn", 3),
+        ({"status": "?\n"}, "the last line of status.jsonl is no record", 3),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_said(tmp_path, made, problem, step):
+    run = found(make(tmp_path / "a", **made))
+    assert (run.problems, run.step) == ((problem,), step)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl", "status.jsonl", "config.yaml"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    run_dir = make(tmp_path / "a")
+    (run_dir / name).unlink(missing_ok=True)
+    (run_dir / name).mkdir()
+    assert found(run_dir).problems == (f"{name} cannot be read: Is a directory",)
+    assert [each for each, _ in run_files.find_runs(tmp_path)] == ["a"]
+
+
+def test_a_loss_that_is_not_finite_is_told_from_none(tmp_path):
+    run = found(make(tmp_path / "a", last='{"step": 4, "loss": null}\n'))
+    assert (run.loss, run.is_finite, run.problems) == (None, False, ())
+    run = found(make(tmp_path / "b", steps=0))
+    assert (run.loss, run.is_finite) == (None, True)
+
+
+def test_older_runs_are_finished_where_their_last_step_is_saved_and_only_then(tmp_path):
+    run_dir = make(tmp_path / "a", steps=9)
+    assert found(run_dir).status == "no end recorded"  # its last save may have failed
+    for name in ("6", "9.damaged", "9.orbax-checkpoint-tmp"):
+        (run_dir / "checkpoints" / name).mkdir(parents=True)
+    assert found(run_dir).status == "no end recorded"
+    (run_dir / "checkpoints/9").mkdir()
+    assert (found(run_dir).status, found(run_dir).checkpoints) == ("finished", (6, 9))
+
+
+def test_a_run_with_settings_alone_has_not_started(tmp_path):
+    run_dir = make(tmp_path / "a")
+    (run_dir / "metrics.jsonl").unlink()
+    assert (found(run_dir).status, found(run_dir).step, found(run_dir).problems) == ("not started", 0, ())
+
+
+def test_what_another_process_of_the_run_failed_of_is_its_reason(tmp_path):
+    started = {"status": "started", "step": 0, "host": "elsewhere", "pid": 1, "is_locked": True, "at": 100.0}
+    run_dir = make(tmp_path / "a", status=json.dumps(started) + "\n")
+    (run_dir / "processes").mkdir()
+    file = run_dir / "processes/failed.json"
+    file.write_text('{"process": 2, "message": "the disk is full."}')
+    assert (found(run_dir).status, found(run_dir).reason) == ("failed", "process 2: the disk is full.")
+    os.utime(file, (50.0, 50.0))  # of a start before
+    assert (found(run_dir).status, found(run_dir).reason) == ("no end recorded", None)
+
+
+def test_a_torn_line_of_a_run_that_goes_on_is_no_fault(tmp_path):
+    from ppctl.reports.run_status import Standing
+
+    run_dir = make(tmp_path / "a", last='{"step": 4, "lo')
+    with Standing(run_dir, 0):
+        assert (found(run_dir).status, found(run_dir).problems) == ("running", ())
+
+
+def test_history_says_first_last_and_least_and_counts_what_is_no_record(tmp_path):
+    last = '{"step": 4, "loss": 9.0, "step_time_s": 2.5, "rows_per_s": 8}\nx\n{"step": 5, "loss": null}\n{"st'
+    past = run_files.history(make(tmp_path / "a", last=last))
+    assert past.losses == {"first": (1, 4.0), "last": (4, 9.0), "least": (3, 4 / 3)}
+    assert (past.step_time_s, past.unit, past.speed) == (0.5, "rows_per_s", 8.0)
+    assert (past.eval_losses, past.problems) == ({}, ("1 line of metrics.jsonl is no record",))
+
+
+def test_the_size_is_that_of_all_files(tmp_path):
+    run_dir = make(tmp_path / "a")
+    before = run_files.disk_bytes(run_dir)
+    (run_dir / "checkpoints/1").mkdir(parents=True)
+    (run_dir / "checkpoints/1/x").write_bytes(b"x" * 1_000_000)
+    assert 1_000_000 <= run_files.disk_bytes(run_dir) - before < 1_100_000

@@ -1,0 +1,207 @@
+"""How a run stands: written when it starts and ends, and told from what a kill leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ppctl import cli
+from ppctl.reports import run_files, run_status
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, NoStanding, Standing
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "status.jsonl").read_text().splitlines()]
+
+
+def state(run_dir):
+    """(status, reason) as a list of runs says."""
+    found = run_files.summary("x", run_dir)
+    return found.status, found.reason
+
+
+def test_a_run_is_running_until_it_says_how_it_ended(tmp_path):
+    with Standing(tmp_path, 3) as standing:
+        assert state(tmp_path) == ("running", None)
+        standing.end(INTERRUPTED, step=7, reason="SIGINT")
+    assert state(tmp_path) == ("interrupted", "SIGINT")
+    with Standing(tmp_path, 7) as standing:
+        assert state(tmp_path) == ("running", None)
+        standing.end(FINISHED, step=9)
+    assert state(tmp_path) == ("finished", None)
+    found = lines(tmp_path)
+    assert [(line["status"], line["step"]) for line in found] == [
+        *(("started", 3), ("interrupted", 7), ("started", 7), ("finished", 9))
+    ]
+    assert found[0]["pid"] == os.getpid()
+    assert all(before["at"] <= after["at"] for before, after in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ValueError("the disk\nis full."), "the disk is full."), (KeyError(), "KeyError")]
+)
+def test_an_exception_is_recorded_in_a_line_and_goes_on(tmp_path, error, reason):
+    with pytest.raises(type(error)), Standing(tmp_path, 0):
+        raise error
+    assert state(tmp_path) == ("failed", reason)
+
+
+def say_finished_and_fail(run_dir):
+    with Standing(run_dir, 0) as standing:
+        standing.end(FINISHED, step=1)
+        raise ValueError
+
+
+def test_what_was_said_of_the_end_stays_when_something_fails_after_it(tmp_path):
+    with pytest.raises(ValueError):
+        say_finished_and_fail(tmp_path)
+    assert state(tmp_path) == ("finished", None)
+
+
+KILLED = (
+    "import os, pathlib, sys, time; from ppctl.reports.run_status import Standing\n"
+    "with Standing(pathlib.Path(sys.argv[1]), 0):\n"
+    "    print('up', flush=True)\n"
+    "    time.sleep(60)\n"
+)
+
+
+def start(run_dir):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_killed_is_running_before_and_broken_off_after(tmp_path, number):
+    process = start(tmp_path)
+    try:
+        assert state(tmp_path) == ("running", None)
+    finally:
+        process.send_signal(number)
+        process.communicate()
+    assert state(tmp_path) == ("broken off", None)
+    assert len(lines(tmp_path)) == 1
+    with Standing(tmp_path, 0) as standing:
+        assert state(tmp_path) == ("running", None)
+        standing.end(FINISHED)
+    assert state(tmp_path) == ("finished", None)
+
+
+def test_a_stopped_process_still_holds_its_run(tmp_path):
+    process = start(tmp_path)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        assert state(tmp_path) == ("running", None)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_child_of_the_run_that_outlives_it_does_not_hold_it(tmp_path):
+    with Standing(tmp_path, 0):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert state(tmp_path) == ("broken off", None)  # left without a word
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_of_another_machine_or_without_locks_nothing_is_claimed(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(95, "Operation not supported")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", no_locks)
+        with Standing(tmp_path, 0):
+            assert state(tmp_path) == ("no end recorded", None)
+    assert lines(tmp_path)[0]["is_locked"] is False
+    assert state(tmp_path) == ("no end recorded", None)
+    with Standing(tmp_path, 0):
+        pass
+    assert state(tmp_path) == ("broken off", None)
+    monkeypatch.setattr(run_status.platform, "node", lambda: "elsewhere")
+    assert state(tmp_path) == ("no end recorded", None)
+
+
+def test_a_second_process_in_the_same_run_dir_does_not_claim_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_status, "LOCK_S", 0.05)
+    with Standing(tmp_path, 0) as first:
+        with Standing(tmp_path, 0):
+            assert [line["is_locked"] for line in lines(tmp_path)] == [True, False]
+        assert state(tmp_path) == ("running", None)  # the first one is
+        first.end(FINISHED)
+
+
+def test_a_torn_line_is_dropped_at_the_next_start(tmp_path):
+    (tmp_path / "status.jsonl").write_text('{"status": "finished", "at": 1.0}\n{"status": "sta')
+    found = run_files.summary("x", tmp_path)
+    assert (found.status, found.problems) == (
+        "finished",
+        ("config.yaml is missing", "the last line of status.jsonl is torn"),
+    )
+    with Standing(tmp_path, 0):
+        pass
+    assert [line["status"] for line in lines(tmp_path)] == ["finished", "started"]
+
+
+def test_a_disk_that_is_full_hides_no_error(tmp_path, monkeypatch):
+    def full(self, record):
+        raise OSError(28, "No space left on device")
+
+    def fill_and_fail():
+        with Standing(tmp_path, 0):
+            monkeypatch.setattr(Standing, "_write", full)
+            raise ValueError("the reason")
+
+    with pytest.raises(ValueError, match="the reason"):
+        fill_and_fail()
+
+
+def test_a_process_that_does_not_lead_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with NoStanding() as standing:
+        standing.end(FINISHED)
+    assert list(tmp_path.iterdir()) == []
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from ppctl.reports.run_status import Standing
+with Standing(Path(sys.argv[1]), 0):
+    print(flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_that_another_process_writes_is_refused_and_left_alone(tmp_path, capsys, monkeypatch):
+    saving = tmp_path / "checkpoints/5.orbax-checkpoint-tmp"
+    saving.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert run_status.held_by(tmp_path) == process.pid
+            assert cli.main(["train", "recipes=tiny", f"run.dir={tmp_path}"]) == 2
+            said = f"run.dir={tmp_path} is written by process {process.pid} now. Use another run.name, or end that run"
+            assert said in capsys.readouterr().err
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "status.jsonl"]
+            assert saving.exists()
+            monkeypatch.setattr(run_status, "here", lambda: {"host": "another"})
+            assert run_status.held_by(tmp_path) is None
+            monkeypatch.undo()
+        finally:
+            process.kill()
+    assert run_status.held_by(tmp_path) is None
+    (tmp_path / "status.jsonl").unlink()
+    assert run_status.held_by(tmp_path) is None

@@ -1,0 +1,143 @@
+"""Tiny models, and one step of each by the spmd executor and by the reference, for the tests beside this file."""
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ppctl.executors.layout import Layout
+from ppctl.executors.mesh import make_mesh
+from ppctl.executors.reference import reference
+from ppctl.executors.spmd.program import Options, spmd
+from ppctl.model.mlp import mlp
+from ppctl.model.stack import init
+from ppctl.model.transformer import transformer
+from ppctl.schedule import FAMILIES, build
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.partition.partition import explicit, uniform
+from ppctl.schedule.ticks import forward_only, ticks
+
+COMPILE_FAST = {"xla_backend_optimization_level": 0}  # the same program in slower machine code: most time is compiling
+SEQ_LEN, VOCAB_SIZE = 8, 32
+TRANSFORMER = {
+    "d_model": 16,
+    "num_heads": 4,
+    "num_kv_heads": None,
+    "mlp_ratio": 2.0,
+    "activation": "gelu",
+    "vocab_size": VOCAB_SIZE,
+    "tied": False,
+    "rope_theta": 10000.0,
+}
+MLP = {"d_model": 16, "activation": "tanh", "input_dim": 5, "target_dim": 3}
+MODELS = {  # every pair of (tied, activation, grouped queries) occurs
+    "untied gelu": {},
+    "untied swiglu grouped": {"activation": "swiglu", "num_kv_heads": 2},
+    "tied gelu grouped": {"tied": True, "num_kv_heads": 1},
+    "tied swiglu": {"tied": True, "activation": "swiglu"},
+    "mlp": None,
+}
+
+
+def make_stack(model, num_layers, dtype=jnp.float64):
+    changes = MODELS[model]
+    if changes is None:
+        return mlp(num_layers=num_layers, **MLP, dtype=dtype)
+    return transformer(num_layers=num_layers, **(TRANSFORMER | changes), dtype=dtype)
+
+
+def make_params(stack, seed=0):
+    """Random parameters of a model's shapes: initial norms and biases are all alike, which would hide mistakes."""
+    rng = np.random.default_rng(seed)
+
+    def random(path, leaf):
+        center = 1.0 if path[-1].key == "scale" else 0.0
+        return (center + 0.25 * rng.standard_normal(leaf.shape)).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(random, jax.eval_shape(lambda: init(stack, seed)))
+
+
+def make_batch(model, batch_size, seed=1):
+    rng = np.random.default_rng(seed)
+    if MODELS[model] is None:
+        inputs = rng.standard_normal((batch_size, MLP["input_dim"]))
+        return {"inputs": inputs, "targets": rng.standard_normal((batch_size, MLP["target_dim"]))}
+    tokens = rng.integers(0, VOCAB_SIZE, (2, batch_size, SEQ_LEN), np.int32)
+    return {"inputs": tokens[0], "targets": tokens[1]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run one step. `mesh` is (dp, pp, fsdp)."""
+
+    schedule: str = "gpipe"
+    mesh: tuple[int, int, int] = (1, 4, 1)
+    num_microbatches: int = 8
+    num_chunks: int = 1
+    num_layers: int = 8
+    model: str = "untied gelu"
+    batch_size: int = 64
+    remat: str = "full"
+    unroll: int = 16
+    gather_each_tick: bool = False
+    skip_idle: bool = True
+    layers: tuple[int, ...] | str | None = None  # of each stage, as `explicit` takes them; None: uniform
+
+    @property
+    def options(self):
+        return Options(self.remat, self.skip_idle, self.gather_each_tick, self.unroll, jnp.float64)
+
+    def program(self):
+        has_knob = "num_chunks" in inspect.signature(FAMILIES[self.schedule]).parameters
+        knobs = {"num_chunks": self.num_chunks} if has_knob else {}
+        return build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
+
+    def layout(self):
+        schedule = self.program()
+        size = (self.num_layers, schedule.num_stages)
+        partition = uniform(*size) if self.layers is None else explicit(*size, self.layers)
+        return Layout(make_mesh(*self.mesh), partition, schedule.rank_of)
+
+
+def staged_step(case, stack=None, *, with_grads=True):
+    """(loss, gradients) of staged parameters and a batch, by the spmd executor."""
+    stack = stack or make_stack(case.model, case.num_layers)
+    program = case.program() if with_grads else forward_only(case.program())
+    return spmd(stack, case.layout(), ticks(program, Costs(), **case.options.lowering), case.options)
+
+
+def run_spmd(case, stack, params, batch):
+    """(loss, gradients) in natural order, by the spmd executor, from parameters and to gradients that are sharded."""
+    layout = case.layout()
+    staged = layout.to_staged(params)
+    shardings = layout.shardings(layout.staged_specs(staged))
+    step = jax.jit(staged_step(case, stack), in_shardings=(shardings, None), compiler_options=COMPILE_FAST)
+    loss, grads = step(staged, batch)
+    for grad, leaf, sharding in zip(*map(jax.tree.leaves, (grads, staged, shardings)), strict=True):
+        assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
+        assert grad.sharding.is_equivalent_to(sharding, grad.ndim)
+    return loss, layout.to_natural(jax.tree.map(np.asarray, grads))
+
+
+@cache
+def run_reference(model, num_layers, batch_size):
+    """(parameters, batch, loss, gradients) by the reference executor; the same for every way to run the step."""
+    stack = make_stack(model, num_layers)
+    params, batch = make_params(stack), make_batch(model, batch_size)
+    step = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)
+    loss, grads = jax.jit(step, compiler_options=COMPILE_FAST)(params, batch)
+    return params, batch, float(loss), jax.tree.map(np.asarray, grads)
+
+
+def difference(found, expected):
+    """The largest relative difference of any leaf: max |a - b| / max |b|. NaN counts as infinite."""
+    worst = 0.0
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        error = np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(b))
+        worst = max(worst, float(error) if np.isfinite(error) else np.inf)
+    return worst

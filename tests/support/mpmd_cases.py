@@ -1,0 +1,79 @@
+"""An mpmd engine for a `Case`, with parameters of the caller's, for the tests beside this file."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.cases import COMPILE_FAST, Case, make_batch, make_params, make_stack
+
+from ppctl.executors.layout import Layout
+from ppctl.executors.mesh import make_mesh
+from ppctl.executors.mpmd.tasks import Model
+from ppctl.schedule import build
+from ppctl.schedule.partition.partition import uniform
+from ppctl.schedule.ticks import forward_only
+from ppctl.training import optim
+from ppctl.training.engines.mpmd import Mpmd
+from ppctl.training.engines.states import States
+from ppctl.training.job import dispatch_order
+from ppctl.training.train_step import init_state
+
+KNOBS = {"interleaved": "num_chunks", "looped_bfs": "num_chunks", "interleaved_zb": "num_chunks", "gis": "num_chunks"}
+LR_SCHEDULE = optim.lr_schedule(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
+CLIP_NORM = 0.05
+
+
+@dataclass(frozen=True)
+class MpmdCase(Case):
+    """One way to run a step by the mpmd executor."""
+
+    num_chunks: int = 2
+    sizes: tuple[int, ...] | None = None  # layers of each stage; None: as alike as can be
+
+    def partition(self):
+        if self.sizes is None:
+            return uniform(self.num_layers, self.program().num_stages)
+        ends = np.cumsum((0, *self.sizes)).tolist()
+        return tuple(range(low, high) for low, high in pairwise(ends))
+
+    def program(self):
+        knobs = {KNOBS[self.schedule]: self.num_chunks} if self.schedule in KNOBS else {}
+        return build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
+
+
+def make_optimizer(clip_norm=CLIP_NORM):
+    return optim.adamw(LR_SCHEDULE, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=clip_norm)
+
+
+def make_engine(case, clip_norm=CLIP_NORM):
+    """An engine of float64 whose initial state has `make_params`, and a batch of the case."""
+    stack = make_stack(case.model, case.num_layers)
+    batch = make_batch(case.model, case.batch_size)
+    return engine_of(case, stack, make_params(stack), batch, clip_norm), batch
+
+
+def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
+    """The same of this stack, which starts with these parameters."""
+    schedule = case.program()
+    layout = Layout(make_mesh(*case.mesh), case.partition(), schedule.rank_of)
+    dp, _, fsdp = case.mesh
+    rows = case.batch_size // (dp * fsdp * case.num_microbatches)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    model = Model(
+        stack, params["ends"], layer, microbatch, case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64")
+    )
+    schedules = tuple((each, dispatch_order(each, case.remat)) for each in (schedule, forward_only(schedule)))
+    optimizer = make_optimizer(clip_norm)
+    states = States(layout, lambda: init_state(jax.tree.map(jnp.asarray, params), optimizer))
+    return Mpmd(states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST)
+
+
+def run_mpmd(case):
+    """(loss, gradients) in natural order of `make_params` and `make_batch`."""
+    engine, batch = make_engine(case)
+    loss, grads = engine.loss_and_grads(engine.new_state(), engine.put(batch))
+    return float(loss), jax.tree.map(np.asarray, grads)

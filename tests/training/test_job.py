@@ -1,0 +1,282 @@
+"""The parts of a run: what depends on the layout and what must not, FLOPs against closed forms, what is refused."""
+
+import os
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from ppctl.config import (
+    MLP,
+    Balanced,
+    Config,
+    Data,
+    Explicit,
+    Interleaved,
+    Mesh,
+    Mpmd,
+    Reference,
+    Regression,
+    Run,
+    Schedule,
+    Spmd,
+    Synthetic,
+    Transformer,
+    Uniform,
+)
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.schedule.costs import Costs, task_costs
+from ppctl.training.job import CPU_FLAGS, assemble, make_stack, model_flops, partition_text, plan, without_pipeline
+
+BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 8, 12, 24
+
+
+def small(**settings):
+    return Transformer(**({"num_layers": 4, "d_model": 16, "num_heads": 4, "seq_len": SEQ_LEN} | settings))
+
+
+def transformer_config(**parts):
+    data = Synthetic(batch_size=BATCH_SIZE, vocab_size=VOCAB_SIZE, num_sequences=512)
+    defaults = {"model": small(), "data": data, "mesh": Mesh(1, 2), "schedule": Schedule(num_microbatches=2)}
+    return Config(**(defaults | {"run": Run(dtype="float32")} | parts))
+
+
+def mlp_config(**parts):
+    data = Regression(batch_size=BATCH_SIZE, num_features=5, num_targets=3, num_rows=512)
+    return transformer_config(**({"model": MLP(num_layers=4, d_model=16), "data": data} | parts))
+
+
+@pytest.mark.parametrize(
+    ("activation", "num_kv_heads", "mlp_ratio"), [("gelu", None, 4.0), ("gelu", 1, 2.0), ("swiglu", 2, 3.0)]
+)
+def test_flops_of_a_transformer_are_six_a_weight_and_token_plus_attention(activation, num_kv_heads, mlp_ratio):
+    model = small(num_kv_heads=num_kv_heads, mlp_ratio=mlp_ratio, activation=activation)
+    L, D, T, V, M = 4, 16, SEQ_LEN, VOCAB_SIZE, BATCH_SIZE * SEQ_LEN
+    kv_width = D // 4 * (num_kv_heads or 4)
+    num_matrices = 3 if activation == "swiglu" else 2
+    weights = L * (2 * D * D + 2 * D * kv_width + num_matrices * D * int(mlp_ratio * D)) + D * V
+    attention = L * 2 * (2 * M * T * D)  # scores and mixture, every position with every position
+    assert model_flops(assemble(transformer_config(model=model))) == 6 * weights * M + 3 * attention
+
+
+def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data():
+    L, D, I, O = 4, 16, 5, 3
+    inputs = 2 * BATCH_SIZE * I * D  # the data need no gradient
+    assert model_flops(assemble(mlp_config())) == 6 * BATCH_SIZE * (L * D * D + D * O) + 2 * inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"mesh": Mesh(2, 2, 2), "schedule": Interleaved(num_microbatches=2)},
+        {"mesh": Mesh(), "executor": Reference()},
+    ],
+)
+def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
+    here, there = assemble(transformer_config()), assemble(transformer_config(**parts))
+    assert model_flops(here) == model_flops(there)
+    states = [built.engine.to_natural(built.engine.new_state()) for built in (here, there)]
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("num_layers", [4, 5])  # 5: stages of unequal size
+def test_states_have_the_shapes_and_shardings_that_are_promised(num_layers):
+    model = small(num_layers=num_layers)
+    parts = assemble(transformer_config(model=model, mesh=Mesh(1, 2, 2), schedule=Interleaved(num_microbatches=2)))
+    engine, states = parts.engine, parts.states
+    staged = engine.new_state()
+    for state, described in ((staged, states.staged), (engine.to_natural(staged), states.natural)):
+        assert jax.tree.structure(state) == jax.tree.structure(described)
+        for leaf, wanted in zip(*map(jax.tree.leaves, (state, described)), strict=True):
+            assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
+            assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+    back = engine.from_natural(engine.to_natural(staged))
+    for a, b in zip(*map(jax.tree.leaves, (staged, back)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_batch_is_divided_over_rows_and_shards_and_whole_on_every_rank():
+    parts = assemble(transformer_config(mesh=Mesh(2, 2, 2), schedule=Schedule(num_microbatches=2)))
+    batch = next(parts.data.batches())
+    placed = parts.engine.put(batch)
+    for name, array in placed.items():
+        np.testing.assert_array_equal(array, batch[name])
+        assert {shard.data.shape for shard in array.addressable_shards} == {(BATCH_SIZE // 4, SEQ_LEN)}
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), parts.batch_shapes)[name] == (array.shape, array.dtype)
+
+
+def test_weights_are_float32_whatever_the_compute():
+    for dtype in ("bfloat16", "float32"):
+        parts = assemble(transformer_config(run=Run(dtype=dtype)))
+        assert parts.dtype == dtype
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(parts.states.natural["params"])} == {"float32"}
+    parts = assemble(transformer_config(run=Run(dtype="float64")))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(parts.states.natural["params"])} == {"float64"}
+
+
+def test_dtype_is_the_commands_default_unless_set():
+    assert assemble(transformer_config(run=Run())).dtype == "float32"
+    assert assemble(transformer_config(run=Run()), default_dtype="float64").dtype == "float64"
+    assert assemble(transformer_config(), default_dtype="float64").dtype == "float32"
+
+
+def test_the_flags_for_busy_machines_are_added_once_and_never_override(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x {CPU_FLAGS[0].split('=')[0]}=7")
+    for _ in range(2):
+        assemble(transformer_config())
+    assert os.environ["XLA_FLAGS"] == f"--xla_dump_to=x {CPU_FLAGS[0].split('=')[0]}=7 {CPU_FLAGS[1]}"
+
+
+@pytest.mark.parametrize(("remat", "backward_s"), [("none", 2.0), ("layer", 3.0), ("full", 3.0)])
+def test_recomputing_costs_a_forward(remat, backward_s):
+    assert task_costs(remat).backward_s == backward_s
+    assert task_costs("none") == Costs()
+
+
+def test_without_a_pipeline_the_same_model_meets_the_same_data():
+    config = transformer_config(
+        mesh=Mesh(2, 2), executor=Spmd(remat="full", unroll=3), partition=Explicit(layers=[3, 1])
+    )
+    plain = without_pipeline(config)
+    assert (plain.mesh, plain.executor, plain.partition) == (Mesh(), Reference(unroll=3), Uniform())
+    for part in ("model", "schedule", "optim", "data", "run"):
+        assert getattr(plain, part) == getattr(config, part)
+
+
+def sizes_of(parts):
+    return [len(layers) for layers in parts.states.layout.partition]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "remat", "sizes", "text"),
+    [
+        # FLOPs a token, forward: a layer 2*12*D^2 + 4*T*D = 6912, the head 2*D*V; forward and backward are 3 of them,
+        # and recomputing makes 4 of a layer's
+        (24, "none", [3, 3, 2, 2], "head 0.1 layers; largest stage 1.19 times the mean"),
+        (648, "none", [4, 3, 3, 0], "head 3.0 layers; largest stage 1.23 times the mean"),
+        (648, "full", [3, 3, 3, 1], "head 2.2 layers; largest stage 1.06 times the mean"),
+        (6480, "layer", [4, 3, 3, 0], "head 22.5 layers; largest stage 2.77 times the mean"),
+    ],
+)
+def test_balanced_counts_the_flops_of_the_head(vocab_size, remat, sizes, text):
+    parts = assemble(
+        transformer_config(
+            model=small(num_layers=10, vocab_size=vocab_size),
+            mesh=Mesh(1, 4),
+            partition=Balanced(),
+            executor=Spmd(remat=remat),
+        )
+    )
+    assert sizes_of(parts) == sizes
+    assert partition_text(parts) == (f"{' '.join(map(str, sizes))} layers (balanced; embedding worth 0.0, {text})")
+
+
+def test_balanced_counts_an_embedding_that_multiplies():
+    data = Regression(batch_size=BATCH_SIZE, num_features=80, num_targets=16, num_rows=512)
+    parts = assemble(mlp_config(model=MLP(num_layers=8, d_model=16), data=data, mesh=Mesh(1, 2), partition=Balanced()))
+    # of 2*B*D*D FLOPs: a layer 4, the head 3 of as many, the embedding 2 (the data need no gradient) of 80/16 as many
+    assert partition_text(parts) == (
+        "3 5 layers (balanced; embedding worth 3.3, head 1.0 layers; largest stage 1.03 times the mean)"
+    )
+
+
+def test_partitions_are_shown_where_stages_differ_or_were_asked_for():
+    def shown(**parts):
+        return partition_text(assemble(transformer_config(**parts)))
+
+    assert shown() is None
+    assert shown(model=small(num_layers=5)) == (
+        "3 2 layers (uniform; embedding worth 0.0, head 0.1 layers; largest stage 1.17 times the mean)"
+    )
+    assert shown(model=small(vocab_size=648)) == (
+        "2 2 layers (uniform; embedding worth 0.0, head 3.0 layers; largest stage 1.43 times the mean, "
+        "1.14 with partition=balanced)"
+    )
+    assert shown(partition=Balanced()).startswith("2 2 layers (balanced; ")
+    assert shown(partition=Explicit(layers="Et|t*3,L")).startswith("1 3 layers (explicit; ")
+    assert shown(mesh=Mesh(), executor=Reference(), model=small(vocab_size=648)) is None
+
+
+def test_a_plan_needs_neither_data_nor_devices():
+    model = Transformer(num_layers=2000)
+    data = Data(name="tokens")
+    schedule, ticks, partition = plan(
+        transformer_config(model=model, data=data, mesh=Mesh(1, 256), schedule=Schedule(num_microbatches=4))
+    )
+    assert schedule.num_ranks == len(partition) == 256
+    assert ticks is not None
+    assert ticks.num_ticks >= 256
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        (
+            {"mesh": Mesh(1, 8), "partition": Balanced()},
+            ConfigError,
+            r"model.num_layers=4 is less than the number of stages between .* = 6, so that stage 5 would be empty",
+        ),
+        (
+            {"partition": Explicit(layers=[2, 3])},
+            ConfigError,
+            r"partition.layers=\[2, 3\] ends with stage 1 at 2\+3 = 5 layers, but model.num_layers=4",
+        ),
+        (
+            {"mesh": Mesh(1, 4), "partition": Explicit(layers="Ett||t|tL")},
+            ConfigError,
+            "stage 1 has 0 layers. Give it 1 or more",
+        ),
+        ({"mesh": Mesh(1, 5)}, ConfigError, r"model.num_layers=4 is less than the number of stages, .* = 5"),
+        (
+            {"schedule": Interleaved(num_microbatches=3)},
+            ScheduleError,
+            r"num_microbatches=3 is not a multiple of num_ranks=2 \(interleaved\)",
+        ),
+        ({"mesh": Mesh(8, 2)}, ConfigError, r"dp\*pp\*fsdp = 8\*2\*1 = 16 needs 16 devices, but there are \d+ \(cpu\)"),
+        (
+            {"model": small(vocab_size=8)},
+            ConfigError,
+            r"model.vocab_size=8 is less than the 24 token ids of data=synthetic\. Use model.vocab_size=null, which",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(parts, error, message):
+    with pytest.raises(error, match=message) as refused:
+        assemble(transformer_config(**parts))
+    assert not re.search("\n", str(refused.value))
+
+
+def test_a_vocabulary_may_be_larger_than_the_data_needs():
+    parts = assemble(transformer_config(model=small(vocab_size=32)))
+    assert parts.states.natural["params"]["ends"]["embedding"].shape == (32, 16)
+
+
+@pytest.mark.parametrize("executor", [Spmd(), Mpmd()], ids=["spmd", "mpmd"])
+@pytest.mark.parametrize(
+    ("layers", "which"),
+    [((2, 2), "stage 0 (layers 0-1)"), ((0, 4), "stage 1 (layers 0-3)"), ((1, 3), "stage 0 (layer 0)")],
+)
+def test_a_backward_without_halves_is_refused_with_its_stage_before_anything_is_compiled(
+    executor, layers, which, monkeypatch
+):
+    product = jax.custom_vjp(lambda w, x: x)
+    scaled = lambda w, g, by: (jax.tree.map(lambda a: by * a * g[0, 0], w), by * g)  # noqa: E731
+    product.defvjp(
+        lambda w, x: (x, w), lambda w, g: jax.lax.cond(g[0, 0] > 0, lambda: scaled(w, g, 1), lambda: scaled(w, g, 2))
+    )
+    monkeypatch.setattr(
+        "ppctl.training.job.make_stack", lambda *args: replace(make_stack(*args), layer=lambda w, x: product(w, x))
+    )
+    split = mlp_config(
+        schedule=Schedule(name="zb_h1", num_microbatches=2), partition=Explicit(layers=list(layers)), executor=executor
+    )
+    with pytest.raises(ConfigError) as error:
+        assemble(split)
+    assert str(error.value).startswith(f"{which}: the backward of a layer has no I and W: cond, with results ")
+    assert str(error.value).endswith("use a schedule of whole backwards, such as schedule=interleaved.")
+    assert "\n" not in str(error.value)
+    assemble(replace(split, schedule=Schedule(num_microbatches=2)))  # whole backwards run

@@ -1,0 +1,92 @@
+"""run.timeline: every task of one step, when it ran on its device, beside the prediction from its means."""
+
+import csv
+import json
+from collections import defaultdict
+
+import pytest
+
+from ppctl import cli
+from ppctl.reports.timeline_io import mean_costs, measured
+from ppctl.schedule import build
+from ppctl.schedule.ir import Task
+from ppctl.schedule.simulate import simulate
+from ppctl.training import timeline
+
+TINY = (
+    "mesh=1x2 data=regression data.batch_size=8 data.num_rows=4096 model=mlp model.num_layers=2 model.d_model=16 "
+    "schedule.num_microbatches=4 run.platform=cpu run.dtype=float32 run.tensorboard=false run.checkpoint.every=null "
+    "run.num_steps=3 run.eval_every=null run.timeline=true"
+)
+
+
+def train(run_dir, *words):
+    return cli.main(["train", *TINY.split(), f"run.dir={run_dir}", *words])
+
+
+def rows_by_rank(run_dir):
+    found = defaultdict(list)
+    with (run_dir / "timeline" / "timeline.csv").open() as file:
+        for row in csv.DictReader(file):
+            found[int(row["rank"])].append(row)
+    return found
+
+
+def test_each_task_is_measured_in_program_order_beside_its_prediction(tmp_path, capsys):
+    assert train(tmp_path, "executor=mpmd", "schedule=zb_h1", "executor.post_validation=true") == 0
+    schedule = build("zb_h1", 2, 4)
+    found = rows_by_rank(tmp_path)
+    starts, ends = {}, {}
+    for rank, tasks in enumerate(schedule.ranks):
+        assert [row["task"] for row in found[rank]] == list(map(str, tasks))
+        for task, row in zip(tasks, found[rank], strict=True):
+            starts[task], ends[task] = float(row["start_s"]), float(row["end_s"])
+            assert 0 <= starts[task] < ends[task]
+        assert [starts[task] for task in tasks] == sorted(starts[task] for task in tasks)
+    costs = mean_costs(schedule, {task: ends[task] - starts[task] for task in starts})
+    predicted = simulate(schedule, costs)
+    for rank, tasks in enumerate(schedule.ranks):
+        for task, row in zip(tasks, found[rank], strict=True):
+            assert float(row["predicted_start_s"]) == pytest.approx(predicted.start_s[task], abs=1e-7)
+    trace = json.loads((tmp_path / "timeline" / "timeline.perfetto.json").read_text())["traceEvents"]
+    names = {pid: sorted(e["name"] for e in trace if e["ph"] == "X" and e["pid"] == pid) for pid in (0, 1)}
+    assert names[0] == names[1] == sorted(str(task) for tasks in schedule.ranks for task in tasks)
+    assert "zb_h1, measured" in (tmp_path / "timeline" / "timeline.html").read_text()
+    out = capsys.readouterr().out
+    assert f"timeline  {tmp_path}/timeline: step" in out
+    assert "rank 1    bubble" in out
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3  # the measured step is one of the run
+
+
+@pytest.mark.slow
+def test_where_the_trace_tells_nothing_tasks_are_timed_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "traced_spans", lambda *_: None)
+    assert train(tmp_path, "executor=mpmd", "schedule=1f1b", "executor.remat=full") == 0
+    for rows in rows_by_rank(tmp_path).values():
+        for row in rows:
+            assert float(row["start_s"]) == pytest.approx(float(row["predicted_start_s"]), abs=1e-7)
+            is_left_to_the_backward = row["task"].startswith("1F")
+            assert (float(row["end_s"]) > float(row["start_s"])) is not is_left_to_the_backward
+
+
+def test_a_task_without_a_program_takes_no_time_and_means_are_those_of_a_stage():
+    schedule = build("gpipe", 1, 2)
+    f0, f1, b0, b1 = (Task(0, kind, m) for kind, m in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))
+    line = measured(schedule, {f0: (5.0, 6.0), b1: (8.0, 12.0), b0: (12.0, 14.0)})
+    assert (line.start_s[f1], line.end_s[f1]) == (1.0, 1.0)
+    assert (line.makespan_s, line.bubble_fractions) == (9.0, (pytest.approx(2 / 9),))
+    assert line.costs.seconds("B", 0, 1) == 3.0
+    assert line.costs.seconds("F", 0, 1) == 0.5
+    assert line.waits_for(b0) == b1  # gpipe ends as it began
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("executor=spmd",), "run.timeline=true measures tasks that are programs of their own, but executor=spmd is"),
+        (("executor=mpmd", "run.profile.start=0"), "run.timeline=true and run.profile.start=0 both trace"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tmp_path, words, message, capsys):
+    assert train(tmp_path, *words) == 2
+    assert message in capsys.readouterr().err

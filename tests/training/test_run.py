@@ -1,0 +1,406 @@
+"""The training loop: what a run leaves behind, what it refuses, and that every layout trains the same model."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from jax import monitoring
+from orbax.checkpoint import v1 as ocp
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ppctl import cli
+from ppctl.training import run
+from ppctl.training.metrics import Metrics
+
+TINY = (
+    "mesh=1x2 schedule=gpipe schedule.num_microbatches=2 data=synthetic data.batch_size=16 data.vocab_size=16 "
+    "data.num_sequences=512 data.eval_fraction=0.1 model.num_layers=2 model.d_model=16 model.num_heads=2 "
+    "model.seq_len=8 run.dtype=float32 run.platform=cpu run.eval_every=null run.tensorboard=false "
+    "run.checkpoint.every=null run.num_steps=6"
+)
+ROWS = (
+    "model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=16 data.num_rows=512 "
+    "data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
+    "run.dtype=float32 run.eval_every=null run.tensorboard=false run.checkpoint.every=null run.num_steps=6"
+)
+
+
+def records(run_dir, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+def losses(run_dir):
+    return [record["loss"] for record in records(run_dir)]
+
+
+def checkpoints(run_dir):
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
+
+
+@pytest.fixture
+def train(tmp_path, capsys):
+    """A function that trains: (exit code, what was printed on stdout, on stderr)."""
+
+    def train(*words, tiny=TINY, run_dir=tmp_path / "run"):
+        code = cli.main(["train", *tiny.split(), f"run.dir={run_dir}", *words])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory):
+    """The directory of a run of six steps with a checkpoint every two."""
+    run_dir = tmp_path_factory.mktemp("six_steps") / "run"
+    assert cli.main(["train", *TINY.split(), f"run.dir={run_dir}", "run.checkpoint.every=2"]) == 0
+    return run_dir
+
+
+@pytest.fixture
+def copy(six_steps, tmp_path):
+    """A function that copies that run as it was when the given step had been saved."""
+
+    def copy(step):
+        run_dir = tmp_path / "run"
+        shutil.copytree(six_steps, run_dir)
+        for later in [saved for saved in checkpoints(run_dir) if saved > step]:
+            shutil.rmtree(run_dir / "checkpoints" / str(later))
+        return run_dir
+
+    return copy
+
+
+# what a run leaves behind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tiny", "speed"), [(TINY, "tokens_per_s"), (ROWS, "rows_per_s")], ids=["tokens", "rows"])
+def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny, speed):
+    words = ["run.eval_every=3", "run.eval_batches=1", "run.tensorboard=true", "--json"]
+    words += ["hardware=host", "hardware.peak_flops.float32=1e12"]
+    code, out, err = train(*words, tiny=tiny)
+    assert code == 0
+    run_dir = tmp_path / "run"
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        *("checkpoints", "config.yaml", "eval.jsonl", "memory.json", "metrics.jsonl", "status.jsonl", "tensorboard")
+    ]
+    lines = records(run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert set(line) == {
+            *("step", "loss", "grad_norm", "lr", "step_time_s", "compile_time_s", "model_flops_per_s", "mfu_fraction"),
+            *("predicted_bubble_fraction", "predicted_step_time_s", "predicted_memory_bytes", "memory_bytes", speed),
+        }
+        count = 16 * 8 if speed == "tokens_per_s" else 16
+        assert line[speed] == pytest.approx(count / line["step_time_s"])
+        assert line["mfu_fraction"] == pytest.approx(line["model_flops_per_s"] / 2e12)
+        assert line["predicted_bubble_fraction"] == pytest.approx(1 / 3)  # (p-1)/(m+p-1)
+    assert [line["step"] for line in records(run_dir, "eval.jsonl")] == [3, 6]
+    assert [(line["status"], line["step"]) for line in records(run_dir, "status.jsonl")] == [
+        *(("started", 0), ("finished", 6))
+    ]
+
+    summary = json.loads(out)  # one document and nothing else
+    assert summary["status"] == "finished"
+    assert summary["run_dir"] == str(run_dir)
+    assert {key: summary[key] for key in lines[-1]} == lines[-1]
+    assert "finished at step 6" in err
+
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose([event.value for event in events.Scalars("train/loss")], losses(run_dir), rtol=1e-6)
+    assert [event.step for event in events.Scalars("eval/loss")] == [3, 6]
+    assert set(events.Tags()["scalars"]) >= {"train/lr", "train/grad_norm", f"speed/{speed}", "speed/step_time_s"}
+    assert events.Tags()["images"] == ["memory/ranks", "schedule/predicted"]
+    [times] = events.Histograms("speed/step_times_s")
+    assert (times.step, times.histogram_value.num) == (6, 6)
+    [asked] = events.Tensors("run/asked/text_summary")
+    assert asked.step == 1
+    assert "    run.num_steps=6\n" in asked.tensor_proto.string_val[0].decode()
+
+    started = records(run_dir, "status.jsonl")[0]
+    assert started["versions"]["jax"] == jax.__version__
+    assert (started["platform"], started["num_devices"], started["num_processes"]) == ("cpu", 2, 1)
+
+
+def test_config_yaml_is_the_composed_config(train, tmp_path, capsys):
+    train("optim.lr=3e-4", "optim.clip_norm=null")
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    words = [*TINY.split(), f"run.dir={tmp_path / 'run'}", "optim.lr=3e-4", "optim.clip_norm=null"]
+    assert cli.main(["train", *words, "--cfg", "job", "--resolve"]) == 0
+    assert written == yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_second_train_step_compiles_nothing(train, tmp_path):
+    compiled_after = []  # lines in metrics.jsonl at each compilation
+
+    def hear(event, *_args, **_rest):
+        if event == "/jax/core/compile/backend_compile_duration":
+            path = tmp_path / "run" / "metrics.jsonl"
+            compiled_after.append(len(path.read_text().splitlines()) if path.exists() else 0)
+
+    monitoring.register_event_duration_secs_listener(hear)
+    try:
+        words = ["run.num_steps=12", "run.eval_every=2", "run.eval_batches=1", "run.checkpoint.every=2"]
+        assert train(*words)[0] == 0
+    finally:
+        monitoring.unregister_event_duration_listener(hear)
+    assert len(compiled_after) > 2  # it was heard
+    assert 1 not in compiled_after
+    assert max(compiled_after) <= 2  # the first save
+
+
+# what is refused before anything is compiled
+
+
+@pytest.mark.parametrize(
+    ("step", "words", "message"),
+    [
+        (6, "run.resume=never", r"run.resume=never, but there is a checkpoint of step 6 in .*Use run.resume=auto or"),
+        (4, "run.num_steps=3", r"The checkpoint of step 4 in .* is past run.num_steps=3\. Use run.num_steps=4 or more"),
+        (4, "run.seed=1", r"other data or another order \(run.seed: 0 then, 1 now\), so its position 4 means nothing"),
+        (4, "data.batch_size=8", r"\(data.batch_size: 16 then, 8 now\)"),
+        (4, "data.num_sequences=400", r"\(data.num_sequences: 512 then, 400 now\)"),
+        (4, "model.seq_len=4", r"\(model.seq_len: 8 then, 4 now\)"),
+        (4, "model.d_model=32", r"does not fit: .* is stored as float32.* wanted float32.* Set run.resume=never and"),
+        (4, "model.num_layers=3", r"does not fit: .* is stored as float32\[2.* wanted float32\[3"),
+        (6, "model.d_model=32", r"does not fit: "),
+        (0, "run.resume=must", r"run.resume=must, but there is no checkpoint in .*Use run.resume=auto\."),
+        (0, "run.eval_every=1 run.eval_batches=9", r"run.eval_batches\*data.batch_size = 9\*16 = 144 is more than"),
+    ],
+)
+def test_a_resume_that_cannot_be_is_refused_before_compiling(train, copy, step, words, message):
+    run_dir = copy(step)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    code, out, err = train(*words.split())
+    assert code == 2
+    assert "compiling" not in out
+    assert err.count("\n") == 1
+    assert err.startswith("ppctl: ")
+    assert re.search(message, err), err
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_dir_that_cannot_be_written_is_refused_before_compiling(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, out, err = train(run_dir=tmp_path / "file" / "run")
+    assert (code, "compiling" in out) == (2, False)
+    assert err == (
+        f"ppctl: Checkpoints cannot be written to {tmp_path}/file/run/checkpoints: Not a directory. "
+        "Use another run.dir, or make this one writable.\n"
+    )
+
+
+def test_a_config_yaml_that_cannot_be_written_is_refused_before_compiling(train, tmp_path):
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    code, out, err = train()
+    assert (code, "compiling" in out) == (2, False)
+    assert err == (
+        f"ppctl: run.dir={tmp_path}/run cannot be written: Is a directory. Free the disk, or use another run.dir.\n"
+    )
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_one_line(train, tmp_path, monkeypatch):
+    log = Metrics.log
+
+    def full(self, record):
+        if record["step"] == 3:
+            raise OSError(28, "No space left on device")
+        log(self, record)
+
+    monkeypatch.setattr(Metrics, "log", full)
+    code, _, err = train()
+    assert code == 2
+    assert err == (
+        f"ppctl: run.dir={tmp_path}/run cannot be written: No space left on device. "
+        "Free the disk, or use another run.dir.\n"
+    )
+    last = records(tmp_path / "run", "status.jsonl")[-1]
+    assert (last["status"], last["reason"]) == ("failed", err.removeprefix("ppctl: ").strip())
+
+
+def test_a_finished_run_started_again_changes_nothing(train, copy):
+    run_dir = copy(6)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    code, out, err = train()
+    assert (code, err) == (0, "")
+    assert out == f"{run_dir} has finished all run.num_steps=6 steps. Use a larger run.num_steps to go on.\n"
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    code, out, _ = train("--json")
+    assert code == 0
+    assert json.loads(out) == {"status": "finished", "run_dir": str(run_dir), "step": 6}
+
+
+@pytest.mark.slow
+def test_must_and_auto_resume_from_the_newest_checkpoint(train, copy, six_steps):
+    run_dir = copy(4)
+    code, out, _ = train("run.resume=must")
+    assert code == 0
+    assert "resuming after step 4" in out
+    assert losses(run_dir) == losses(six_steps)
+    assert [record["step"] for record in records(run_dir)] == [1, 2, 3, 4, 5, 6]
+
+
+# numbers that are not finite
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_stops_and_goes_on_from_the_good_checkpoint(train, copy):
+    run_dir = copy(2)
+    code, _, err = train("optim.lr=1e30", "optim.clip_norm=null", "run.checkpoint.every=1")
+    assert code == 4
+    # step 3 still had a finite loss; the state after it, saved, gives step 4 whatever the learning rate
+    assert err.startswith("ppctl: step 4: loss=")
+    assert "nan" in err or "inf" in err
+    assert (
+        f"Training stopped; the checkpoint of step 2 is good ({run_dir}/checkpoints); move 3 away, which leads here "
+        "with any settings. Try a smaller optim.lr (now 1e+30), more optim.warmup_steps (now 20) or a smaller "
+        "optim.clip_norm (now None).\n"
+    ) in err
+    assert err.count("\n") == 1
+    last = records(run_dir)[-1]
+    assert last["step"] == 4
+    assert last["loss"] is None or last["grad_norm"] is None
+    assert_checkpoints_are_finite(run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "3")
+    code, out, _ = train("optim.lr=1e-4")
+    assert code == 0
+    assert "resuming after step 2" in out
+    assert all(map(math.isfinite, losses(run_dir)))
+    assert len(losses(run_dir)) == 6
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_finite_is_never_saved(train, copy):
+    run_dir = copy(2)
+    code, _, err = train("optim.lr=1e39", "run.checkpoint.every=1")  # infinite in float32
+    assert code == 4
+    assert err.startswith(
+        "ppctl: step 3: its update is not finite. Training stopped; the checkpoint of step 2 is good "
+        f"({run_dir}/checkpoints). Try a smaller optim.lr (now 1e+39)"
+    )
+    assert checkpoints(run_dir) == [2]
+    assert train("optim.lr=1e-4")[0] == 0
+
+
+def test_data_that_overflows_stops_the_run_at_its_first_step(train, tmp_path):
+    code, _, err = train("data.noise=1e30", tiny=ROWS)
+    assert code == 4
+    assert err.startswith(
+        "ppctl: step 1: loss=inf, grad_norm=inf. Training stopped; there is no checkpoint to go back to "
+        f"({tmp_path}/run/checkpoints). Try a smaller optim.lr"
+    )
+    assert checkpoints(tmp_path / "run") == []
+
+
+def assert_checkpoints_are_finite(run_dir):
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for step in checkpoints(run_dir):
+        path = str(run_dir / "checkpoints" / str(step))
+        described = ocp.checkpointables_metadata(path).metadata["state"]
+        wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), described)
+        state = ocp.load_checkpointables(path, {"state": wanted})["state"]
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+# the same model on every layout
+
+LAYOUTS = {
+    "the reference": "mesh=1x1 executor=reference",
+    "the reference, other microbatches": "mesh=1x1 executor=reference schedule.num_microbatches=8 executor.remat=full",
+    "gpipe": "mesh=1x4 schedule=gpipe schedule.num_microbatches=8",
+    "1f1b": "mesh=1x2 schedule=1f1b executor.remat=layer",
+    "eager 1f1b, data parallel": "mesh=2x2 schedule=eager_1f1b executor.remat=full",
+    "interleaved, sharded": "mesh=2x2x2 schedule=interleaved schedule.num_microbatches=2",
+    "a stage without layers": "mesh=1x4 schedule=eager_1f1b partition=explicit partition.layers=E|ttt|t|tL",
+}
+# five layers: the stages are of unequal size
+WIDE = ["model.num_layers=5", "schedule.num_microbatches=4", "executor.unroll=0"]
+RELATIVE = 1e-5  # of float32 losses, as promised
+
+
+@pytest.fixture(scope="module")
+def reference_losses(tmp_path_factory):
+    """Losses of 20 steps by the reference."""
+    run_dir = tmp_path_factory.mktemp("reference") / "run"
+    words = [*WIDE, *LAYOUTS["the reference"].split(), "run.num_steps=20"]
+    assert cli.main(["train", *TINY.split(), f"run.dir={run_dir}", *words]) == 0
+    return losses(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+def test_every_layout_trains_the_same_model(train, tmp_path, layout, reference_losses):
+    assert reference_losses[-1] < reference_losses[0] - 0.05  # it learns, so that a wrong gradient would show
+    assert train(*WIDE, "run.num_steps=20", *LAYOUTS[layout].split())[0] == 0
+    np.testing.assert_allclose(losses(tmp_path / "run"), reference_losses, rtol=RELATIVE)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_within_rounding_on_any_other_layout(train, tmp_path):
+    words = ["model.num_layers=5", "model.activation=tanh", "run.num_steps=20", "run.checkpoint.every=2"]
+    words.append("run.checkpoint.keep=10")
+    assert train(*words, tiny=ROWS, run_dir=tmp_path / "one")[0] == 0
+    run_dir = tmp_path / "many"
+    layouts = ["gpipe", "interleaved, sharded", "the reference", "a stage without layers", "1f1b"]
+    for start, layout in zip((4, 8, 12, 14, 16), layouts, strict=True):
+        source = run_dir if run_dir.exists() else tmp_path / "one"
+        shutil.copytree(source, tmp_path / "next")  # as a kill after the save of step `start` leaves it
+        for later in [step for step in checkpoints(tmp_path / "next") if step > start]:
+            shutil.rmtree(tmp_path / "next" / "checkpoints" / str(later))
+        shutil.rmtree(run_dir, ignore_errors=True)
+        (tmp_path / "next").rename(run_dir)
+        code, out, _ = train(*words, *LAYOUTS[layout].split(), tiny=ROWS, run_dir=run_dir)
+        assert code == 0
+        assert f"resuming after step {start}" in out
+        assert ("partition 0 3 1 1 layers (explicit; " in out) == (layout == "a stage without layers")
+        assert [record["step"] for record in records(run_dir)] == list(range(1, 21))
+        np.testing.assert_allclose(losses(run_dir), losses(tmp_path / "one"), rtol=RELATIVE)
+
+
+# signals
+
+
+@pytest.mark.parametrize("asked", [5, 6])
+def test_a_signal_at_any_place_of_the_loop_leaves_the_last_step_saved(train, tmp_path, monkeypatch, asked):
+    """The signal comes just before the loop asks for the `asked`-th time whether there was one."""
+
+    times = itertools.count(1)
+    late = lambda finished: signal.SIGTERM if next(times) >= asked else None  # noqa: E731
+    monkeypatch.setattr(run, "_stop_requests", lambda console: contextlib.nullcontext(late))
+    code, out, _ = train("run.num_steps=50", tiny=ROWS)
+    assert code == 143
+    steps = [record["step"] for record in records(tmp_path / "run")]
+    assert checkpoints(tmp_path / "run") == [steps[-1]]
+    assert f"SIGTERM: saving step {steps[-1]} and leaving" in out
+    last = records(tmp_path / "run", "status.jsonl")[-1]
+    assert (last["status"], last["step"], last["reason"]) == ("interrupted", steps[-1], "SIGTERM")
+
+
+def test_a_real_signal_is_answered_after_the_step_and_handlers_are_put_back(train, tmp_path, monkeypatch):
+    log, before = Metrics.log, {number: signal.getsignal(number) for number in run.STOP_SIGNALS}
+
+    def signal_itself(self, record):
+        log(self, record)
+        if record["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Metrics, "log", signal_itself)
+    code, _, err = train("run.num_steps=50", "--json", tiny=ROWS)
+    assert code == 130
+    steps = [record["step"] for record in records(tmp_path / "run")]
+    assert checkpoints(tmp_path / "run") == [steps[-1]]
+    assert steps[-1] in (3, 4, 5)  # the step after it had been sent to the devices
+    assert "interrupted at step" in err
+    assert {number: signal.getsignal(number) for number in run.STOP_SIGNALS} == before

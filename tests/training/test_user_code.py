@@ -1,0 +1,258 @@
+"""Models and data of the user's own: the starter project runs, and what does not fit is said in one line."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ppctl import cli, config
+from ppctl.cli.commands.init import STARTER, serve
+from ppctl.data.dataset import DataSet, fingerprint
+from ppctl.errors import ConfigError
+from ppctl.model.stack import init
+from ppctl.planner.measure import _key
+from ppctl.training.job import assemble, open_data
+from ppctl.training.user_code import custom_data, custom_stack, source_digest
+
+GOOD_MODEL = """
+import jax, jax.numpy as jnp
+from ppctl.model.stack import Stack
+
+def model(*, num_layers, dtype, data, width=4, **changes):
+    parts = {
+        "init_ends": lambda key: {"w": jnp.ones((data.input_dim, width), dtype)},
+        "init_layer": lambda key, index: jnp.ones((width, width), dtype),
+        "embed": lambda ends, inputs: inputs @ ends["w"],
+        "layer": lambda w, x: x @ w,
+        "head": lambda ends, x, targets: (jnp.sum(x), jnp.float32(x.size)),
+    }
+    BREAK
+    return Stack(num_layers, *parts.values())
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current directory, and the modules there forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def rows(**changes):
+    settings = {"batch_size": 4, "num_examples": 8, "input_dim": 3, "target_dim": 2, **changes}
+    return DataSet(
+        name="rows",
+        source="",
+        fingerprint=fingerprint(),
+        seed=0,
+        num_eval_examples=0,
+        read=settings.pop(
+            "read", lambda n: {"inputs": np.ones((len(n), 3), np.float32), "targets": np.ones((len(n), 2), np.float32)}
+        ),
+        **settings,
+    )
+
+
+def stack_of(here, broken="", **changes):
+    name = f"m{len(list(here.iterdir()))}"
+    (here / f"{name}.py").write_text(GOOD_MODEL.replace("BREAK", broken or "pass"))
+    asked = {"num_layers": 8, "options": {}, **changes}
+    return custom_stack(f"{name}.model", **asked, data=rows(), dtype=jnp.dtype("float32"))
+
+
+def test_the_starter_project_trains_and_is_verified(here, capsys, monkeypatch):
+    assert cli.main(["init", "own"]) == 0
+    assert "cd own && ppctl train --config-dir . recipes=mine" in capsys.readouterr().out
+    monkeypatch.chdir(here / "own")
+    asked = ["--config-dir", ".", "recipes=mine"]
+    assert cli.main(["train", *asked, "run.num_steps=30", "run.eval_every=15"]) == 0
+    lines = [json.loads(line) for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 0.5 < lines[0]["loss"] == pytest.approx(1.9780, abs=1e-4)
+    assert cli.main(["verify", *asked, "run.dtype=float64", "executor=mpmd", "schedule=zb_h1"]) == 0
+
+
+def test_init_overwrites_nothing(here, capsys):
+    (here / "own").mkdir()
+    (here / "own/my_data.py").write_text("mine")
+    assert cli.main(["init", "own"]) == 2
+    assert "own/my_data.py is there already, and nothing is overwritten" in capsys.readouterr().err
+    assert [file.name for file in (here / "own").iterdir()] == ["my_data.py"]
+    (here / "file").write_text("")
+    for words in ([], ["a", "b"], ["-x"]):
+        with pytest.raises(ConfigError, match="name one directory"):
+            serve(words)
+    with pytest.raises(ConfigError, match="file/x cannot be written"):
+        serve(["file/x"])
+
+
+def test_all_of_the_starter_is_written(here):
+    serve(["own"])
+    written = sorted(str(file.relative_to("own")) for file in Path("own").rglob("*") if file.is_file())
+    assert written == ["my_data.py", "my_model.py", "recipes/mine.yaml"]
+    assert all((Path("own") / file).read_bytes() == (STARTER / file).read_bytes() for file in written)
+
+
+def test_targets_in_recipes_are_looked_for_beside_ppctls_own_too(here):
+    (here / "recipes").mkdir()  # as in a project that `ppctl init` made
+    (here / "recipes/mine.py").write_text("def data(**given):\n    return given\n")
+    with pytest.raises(ConfigError, match="returns a dict, not a"):
+        custom_data("recipes.mine.data", 4, 0.0, {}, seed=0)
+    found = custom_data("recipes.documents.nabla.rows", 4, 0.0, {"num_layers": 2, "dim": 3}, seed=0)
+    assert (found.num_examples, found.target_dim) == (4, 3)
+    assert source_digest("recipes.documents.nabla.rows")
+    with pytest.raises(ConfigError, match=r"there is no module recipes\.documents"):
+        custom_data("recipes.documents.nothing.rows", 4, 0.0, {}, seed=0)
+
+
+def test_given_parameters_are_those_of_the_model(here):
+    weights = np.random.default_rng(0).standard_normal((3, 4, 4))
+    stack = replace(stack_of(here, num_layers=3), init_layer=lambda key, index: jnp.asarray(weights)[index])
+    np.testing.assert_array_equal(init(stack, 5)["layers"], weights)
+    broken = "parts['init_layer'] = lambda key, index: __import__('numpy').ones((8, 4, 4))[index]"
+    with pytest.raises(ConfigError, match=r"init_layer fails: Tracer\w+ConversionError"):
+        stack_of(here, broken)
+    with pytest.raises(ConfigError, match=r"init_layer fails: TypeError: .* takes 1 positional argument but 2"):
+        stack_of(here, "parts['init_layer'] = lambda key: 0")
+
+
+def test_options_reach_the_function(here):
+    stack = stack_of(here, num_layers=3, options={"width": 7})
+    assert stack.num_layers == 3
+    assert stack.init_layer(None, 0).shape == (7, 7)
+
+
+NETWORK = """
+import jax.numpy as jnp
+import ppctl
+
+def model(*, num_layers, dtype, data, name="w"):
+    def apply(params, x):
+        x = ppctl.stage_boundary(x @ params[name])
+        return x @ params["v"]
+    init = lambda key: {"w": jnp.ones((3, 4), dtype), "v": jnp.ones((4, 2), dtype)}
+    return ppctl.Network(init, apply, lambda y, targets: (jnp.sum(y), jnp.float32(y.size)))
+"""
+
+
+def test_a_function_with_marks_is_a_model(here):
+    (here / "net.py").write_text(NETWORK)
+    asked = {"data": rows(), "dtype": jnp.dtype("float32")}
+    stack = custom_stack("net.model", 2, {}, **asked)
+    assert (stack.num_layers, stack.are_alike) == (2, False)
+    assert custom_stack("net.model", 1, {}, layers="auto", **asked).num_layers == 1
+    with pytest.raises(
+        ConfigError, match=r"model.target=net.model: apply has 1 stage_boundary marks, .* model.num_layers=3"
+    ):
+        custom_stack("net.model", 3, {}, **asked)
+    with pytest.raises(ConfigError, match=r"cutting it into layers fails: KeyError: 'u' \(net.py:7\)"):
+        custom_stack("net.model", 2, {"name": "u"}, **asked)
+    with pytest.raises(ConfigError, match=r"returns a Stack, which has its layers: model.layers=auto is for"):
+        stack_of(here, layers="auto")
+
+
+WRONG_MODELS = {
+    "return 3": "returns a int, not a ppctl.model.stack.Stack",
+    "return": "returns nothing, not a ppctl.model.stack.Stack",
+    "num_layers += 1": "returns a Stack of 9 layers, but model.num_layers=8",
+    "raise ValueError('no\\nmore')": r"calling it fails: ValueError: no \(m0.py:13\)",
+    "parts['init_layer'] = lambda key, index: jnp.ones(3, int)": "init_layer is of int\\d+, and parameters are trained",
+    "parts['embed'] = lambda ends, inputs: inputs @ inputs": r"embed fails: TypeError: .* \(m0.py:13\)",
+    "parts['embed'] = lambda ends, inputs: (inputs, inputs)": r"embed makes \(float32\[2, 3\], .* must make one array",
+    "parts['embed'] = lambda ends, inputs: inputs.sum()": r"embed makes float32\[\] of 2 rows",
+    "parts['layer'] = lambda w, x: x[:, :2]": r"layer makes float32\[2, 2\] of float32\[2, 4\]; it must keep shape",
+    "parts['layer'] = lambda w, x: x.astype('bfloat16')": r"layer makes bfloat16\[2, 4\] of float32",
+    "parts['head'] = lambda ends, x, targets: x.sum()": r"head returns float32\[\]; it must return",
+    "parts['head'] = lambda ends, x, targets: (x, 1.0)": r"head returns \(float32\[2, 4\], .*; it must return",
+}
+
+
+@pytest.mark.parametrize("broken", WRONG_MODELS)
+def test_a_model_that_does_not_fit_is_refused(here, broken):
+    with pytest.raises(ConfigError, match="^model.target=m0.model:? " + WRONG_MODELS[broken]):
+        stack_of(here, broken)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        ("nowhere.model", {}, "there is no module nowhere, neither in"),
+        ("broken.model", {}, r"importing broken fails: SyntaxError: .* \(broken.py:1\)"),
+        ("needs.model", {}, "importing needs fails: ModuleNotFoundError: No module named 'not_there'"),
+        ("plain.wrong", {}, "plain has no function wrong. It has other."),
+        ("plain.other", {}, "is called with num_layers, dtype, data, which it does not take so"),
+        ("plain.other", {"data": 3}, "model.options.data is given by ppctl itself"),
+    ],
+)
+def test_a_target_that_cannot_be_called_is_refused(here, target, options, said):
+    (here / "broken.py").write_text("def model(:\n")
+    (here / "needs.py").write_text("import not_there\n")
+    (here / "plain.py").write_text("def other(x): ...\n")
+    with pytest.raises(ConfigError, match=said):
+        custom_stack(target, 8, options, data=rows(), dtype=jnp.dtype("float32"))
+
+
+WRONG_DATA = {
+    "3": "returns a int, not a ppctl.data.dataset.DataSet",
+    "rows(batch_size=2)": "makes batches of 2, but data.batch_size=4",
+    "rows(num_examples=3)": "has 3 examples to train on, fewer than data.batch_size=4",
+    "rows(read=lambda n: n)": "reads a ndarray; it must read a dict with inputs and targets",
+    "rows(read=lambda n: {'inputs': n})": "reads inputs; it must read a dict",
+    "rows(read=lambda n: {'inputs': n, 'targets': [1, 2]})": "reads targets of 2 examples as a list",
+    "rows(read=lambda n: {'inputs': n, 'targets': n[:1]})": r"reads targets of 2 examples as int64\[1\]",
+    "rows(read=lambda n: {'inputs': n, 'targets': n - n[0]})": "targets of example 1 are others when it is read alone",
+    "rows(read=lambda n: 1 / 0)": r"reading examples 0 and 1 fails: ZeroDivisionError: division by zero",
+}
+
+
+@pytest.mark.parametrize("made", WRONG_DATA)
+def test_data_that_do_not_fit_are_refused(monkeypatch, made):
+    monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda **given: eval(made))
+    with pytest.raises(ConfigError, match="^data.target=a.b:? " + WRONG_DATA[made]):
+        custom_data("a.b", 4, 0.0, {}, seed=0)
+
+
+def test_models_and_data_of_ones_own_go_with_those_that_ship(here, monkeypatch):
+    (here / "my.py").write_text(GOOD_MODEL.replace("BREAK", "pass"))
+    asked = config.Config(
+        model=config.CustomModel(target="my.model", num_layers=4),
+        data=config.Regression(batch_size=8),
+        schedule=config.Schedule("1f1b", 4),
+        mesh=config.Mesh(1, 2, 1),
+    )
+    parts = assemble(asked)
+    assert parts.stack.num_layers == 4
+    key = _key(parts, with_mesh=False)
+    assert source_digest("my.model") in key["model"]
+    monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda **given: rows())
+    own = replace(asked, data=config.CustomData(target="a.b", batch_size=4), model=config.MLP(num_layers=4))
+    own = replace(own, schedule=config.Schedule("1f1b", 2))
+    assert assemble(own).data.name == "rows"
+    with pytest.raises(ConfigError, match="model=transformer needs token ids, but data=rows states no vocab_size"):
+        assemble(replace(own, model=config.Transformer()))
+    assert open_data(own).num_examples == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("model=custom", "model.target"),
+        ("model=custom model.target=x", "model.target=x is not the dotted path of a function"),
+        (
+            "model=custom model.target=a.b",
+            "data=stdlib is cut into sequences, but model.seq_len=None. Set model.seq",
+        ),
+        ("model=custom model.target=a.b data=regression model.seq_len=3", "data=regression has no sequences to be cut"),
+        ("data=custom data.target=a-b.c", "data.target=a-b.c is not the dotted path"),
+    ],
+)
+def test_what_is_asked_wrongly_is_said_in_one_line(line, said, capsys):
+    assert cli.main(["train", *line.split()]) == 2
+    assert said in capsys.readouterr().err
