@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
 from ppctl.executors.spmd.memory import tree_bytes
-from ppctl.executors.stage.flops import Worth
+from ppctl.executors.stage.flops import RelativeCosts
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.partition.cut import cut, improved
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.partition.work import Layers, Memory, fitting
 from ppctl.schedule.simulate import simulate
-from ppctl.training.job import Parts, worth_of
+from ppctl.training.job import Parts, relative_costs_of
 
 Tree = Any
 WORTH_IT = 0.99  # of the time that the partition asked for takes
@@ -45,7 +45,7 @@ def propose(parts: Parts, limit_bytes: int | None) -> Proposal | None:
     max_prices = min(MOST_PRICES, TASKS_PRICED // sum(map(len, schedule.ranks)))
     if parts.config.executor.name == "reference" or not max_prices:
         return None
-    worth = worth_of(parts.config, parts.stack, parts.data)
+    worth = relative_costs_of(parts.config, parts.stack, parts.data)
     layers = Layers(worth.layers, embed_s=worth.embed, head_s=worth.head)
     memory, fits = None, lambda _: True
     if limit_bytes is not None and parts.config.executor.name == "mpmd":
@@ -64,7 +64,7 @@ def propose(parts: Parts, limit_bytes: int | None) -> Proposal | None:
     return Proposal(tuple(map(len, best)), ratio)
 
 
-def _price(parts: Parts, worth: Worth) -> Callable[[Partition], float]:
+def _price(parts: Parts, worth: RelativeCosts) -> Callable[[Partition], float]:
     """The makespan of a partition, in units of a forward through a layer."""
     costs, ticks, schedule = task_costs(parts.config.executor.remat), parts.ticks, parts.schedule
 

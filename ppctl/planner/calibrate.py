@@ -17,7 +17,7 @@ from ppctl.config import Config, Csv, Uniform
 from ppctl.executors.spmd.memory import shard_bytes
 from ppctl.planner.op_times import Piece, Prices
 from ppctl.planner.step_runs import run_steps, time_of
-from ppctl.planner.timing import Taken
+from ppctl.planner.timing import Timing
 from ppctl.training.job import Parts, assemble
 
 LEAST_LAYERS, MOST_LAYERS = 2, 8  # of a stage of the small step
@@ -45,7 +45,7 @@ def small_request(parts: Parts) -> Config | None:
     )
 
 
-def small_step(parts: Parts) -> dict[str, Taken]:
+def small_step(parts: Parts) -> dict[str, Timing]:
     """What the small step takes, run here."""
     request = small_request(parts)
     if request is None:
@@ -54,7 +54,7 @@ def small_step(parts: Parts) -> dict[str, Taken]:
     return {"small": run_steps(small.engine, small)}
 
 
-def corrected(parts: Parts, prices: Prices, taken: Taken) -> Prices:
+def corrected(parts: Parts, prices: Prices, taken: Timing) -> Prices:
     """Prices by which the small step takes what it took, in seconds and, where devices share cores, in CPU seconds.
 
     `prices` are those of the small step but for once_s and once_cpu_s, which are this request's.

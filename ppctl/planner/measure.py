@@ -26,12 +26,12 @@ from ppctl.executors.compiler_preset import cpu_options
 from ppctl.planner.calibrate import corrected, small_request, small_step
 from ppctl.planner.op_times import Piece, Prices
 from ppctl.planner.step_runs import run_steps
-from ppctl.planner.timing import LAYERS, Taken, dispatched, end_bodies, layer_bodies, tick_body, turn, without_tasks
+from ppctl.planner.timing import LAYERS, Timing, dispatched, end_bodies, layer_bodies, tick_body, turn, without_tasks
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.job import Parts
 from ppctl.training.user_code import source_digest
 
-Times = dict[str, Taken]
+Times = dict[str, Timing]
 SOURCES = ("executors", "model")  # whose programs are timed
 SMALL_PARTS = ("mesh", "schedule", "executor", "model", "data")  # of the request of a small step
 
@@ -150,7 +150,7 @@ def _read(file: Path) -> Times | None:
                 isinstance(each, list) and len(each) == 2 and all(isinstance(s, int | float) for s in each)
                 for each in found.values()
             ):
-                return {str(name): Taken(*seconds) for name, seconds in found.items()}
+                return {str(name): Timing(*seconds) for name, seconds in found.items()}
     except (OSError, ValueError):
         pass
     return None

@@ -9,13 +9,13 @@ import jax
 
 from ppctl.planner.op_times import Prices, StepTime, stage_costs, step_time
 from ppctl.planner.step_timeline import step_timeline
-from ppctl.planner.timing import Taken
+from ppctl.planner.timing import Timing
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.partition.partition import stage_costs as stage_worth
 from ppctl.schedule.simulate import Timeline
 from ppctl.training.engines import Engine
-from ppctl.training.job import Parts, worth_of
+from ppctl.training.job import Parts, relative_costs_of
 
 STEPS = 5  # that are timed, after one that warms up
 
@@ -36,7 +36,7 @@ def timeline_of(parts: Parts, prices: Prices) -> Timeline:
 def as_run(parts: Parts, prices: Prices) -> tuple[Costs, int]:
     """The costs of each stage's tasks, and how many pipelines run at the same time."""
     partition, mesh = parts.states.layout.partition, parts.config.mesh
-    layers = None if parts.stack.are_alike else worth_of(parts.config, parts.stack, parts.data).layers
+    layers = None if parts.stack.are_alike else relative_costs_of(parts.config, parts.stack, parts.data).layers
     sizes = stage_worth(partition, embed=0.0, head=0.0, layers=layers)
     keeps_input = parts.config.executor.remat == "full"
     return stage_costs(prices, sizes, keeps_input=keeps_input, split=parts.schedule.is_split), mesh.dp * mesh.fsdp
@@ -46,7 +46,7 @@ def _is_masked(parts: Parts) -> bool:
     return parts.ticks is not None and parts.config.executor.idle == "compute"
 
 
-def run_steps(engine: Engine, parts: Parts, count: int = STEPS) -> Taken:
+def run_steps(engine: Engine, parts: Parts, count: int = STEPS) -> Timing:
     """Medians of `count` train steps; compiles."""
     engine.compile(evaluate=False)
     state, batch = engine.new_state(), engine.put(next(parts.data.batches()))
@@ -55,5 +55,5 @@ def run_steps(engine: Engine, parts: Parts, count: int = STEPS) -> Taken:
         cpu, wall = time.process_time(), time.perf_counter()
         state, _ = running = engine.step(state, batch)
         jax.block_until_ready(running)
-        taken.append(Taken(time.perf_counter() - wall, time.process_time() - cpu))
-    return Taken(*map(statistics.median, zip(*taken[1:], strict=True)))
+        taken.append(Timing(time.perf_counter() - wall, time.process_time() - cpu))
+    return Timing(*map(statistics.median, zip(*taken[1:], strict=True)))

@@ -43,14 +43,14 @@ def random_like(tree: Tree) -> Tree:
     return jax.tree.map(fill, tree)
 
 
-class Taken(NamedTuple):
+class Timing(NamedTuple):
     """What one turn takes: seconds on the clock, and of all cores together (not of accelerators)."""
 
     wall_s: float
     cpu_s: float
 
 
-def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapping[str, Any] | None = None) -> Taken:
+def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapping[str, Any] | None = None) -> Timing:
     """What one turn of `body` takes when all devices of `mesh` run it at the same time; medians.
 
     compiler_options: of XLA, as jax.jit takes them.
@@ -83,13 +83,13 @@ def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapp
     for _ in range(RUNS):
         goes, taken = _timed(run, count, stays, goes)
         all_taken.append(taken)
-    return Taken(*(statistics.median(seconds) / count for seconds in zip(*all_taken, strict=True)))
+    return Timing(*(statistics.median(seconds) / count for seconds in zip(*all_taken, strict=True)))
 
 
-def _timed(run: Callable, count: int, stays: Tree, goes: Tree) -> tuple[Tree, Taken]:
+def _timed(run: Callable, count: int, stays: Tree, goes: Tree) -> tuple[Tree, Timing]:
     cpu, wall = time.process_time(), time.perf_counter()
     goes = jax.block_until_ready(run(jnp.int32(count), stays, goes))
-    return goes, Taken(time.perf_counter() - wall, time.process_time() - cpu)
+    return goes, Timing(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tree]]:
@@ -154,7 +154,7 @@ def end_bodies(model: Model) -> dict[str, tuple[Body, Tree, Tree]]:
     }
 
 
-def dispatched(model: Model, here: Mesh, there: Mesh) -> Taken:
+def dispatched(model: Model, here: Mesh, there: Mesh) -> Timing:
     """What the host takes to start a program with the arguments of a task, and to move its result; nothing is computed.
 
     here, there: the submeshes of two ranks.
@@ -172,18 +172,18 @@ def dispatched(model: Model, here: Mesh, there: Mesh) -> Taken:
     number = jax.device_put(jnp.int32(0), NamedSharding(here, P()))
     run = jax.jit(whole, donate_argnums=(0, 2)).lower(number, w, acc, x).compile()
 
-    def times(count: int) -> Taken:
+    def times(count: int) -> Timing:
         nonlocal number, acc
         moved, cpu, wall = x, time.process_time(), time.perf_counter()
         for _ in range(count):
             number, acc, y = run(number, w, acc, x)
             moved = jax.device_put(y, other)
         jax.block_until_ready((number, moved))
-        return Taken((time.perf_counter() - wall) / count, (time.process_time() - cpu) / count)
+        return Timing((time.perf_counter() - wall) / count, (time.process_time() - cpu) / count)
 
     times(1)
     taken = [times(DISPATCHES) for _ in range(RUNS)]
-    return Taken(*map(statistics.median, zip(*taken, strict=True)))
+    return Timing(*map(statistics.median, zip(*taken, strict=True)))
 
 
 def tick_body(x: jax.ShapeDtypeStruct, num_ranks: int) -> tuple[Body, Tree, Tree]:

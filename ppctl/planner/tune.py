@@ -32,7 +32,15 @@ from ppctl.planner.step_runs import run_steps
 from ppctl.planner.step_time import device_bytes, machine_of, param_bytes
 from ppctl.planner.tune_terminal import Tuned, show
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
-from ppctl.training.job import DEFAULT_DTYPE, assemble, make_optimizer, make_stack, open_data, start_jax, worth_of
+from ppctl.training.job import (
+    DEFAULT_DTYPE,
+    assemble,
+    make_optimizer,
+    make_stack,
+    open_data,
+    relative_costs_of,
+    start_jax,
+)
 from ppctl.training.train_step import init_state
 
 
@@ -78,7 +86,7 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
         families=tuple(config.tune.schedules or PREFERRED),
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
-        layer_worth=None if stack.are_alike else worth_of(config, stack, data).layers,
+        layer_worth=None if stack.are_alike else relative_costs_of(config, stack, data).layers,
     )
     limit = _limit(config, num_devices, hardware.memory_gib, device)
     machine = machine_of(config, device.device_kind, dtype_name)

@@ -21,7 +21,7 @@ STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "
 LOCK_S = 1.0  # `is_held` locks the file too, for microseconds
 
 
-class Standing:
+class RunStatus:
     """The record of one start of a run; use it as a context manager. An exception that leaves it is the end "failed".
 
     Args:
@@ -44,7 +44,7 @@ class Standing:
         started = {"status": STARTED, "step": step, **here(), "pid": os.getpid(), "is_locked": is_locked}
         self._write(started | facts)
 
-    def __enter__(self) -> Standing:
+    def __enter__(self) -> RunStatus:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
@@ -62,7 +62,7 @@ class Standing:
         self._file.write(json.dumps(record | {"at": time.time()}).encode() + b"\n")
 
 
-class NoStanding(Standing):
+class NoRunStatus(RunStatus):
     """What a process that does not lead records of a run: nothing."""
 
     def __init__(self) -> None: ...

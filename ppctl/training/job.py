@@ -30,7 +30,7 @@ from ppctl.executors.mesh import make_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.program import Options, spmd
-from ppctl.executors.stage.flops import Worth, matmul_flops, worth
+from ppctl.executors.stage.flops import RelativeCosts, matmul_flops, relative_costs
 from ppctl.executors.topology import described_mesh
 from ppctl.launch import distributed, xla_stderr
 from ppctl.model.mlp import mlp
@@ -117,20 +117,20 @@ def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
     return found.schedule, found.ticks, divide(config, found.schedule)
 
 
-def divide(config: Config, schedule: Schedule, costs: Worth | None = None) -> Partition:
+def divide(config: Config, schedule: Schedule, costs: RelativeCosts | None = None) -> Partition:
     """The layers of each stage. costs: what partition=balanced is to count; None: equal layers and no ends."""
     num_layers = config.model.num_layers
     if config.partition.name == "explicit":
         return explicit(num_layers, schedule.num_stages, config.partition.layers)
     if config.partition.name == "balanced":
-        return (costs or Worth((1.0,) * num_layers, 0.0, 0.0)).balanced(schedule.rank_of)
+        return (costs or RelativeCosts((1.0,) * num_layers, 0.0, 0.0)).balanced(schedule.rank_of)
     return uniform(num_layers, schedule.num_stages)
 
 
 def partition_text(parts: Parts) -> str | None:
     """The layers of each stage and how even their costs are, in a line; None for even stages nobody asked for."""
     name, partition = parts.config.partition.name, parts.states.layout.partition
-    pieces = worth_of(parts.config, parts.stack, parts.data)
+    pieces = relative_costs_of(parts.config, parts.stack, parts.data)
 
     def unevenness(partition: Partition) -> float:
         costs = pieces.of_stages(partition)
@@ -148,9 +148,9 @@ def partition_text(parts: Parts) -> str | None:
     )
 
 
-def worth_of(config: Config, stack: Stack, data: DataSet) -> Worth:
+def relative_costs_of(config: Config, stack: Stack, data: DataSet) -> RelativeCosts:
     """What the pieces of the model cost, in layers."""
-    return worth(stack, _batch_shapes(data), recompute=config.executor.remat != "none")
+    return relative_costs(stack, _batch_shapes(data), recompute=config.executor.remat != "none")
 
 
 def _batch_shapes(data: DataSet) -> Tree:
@@ -214,7 +214,7 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     dtype = jnp.dtype(dtype_name)
     stack = make_stack(config, data, dtype)
     if config.partition.name == "balanced":
-        partition = divide(config, schedule, worth_of(config, stack, data))
+        partition = divide(config, schedule, relative_costs_of(config, stack, data))
     layout = Layout(mesh, partition, schedule.rank_of)
     optimizer, lr_schedule = make_optimizer(config)
     states = States(layout, lambda: init_state(init(stack, config.run.seed), optimizer))

@@ -29,7 +29,7 @@ from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
 from ppctl.reports.charts.drawing import priced
 from ppctl.reports.run_files import MEMORY_FILE
-from ppctl.reports.run_status import FINISHED, INTERRUPTED, NoStanding, Standing, held_by
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, NoRunStatus, RunStatus, held_by
 from ppctl.reports.terminal import replace_file
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.simulate import peak_activations, simulate
@@ -91,7 +91,7 @@ def _train(
         for line in (*describe(parts, start), prediction.line()):
             say(line)
         where = environment(parts.mesh)
-        with _recorded(config, start, where) if is_lead else NoStanding() as standing:
+        with _recorded(config, start, where) if is_lead else NoRunStatus() as standing:
             footprint, compile_time_s = compile_steps(parts, console)
             say(f"compiled in {compile_time_s:.1f} s")
             if is_lead:
@@ -126,12 +126,12 @@ def _train(
     return exit_code
 
 
-def _recorded(config: Config, start: int, where: Mapping[str, Any]) -> Standing:
+def _recorded(config: Config, start: int, where: Mapping[str, Any]) -> RunStatus:
     """The record of this start of the run, beside the settings it starts with."""
     run_dir = Path(config.run.dir)
     with writing(run_dir):
         (run_dir / "config.yaml").write_text(as_yaml(config))
-        return Standing(run_dir, start, **where)
+        return RunStatus(run_dir, start, **where)
 
 
 def as_yaml(config: Config) -> str:

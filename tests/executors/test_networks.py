@@ -13,7 +13,7 @@ from support.networks import NETWORKS, rows_of
 from ppctl import Network, stage_boundary
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
-from ppctl.executors.stage.flops import worth
+from ppctl.executors.stage.flops import relative_costs
 from ppctl.executors.stage.traced_network import Pieces, stack_of
 from ppctl.model.stack import init
 from ppctl.training.optim import decays
@@ -93,7 +93,7 @@ def test_programs_of_each_stage_are_the_function(name, auto, changes):
 def test_each_layer_counts_what_it_costs():
     stack, _, batch, _ = made("widths")
     flops = [6 * 24 + 24 * 8, 8 * 16, 16 * 8, 8 * 3]  # halves of a row's, of the layers between marks
-    found = worth(stack, batch, recompute=False)
+    found = relative_costs(stack, batch, recompute=False)
     assert found.layers == pytest.approx([each / sum(flops) * 4 for each in flops], rel=1e-12)
     assert (found.embed, found.head) == (0, 0)
     assert [len(layers) for layers in found.balanced((0, 1))] == [1, 3]

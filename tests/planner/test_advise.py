@@ -9,7 +9,7 @@ from ppctl import config
 from ppctl.planner import advise, plan
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.simulate import simulate
-from ppctl.training.job import assemble, worth_of
+from ppctl.training.job import assemble, relative_costs_of
 
 ASKED = config.Config(
     model=config.Transformer(num_layers=8, d_model=32, num_heads=4, seq_len=16),
@@ -33,7 +33,7 @@ def partitions(num_layers, num_stages):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_proposal_is_the_fastest_of_all_partitions(remat):
     parts = assemble(replace(ASKED, executor=config.Mpmd(remat=remat)))
-    pieces = worth_of(parts.config, parts.stack, parts.data)
+    pieces = relative_costs_of(parts.config, parts.stack, parts.data)
     again = 1.0 + (remat == "full")  # I runs the forward again
 
     def seconds(partition):
@@ -76,7 +76,7 @@ def test_lockstep_ticks_are_priced_as_such():
     asked = replace(ASKED, executor=config.Spmd(remat="none"), schedule=config.Interleaved(num_microbatches=8))
     parts = assemble(asked)
     found = advise.propose(parts, None)
-    pieces = worth_of(parts.config, parts.stack, parts.data)
+    pieces = relative_costs_of(parts.config, parts.stack, parts.data)
 
     def seconds(sizes):
         bounds = [sum(sizes[:s]) for s in range(len(sizes) + 1)]

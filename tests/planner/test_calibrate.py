@@ -8,7 +8,7 @@ from ppctl import config
 from ppctl.planner.calibrate import LEAST_LAYERS, MOST_LAYERS, corrected, small_request
 from ppctl.planner.op_times import Piece, Prices
 from ppctl.planner.step_runs import time_of
-from ppctl.planner.timing import Taken
+from ppctl.planner.timing import Timing
 from ppctl.training.job import assemble
 
 REQUEST = config.Config(
@@ -54,7 +54,7 @@ def test_the_small_step_is_predicted_as_it_was_taken(factor):
     small = small_request(parts)
     assert small is not None
     seconds = time_of(assemble(small), PRICES).pipeline_s
-    found = corrected(parts, PRICES, Taken(factor * seconds, 0.0))
+    found = corrected(parts, PRICES, Timing(factor * seconds, 0.0))
     assert time_of(assemble(small), found).pipeline_s == pytest.approx(factor * seconds, rel=1e-12)
     assert time_of(parts, found).pipeline_s == pytest.approx(factor * time_of(parts, PRICES).pipeline_s, rel=1e-12)
 
@@ -65,7 +65,7 @@ def test_devices_that_share_cores_are_compared_in_seconds_and_in_cpu_seconds(lon
     small = small_request(parts)
     assert small is not None
     time = time_of(assemble(small), shared)
-    taken = Taken(longer * time.pipeline_s, busier * time.work_s * shared.cores)
+    taken = Timing(longer * time.pipeline_s, busier * time.work_s * shared.cores)
     found = corrected(parts, shared, taken)
     again = time_of(assemble(small), found)
     assert again.pipeline_s == pytest.approx(taken.wall_s, rel=1e-12)
@@ -77,7 +77,7 @@ def test_what_runs_once_is_taken_off_in_proportion_to_the_parameters():
     small = small_request(parts)
     assert small is not None
     seconds = time_of(assemble(small), PRICES).pipeline_s
-    found = corrected(parts, replace(PRICES, once_s=1.0), Taken(seconds + 1.0, 0.0))
+    found = corrected(parts, replace(PRICES, once_s=1.0), Timing(seconds + 1.0, 0.0))
     assert found.layer.forward_s > PIECE.forward_s  # the small step has fewer parameters, so it takes less than that
 
 
@@ -92,4 +92,4 @@ def test_a_schedule_in_a_file_has_no_smaller_one(tmp_path):
 
 def test_a_small_step_that_leaves_nothing_to_tasks_corrects_nothing():
     prices = replace(PRICES, once_s=1e3)
-    assert corrected(assemble(REQUEST), prices, Taken(0.01, 0.01)) == prices
+    assert corrected(assemble(REQUEST), prices, Timing(0.01, 0.01)) == prices

@@ -10,7 +10,7 @@ from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.planner import measure
 from ppctl.planner.step_time import cache_dir, priced, prices_of
-from ppctl.planner.timing import Taken
+from ppctl.planner.timing import Timing
 from ppctl.training.job import assemble
 
 TINY = config.Config(
@@ -21,8 +21,8 @@ TINY = config.Config(
     data=config.Synthetic(batch_size=16, vocab_size=64),
     run=config.Run(dtype="float32"),
 )
-PIECES = dict.fromkeys(("F", "B", "embed", "embed_grad", "head", "alone"), Taken(0.01, 0.01))
-OF_MESH = {"once": Taken(0.02, 0.02), "tick": Taken(0.001, 0.001)}
+PIECES = dict.fromkeys(("F", "B", "embed", "embed_grad", "head", "alone"), Timing(0.01, 0.01))
+OF_MESH = {"once": Timing(0.02, 0.02), "tick": Timing(0.001, 0.001)}
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def timings(monkeypatch):
 
     monkeypatch.setattr(measure, "_pieces", stand_in("pieces", PIECES))
     monkeypatch.setattr(measure, "_of_mesh", stand_in("mesh", OF_MESH))
-    monkeypatch.setattr(measure, "small_step", stand_in("small", {"small": Taken(0.05, 0.1)}))
+    monkeypatch.setattr(measure, "small_step", stand_in("small", {"small": Timing(0.05, 0.1)}))
     return found
 
 

@@ -99,8 +99,8 @@ def test_lines_for_people():
 def test_what_was_measured_before_is_believed(monkeypatch):
     parts = assemble(composed())
     assert predict.predict_step(parts).source == "costs=analytic, hardware=host"
-    pieces = dict.fromkeys(("F", "B", "embed", "embed_grad", "head", "alone"), measure.Taken(0.01, 0.01))
-    of_mesh = dict.fromkeys(("once", "tick"), measure.Taken(0.02, 0.02))
+    pieces = dict.fromkeys(("F", "B", "embed", "embed_grad", "head", "alone"), measure.Timing(0.01, 0.01))
+    of_mesh = dict.fromkeys(("once", "tick"), measure.Timing(0.02, 0.02))
     monkeypatch.setattr(measure, "_pieces", lambda parts: pieces)
     monkeypatch.setattr(measure, "_of_mesh", lambda parts: of_mesh)
     costs = composed("costs=measure").costs

@@ -12,7 +12,7 @@ from support.cases import Case, difference, make_batch, make_params, make_stack
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.planner import timing
-from ppctl.planner.timing import LAYERS, RUNS, SLOTS, Taken
+from ppctl.planner.timing import LAYERS, RUNS, SLOTS, Timing
 
 ROWS = 2
 REMATS = ("none", "layer", "full")
@@ -48,7 +48,7 @@ def runs(monkeypatch):
     def recorded(run, count, stays, goes):
         goes = jax.block_until_ready(run(jnp.int32(count), stays, goes))
         seen.append((count, jax.tree.map(np.asarray, goes)))
-        return goes, Taken(1e-6 * count, 3e-6 * count)
+        return goes, Timing(1e-6 * count, 3e-6 * count)
 
     monkeypatch.setattr(timing, "_timed", recorded)
     monkeypatch.setattr(timing, "LEAST_S", 1e-4)  # a hundred turns
@@ -80,7 +80,7 @@ def test_the_median_run_counts(monkeypatch):
 
     def said(run, count, stays, goes):
         seconds = next(cpu_s)
-        return goes, Taken(2 * seconds, seconds)
+        return goes, Timing(2 * seconds, seconds)
 
     monkeypatch.setattr(timing, "_timed", said)
     taken = timing.turn(lambda i, stays, goes: goes, (), jnp.zeros(()), small_mesh((1,), ("all",)))

@@ -124,10 +124,10 @@ def test_what_another_process_of_the_run_failed_of_is_its_reason(tmp_path):
 
 
 def test_a_torn_line_of_a_run_that_goes_on_is_no_fault(tmp_path):
-    from ppctl.reports.run_status import Standing
+    from ppctl.reports.run_status import RunStatus
 
     run_dir = make(tmp_path / "a", last='{"step": 4, "lo')
-    with Standing(run_dir, 0):
+    with RunStatus(run_dir, 0):
         assert (found(run_dir).status, found(run_dir).problems) == ("running", ())
 
 

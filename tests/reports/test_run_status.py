@@ -14,7 +14,7 @@ import pytest
 
 from ppctl import cli
 from ppctl.reports import run_files, run_status
-from ppctl.reports.run_status import FINISHED, INTERRUPTED, NoStanding, Standing
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, NoRunStatus, RunStatus
 
 
 def lines(run_dir):
@@ -28,11 +28,11 @@ def state(run_dir):
 
 
 def test_a_run_is_running_until_it_says_how_it_ended(tmp_path):
-    with Standing(tmp_path, 3) as standing:
+    with RunStatus(tmp_path, 3) as standing:
         assert state(tmp_path) == ("running", None)
         standing.end(INTERRUPTED, step=7, reason="SIGINT")
     assert state(tmp_path) == ("interrupted", "SIGINT")
-    with Standing(tmp_path, 7) as standing:
+    with RunStatus(tmp_path, 7) as standing:
         assert state(tmp_path) == ("running", None)
         standing.end(FINISHED, step=9)
     assert state(tmp_path) == ("finished", None)
@@ -48,13 +48,13 @@ def test_a_run_is_running_until_it_says_how_it_ended(tmp_path):
     ("error", "reason"), [(ValueError("the disk\nis full."), "the disk is full."), (KeyError(), "KeyError")]
 )
 def test_an_exception_is_recorded_in_a_line_and_goes_on(tmp_path, error, reason):
-    with pytest.raises(type(error)), Standing(tmp_path, 0):
+    with pytest.raises(type(error)), RunStatus(tmp_path, 0):
         raise error
     assert state(tmp_path) == ("failed", reason)
 
 
 def say_finished_and_fail(run_dir):
-    with Standing(run_dir, 0) as standing:
+    with RunStatus(run_dir, 0) as standing:
         standing.end(FINISHED, step=1)
         raise ValueError
 
@@ -66,8 +66,8 @@ def test_what_was_said_of_the_end_stays_when_something_fails_after_it(tmp_path):
 
 
 KILLED = (
-    "import os, pathlib, sys, time; from ppctl.reports.run_status import Standing\n"
-    "with Standing(pathlib.Path(sys.argv[1]), 0):\n"
+    "import os, pathlib, sys, time; from ppctl.reports.run_status import RunStatus\n"
+    "with RunStatus(pathlib.Path(sys.argv[1]), 0):\n"
     "    print('up', flush=True)\n"
     "    time.sleep(60)\n"
 )
@@ -90,7 +90,7 @@ def test_a_run_that_is_killed_is_running_before_and_broken_off_after(tmp_path, n
         process.communicate()
     assert state(tmp_path) == ("broken off", None)
     assert len(lines(tmp_path)) == 1
-    with Standing(tmp_path, 0) as standing:
+    with RunStatus(tmp_path, 0) as standing:
         assert state(tmp_path) == ("running", None)
         standing.end(FINISHED)
     assert state(tmp_path) == ("finished", None)
@@ -107,7 +107,7 @@ def test_a_stopped_process_still_holds_its_run(tmp_path):
 
 
 def test_a_child_of_the_run_that_outlives_it_does_not_hold_it(tmp_path):
-    with Standing(tmp_path, 0):
+    with RunStatus(tmp_path, 0):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         assert state(tmp_path) == ("broken off", None)  # left without a word
@@ -122,11 +122,11 @@ def test_of_another_machine_or_without_locks_nothing_is_claimed(tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", no_locks)
-        with Standing(tmp_path, 0):
+        with RunStatus(tmp_path, 0):
             assert state(tmp_path) == ("no end recorded", None)
     assert lines(tmp_path)[0]["is_locked"] is False
     assert state(tmp_path) == ("no end recorded", None)
-    with Standing(tmp_path, 0):
+    with RunStatus(tmp_path, 0):
         pass
     assert state(tmp_path) == ("broken off", None)
     monkeypatch.setattr(run_status.platform, "node", lambda: "elsewhere")
@@ -135,8 +135,8 @@ def test_of_another_machine_or_without_locks_nothing_is_claimed(tmp_path, monkey
 
 def test_a_second_process_in_the_same_run_dir_does_not_claim_the_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(run_status, "LOCK_S", 0.05)
-    with Standing(tmp_path, 0) as first:
-        with Standing(tmp_path, 0):
+    with RunStatus(tmp_path, 0) as first:
+        with RunStatus(tmp_path, 0):
             assert [line["is_locked"] for line in lines(tmp_path)] == [True, False]
         assert state(tmp_path) == ("running", None)  # the first one is
         first.end(FINISHED)
@@ -149,7 +149,7 @@ def test_a_torn_line_is_dropped_at_the_next_start(tmp_path):
         "finished",
         ("config.yaml is missing", "the last line of status.jsonl is torn"),
     )
-    with Standing(tmp_path, 0):
+    with RunStatus(tmp_path, 0):
         pass
     assert [line["status"] for line in lines(tmp_path)] == ["finished", "started"]
 
@@ -159,8 +159,8 @@ def test_a_disk_that_is_full_hides_no_error(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     def fill_and_fail():
-        with Standing(tmp_path, 0):
-            monkeypatch.setattr(Standing, "_write", full)
+        with RunStatus(tmp_path, 0):
+            monkeypatch.setattr(RunStatus, "_write", full)
             raise ValueError("the reason")
 
     with pytest.raises(ValueError, match="the reason"):
@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_hides_no_error(tmp_path, monkeypatch):
 
 def test_a_process_that_does_not_lead_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with NoStanding() as standing:
+    with NoRunStatus() as standing:
         standing.end(FINISHED)
     assert list(tmp_path.iterdir()) == []
 
@@ -177,8 +177,8 @@ def test_a_process_that_does_not_lead_writes_nothing(tmp_path, monkeypatch):
 HOLD = """
 import sys, time
 from pathlib import Path
-from ppctl.reports.run_status import Standing
-with Standing(Path(sys.argv[1]), 0):
+from ppctl.reports.run_status import RunStatus
+with RunStatus(Path(sys.argv[1]), 0):
     print(flush=True)
     time.sleep(60)
 """

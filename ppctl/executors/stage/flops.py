@@ -33,7 +33,7 @@ def matmul_flops(function: Callable, *args: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Worth:
+class RelativeCosts:
     """What the pieces of a model cost, in layers: in means of them, where they differ."""
 
     layers: tuple[float, ...]
@@ -49,7 +49,7 @@ class Worth:
         return divided_evenly(self.layers, rank_of, embed=self.embed, head=self.head)
 
 
-def worth(stack: Stack, batch: Tree, *, recompute: bool) -> Worth:
+def relative_costs(stack: Stack, batch: Tree, *, recompute: bool) -> RelativeCosts:
     """What the pieces cost by FLOPs of matrix products, forward and backward; nothing is compiled.
 
     recompute: a layer's forward counts twice, since its backward runs it again. Looking up an embedding counts nothing.
@@ -77,7 +77,7 @@ def worth(stack: Stack, batch: Tree, *, recompute: bool) -> Worth:
     else:
         costs = [cost(stack.layer_of(l)) for l in range(stack.num_layers)]
     one = sum(costs) / len(costs) or 1.0  # without products all cost the same: nothing
-    return Worth(
+    return RelativeCosts(
         layers=tuple(cost / one for cost in costs) if any(costs) else (1.0,) * len(costs),
         embed=matmul_flops(embed, ends, batch["inputs"]) / one,
         head=matmul_flops(head, ends, x, batch["targets"]) / one,

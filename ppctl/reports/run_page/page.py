@@ -201,7 +201,7 @@ def _predicted(run: Run) -> str:
     known = [(label, {"memory": int(size)}) for label, size in sizes if size is not None and size >= 0]
     bars = stacked(known, ("memory",), None, size_text) if len(known) == 2 else ""
     about = (
-        "Taken: the median step; the bubble of a measured timeline (run.timeline=true); memory of the fullest device, "
+        "Timing: the median step; the bubble of a measured timeline (run.timeline=true); memory of the fullest device, "
         "as compiled."
     )
     return section("Predicted and taken", f"{said}{bars}<p class='soft'>{about}</p>")
