@@ -1,11 +1,79 @@
-"""Pipeline-parallel training in JAX."""
+"""Pipeline-parallel training in JAX.
 
-from typing import Any
+    pipe = ppctl.pipeline(stack, mesh=ppctl.mesh(dp=2, pp=4), schedule="interleaved", num_chunks=2, num_microbatches=8,
+                          batch=batch, optimizer=optax.adamw(1e-3))
+    state = pipe.init(seed=0)
+    state, metrics = pipe.step(state, batch)
+
+Names are loaded when they are used: drawing a schedule starts no JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ppctl.errors import PpctlError
+    from ppctl.model.network import Network, stage_boundary
+    from ppctl.model.stack import Stack
+    from ppctl.reports.charts.draw import draw
+    from ppctl.schedule.costs import Costs
+    from ppctl.schedule.families.registry import build as build_schedule
+    from ppctl.schedule.ir import Schedule, Task
+    from ppctl.schedule.simulate import Timeline, simulate
+    from ppctl.training.models import mlp, transformer
+    from ppctl.training.pipeline import Pipeline, pipeline
+    from ppctl.training.saved_run import SavedRun, load_run
+    from ppctl.training.start import mesh
+
+__all__ = [
+    "Costs",
+    "Network",
+    "Pipeline",
+    "PpctlError",
+    "SavedRun",
+    "Schedule",
+    "Stack",
+    "Task",
+    "Timeline",
+    "build_schedule",
+    "draw",
+    "load_run",
+    "mesh",
+    "mlp",
+    "pipeline",
+    "simulate",
+    "stage_boundary",
+    "transformer",
+]
+
+_HOMES = {
+    "Costs": "schedule.costs",
+    "Network": "model.network",
+    "Pipeline": "training.pipeline",
+    "PpctlError": "errors",
+    "SavedRun": "training.saved_run",
+    "Schedule": "schedule.ir",
+    "Stack": "model.stack",
+    "Task": "schedule.ir",
+    "Timeline": "schedule.simulate",
+    "build_schedule": "schedule.families.registry:build",
+    "draw": "reports.charts.draw",
+    "load_run": "training.saved_run",
+    "mesh": "training.start",
+    "mlp": "training.models",
+    "pipeline": "training.pipeline",
+    "simulate": "schedule.simulate",
+    "stage_boundary": "model.network",
+    "transformer": "training.models",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("stage_boundary", "Network"):  # JAX is started by those who use them alone
-        from ppctl.model import network
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ppctl' has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(f"ppctl.{module}"), attribute or name)
 
-        return getattr(network, name)
-    raise AttributeError(f"module 'ppctl' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -145,7 +145,7 @@ def check(config: Config) -> None:
             f"Use data.batch_size={least}, or fewer microbatches."
         )
     _check_launch(config)
-    if config.plan.topology is not None and config.executor.name == "mpmd":
+    if config.plan.topology is not None and config.executor.DISPATCHES_TASKS:
         raise ConfigError(
             f"plan.topology={config.plan.topology} is compiled for as a whole, but executor=mpmd compiles for each "
             "rank's devices, and starts them for it. Use executor=spmd."
@@ -155,12 +155,12 @@ def check(config: Config) -> None:
             f"plan.topology={config.plan.topology} is described here, but run.platform={config.run.platform} starts "
             "devices. Use run.platform=cpu, or leave it out."
         )
-    if config.executor.name == "reference" and mesh.num_devices > 1:
+    if not config.executor.IS_PIPELINED and mesh.num_devices > 1:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but mesh={mesh.text} has {mesh.num_devices}. "
             "Use mesh=1x1, executor=spmd or executor=mpmd."
         )
-    if config.executor.name == "reference" and config.partition.name != "uniform":
+    if not config.executor.IS_PIPELINED and config.partition.name != "uniform":
         raise ConfigError(
             f"partition={config.partition.name} divides layers over stages, and executor=reference has none. "
             "Use partition=uniform or another executor."
@@ -178,7 +178,7 @@ def check(config: Config) -> None:
             remedy = "Set model.seq_len" if is_text else "Leave model.seq_len out"
             what = "is cut into sequences" if is_text else "has no sequences to be cut"
             raise ConfigError(f"data={data.name} {what}, but model.seq_len={config.model.seq_len}. {remedy}.")
-    if config.run.timeline and config.executor.name != "mpmd":
+    if config.run.timeline and not config.executor.DISPATCHES_TASKS:
         raise ConfigError(
             f"run.timeline=true measures tasks that are programs of their own, but executor={config.executor.name} is "
             "one program. Use executor=mpmd, or run.profile.start=N, which traces any executor."
@@ -205,14 +205,14 @@ def check(config: Config) -> None:
 
 
 def _check_inspected(config: Config) -> None:
-    asked, executor = config.inspect, config.executor.name
+    asked, executor = config.inspect, config.executor
     chosen = [f"inspect.{key}={getattr(asked, key)}" for key in ("stage", "task") if getattr(asked, key) is not None]
-    if chosen and executor != "mpmd":
+    if chosen and not executor.DISPATCHES_TASKS:
         raise ConfigError(
-            f"{' '.join(chosen)} chooses among the programs of executor=mpmd, but executor={executor} is one program. "
-            "Leave it out, or use executor=mpmd."
+            f"{' '.join(chosen)} chooses among the programs of executor=mpmd, but executor={executor.name} is one "
+            "program. Leave it out, or use executor=mpmd."
         )
-    if asked.what == "program" and executor == "reference":
+    if asked.what == "program" and not executor.IS_PIPELINED:
         raise ConfigError(
             "inspect.what=program shows what ranks run, but executor=reference has neither ticks nor tasks. "
             "Use inspect.what=jaxpr, stablehlo or hlo, or executor=spmd or mpmd."

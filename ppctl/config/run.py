@@ -19,6 +19,9 @@ class Reference:
     remat: str = "none"  # none | layer | full: what the backward recomputes
     unroll: int = 16  # layers of a device unrolled in the program up to this many, scanned above
 
+    IS_PIPELINED: ClassVar[bool] = False
+    IN_TICKS: ClassVar[bool] = False  # ranks run in lockstep, in one program
+    DISPATCHES_TASKS: ClassVar[bool] = False  # each task is a program of its own
     REMAT: ClassVar[tuple[str, ...]] = ("none", "layer", "full")
 
     def check(self) -> None:
@@ -34,6 +37,8 @@ class Spmd(Reference):
     idle: str = "skip"  # what a rank without a task does in a tick: skip | compute (and mask the result)
     gather: str = "step"  # when parameters are gathered over fsdp: once a step | each tick (less memory, more traffic)
 
+    IS_PIPELINED: ClassVar[bool] = True
+    IN_TICKS: ClassVar[bool] = True
     IDLE: ClassVar[tuple[str, ...]] = ("skip", "compute")
     GATHER: ClassVar[tuple[str, ...]] = ("step", "tick")
 
@@ -49,6 +54,9 @@ class Mpmd(Reference):
 
     name: str = "mpmd"
     post_validation: bool = False  # a rank updates before the global norm is known, and again if that was wrong
+
+    IS_PIPELINED: ClassVar[bool] = True
+    DISPATCHES_TASKS: ClassVar[bool] = True
 
 
 @dataclass

@@ -82,7 +82,7 @@ def pipeline_of(schedule: settings.Schedule, executor: Any, num_ranks: int, num_
     """The schedule that a run asks for, as its executor runs it. ScheduleError or ConfigError for what cannot be."""
     costs = task_costs(executor.remat)
     lower = partial(ticks, costs=costs, **keeping(executor.remat))
-    is_lockstep = executor.name == "spmd"
+    is_lockstep = executor.IN_TICKS
     in_lockstep = (lambda each: lower(each).makespan_s(costs)) if is_lockstep else None
     found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), in_lockstep)
     return Pipeline(found.schedule, found.label, lower(found.schedule) if is_lockstep else None, costs)

@@ -12,19 +12,18 @@ import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
 from ppctl.executors.spmd.memory import tree_bytes
-from ppctl.executors.stage.flops import RelativeCosts
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.partition.cut import cut, improved
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.partition.work import Layers, Memory, fitting
 from ppctl.schedule.simulate import simulate
-from ppctl.training.job import Parts, relative_costs_of
+from ppctl.training.pipeline import Pipeline
 
 Tree = Any
 WORTH_IT = 0.99  # of the time that the partition asked for takes
-TASKS_PRICED = 2_000_000  # by all simulations together, a few CPU seconds each million
-MOST_PRICES = 1000
+TASKS_SIMULATED = 2_000_000  # by all simulations together, a few CPU seconds each million
+MOST_SIMULATIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -35,53 +34,55 @@ class Proposal:
     time_ratio: float
 
 
-def propose(parts: Parts, limit_bytes: int | None) -> Proposal | None:
+def propose(pipe: Pipeline, limit_bytes: int | None) -> Proposal | None:
     """The fastest partition found, if it takes at least 1% less time than the one asked for, or fits and that does not.
 
     Layers count what FLOPs make of them, embedding and head too; memory counts with executor=mpmd, where each rank
     has its own. None where nothing is better, or a simulation would take too long.
     """
-    schedule, asked = parts.schedule, parts.states.layout.partition
-    max_prices = min(MOST_PRICES, TASKS_PRICED // sum(map(len, schedule.ranks)))
-    if parts.config.executor.name == "reference" or not max_prices:
+    schedule, requested = pipe.schedule, pipe.partition
+    max_prices = min(MOST_SIMULATIONS, TASKS_SIMULATED // sum(map(len, schedule.ranks)))
+    if not pipe.execution.is_pipelined or not max_prices:
         return None
-    worth = relative_costs_of(parts.config, parts.stack, parts.data)
-    layers = Layers(worth.layers, embed_s=worth.embed, head_s=worth.head)
+    relative = pipe.relative_costs
+    layers = Layers(relative.layers, embed_s=relative.embed, head_s=relative.head)
     memory, fits = None, lambda _: True
-    if limit_bytes is not None and parts.config.executor.name == "mpmd":
-        layers, memory = _with_memory(parts, layers, limit_bytes)
+    if limit_bytes is not None and pipe.execution.dispatches_tasks:
+        layers, memory = _with_memory(pipe, layers, limit_bytes)
         fits = fitting(layers, schedule.rank_of, memory)
     try:
         first = cut(layers, schedule.rank_of, memory)
     except ConfigError:
         return None  # nothing fits
-    price = _price(parts, worth)
-    starts = [p for p in (asked, first) if fits(p)]
-    best = improved(min(starts, key=price), price, max_prices=max_prices, fits=fits)
-    ratio = price(best) / price(asked)
-    if ratio > WORTH_IT and fits(asked):
+    seconds = _makespan(pipe)
+    starts = [p for p in (requested, first) if fits(p)]
+    best = improved(min(starts, key=seconds), seconds, max_prices=max_prices, fits=fits)
+    ratio = seconds(best) / seconds(requested)
+    if ratio > WORTH_IT and fits(requested):
         return None
     return Proposal(tuple(map(len, best)), ratio)
 
 
-def _price(parts: Parts, worth: RelativeCosts) -> Callable[[Partition], float]:
+def _makespan(pipe: Pipeline) -> Callable[[Partition], float]:
     """The makespan of a partition, in units of a forward through a layer."""
-    costs, ticks, schedule = task_costs(parts.config.executor.remat), parts.ticks, parts.schedule
+    costs, ticks, schedule = task_costs(pipe.execution.remat), pipe.ticks, pipe.schedule
 
-    def price(partition: Partition) -> float:
-        units = worth.of_stages(partition)
+    relative = pipe.relative_costs
+
+    def seconds(partition: Partition) -> float:
+        units = relative.of_stages(partition)
         forward, input_grad, weight_grad = (tuple(costs.seconds(kind, 0, 1) * n for n in units) for kind in "FIW")
-        priced = Costs(forward, input_grad, weight_grad)
-        return simulate(schedule, priced).makespan_s if ticks is None else ticks.makespan_s(priced)
+        of_stages = Costs(forward, input_grad, weight_grad)
+        return simulate(schedule, of_stages).makespan_s if ticks is None else ticks.makespan_s(of_stages)
 
-    return price
+    return seconds
 
 
-def _with_memory(parts: Parts, layers: Layers, limit_bytes: int) -> tuple[Layers, Memory]:
+def _with_memory(pipe: Pipeline, layers: Layers, limit_bytes: int) -> tuple[Layers, Memory]:
     """The layers with what they hold on a rank of executor=mpmd: state, weights and sums; and stashes in flight."""
-    model = parts.model
-    shards = parts.config.mesh.fsdp
-    moments = tree_bytes(parts.states.natural["optimizer"]) / tree_bytes(parts.states.natural["params"])
+    model = pipe.model
+    shards = pipe.mesh.shape["fsdp"]
+    moments = tree_bytes(pipe.states.natural["optimizer"]) / tree_bytes(pipe.states.natural["params"])
 
     def held(tree: Tree) -> float:
         computed = sum(a.size for a in jax.tree.leaves(tree)) * jnp.dtype(model.dtype).itemsize
@@ -97,7 +98,7 @@ def _with_memory(parts: Parts, layers: Layers, limit_bytes: int) -> tuple[Layers
         embed_bytes=held(embed),
         head_bytes=held(head),
     )
-    return layers, Memory((float(limit_bytes),) * parts.schedule.num_ranks, in_flight(parts.schedule))
+    return layers, Memory((float(limit_bytes),) * pipe.schedule.num_ranks, in_flight(pipe.schedule))
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Prices by counting: what the pieces of a model and the collectives of a step take on described hardware.
+"""OpTimes by counting: what the pieces of a model and the collectives of a step take on described hardware.
 
 Standard library only.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ppctl.planner.op_times import Piece, Prices
+from ppctl.planner.op_times import OpTimes, PieceTimes
 from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
 
 
@@ -32,7 +32,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """How a model lies on devices: the mesh (fsdp innermost, then pp) and the layers of its largest rank."""
 
     dp: int
@@ -63,39 +63,39 @@ class ParamBytes:
     compute_ratio: float  # size of the dtype of compute over that of the parameters
 
 
-def priced(
+def op_times(
     work: ModelWork,
     params: ParamBytes,
     machine: Machine,
-    layout: Layout,
+    layout: PlannedLayout,
     *,
     microbatch_rows: int,
     remat: str,
     gathers_each_tick: bool = False,
-) -> Prices:
-    """The prices of a layout for microbatches of so many rows on each device."""
+) -> OpTimes:
+    """Return the op times of a layout for microbatches of so many examples on each device."""
 
-    def seconds(piece: PieceWork, redo: bool) -> Piece:
+    def seconds(piece: PieceWork, redo: bool) -> PieceTimes:
         f, i, w = (
             machine.speed.seconds(ops, microbatch_rows) for ops in (piece.forward, piece.input_grad, piece.weight_grad)
         )
-        return Piece(f, i + (f if redo else 0.0), w)
+        return PieceTimes(f, i + (f if redo else 0.0), w)
 
     links = layout.links(machine)
     hop_s = links["pp"].hop_s(microbatch_rows * work.x_bytes) if layout.pp > 1 else 0.0
     gather_s = links["fsdp"].gather_s(layout.chunk_layers * params.layer, layout.fsdp)
-    return Prices(
+    return OpTimes(
         embed=seconds(work.embed, redo=False),
         layer=seconds(work.layer, redo=remat != "none"),
         head=seconds(work.head, redo=False),
         task_s=machine.task_s + (gather_s if gathers_each_tick else 0.0),
         hop_s=hop_s,
-        once_s=once_s(params, machine, layout, gathers_layers=not gathers_each_tick),
+        overhead_s=overhead_s(params, machine, layout, gathers_layers=not gathers_each_tick),
         capacity=inf if machine.cores is None else float(machine.cores),
     )
 
 
-def once_s(params: ParamBytes, machine: Machine, layout: Layout, *, gathers_layers: bool = True) -> float:
+def overhead_s(params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gathers_layers: bool = True) -> float:
     """What runs once a step: parameters gathered, gradients summed over rows, the optimizer.
 
     The ends are divided over pp and fsdp, a rank's layers over fsdp; sums over dp are of what each device keeps.

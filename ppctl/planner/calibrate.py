@@ -1,9 +1,9 @@
-"""Prices corrected by a step: pieces timed alone miss what a whole program adds, and what its caches take away.
+"""OpTimes corrected by a step: pieces timed alone miss what a whole program adds, and what its caches take away.
 
 One small step of the same executor, mesh, schedule and size of microbatch is run, with fewer layers. By as much as it
-takes more or less than its own prediction, all prices are scaled. What a step costs beside its tasks grows with layers
-and microbatches alike (memory is touched for the first time, caches overflow), so that too small a step misleads: with
-2 layers of 16 it was 7% to 17% short, with 2 microbatches of 8 up to 14% long, as it is now within 8%. Two small steps
+takes more or less than its own prediction, all op times are scaled. What a step costs beside its tasks grows with
+layers and microbatches alike (memory is touched for the first time, caches overflow), so that too small a step
+misleads: with 2 layers of 16 it was 7% to 17% short, with 2 microbatches of 8 up to 14% long, as it is now within 8%. Two small steps
 could tell tasks from their layers, but a line through two noisy points misses a distant third one by several times the
 noise.
 """
@@ -15,26 +15,27 @@ from math import inf
 
 from ppctl.config import Config, Csv, Uniform
 from ppctl.executors.spmd.memory import shard_bytes
-from ppctl.planner.op_times import Piece, Prices
+from ppctl.planner.op_times import OpTimes, PieceTimes
 from ppctl.planner.step_runs import run_steps, time_of
 from ppctl.planner.timing import Timing
-from ppctl.training.job import Parts, assemble
+from ppctl.training.job import TrainingJob, assemble
+from ppctl.training.pipeline import Pipeline
 
 LEAST_LAYERS, MOST_LAYERS = 2, 8  # of a stage of the small step
 SHARE = 4  # between: one layer in four
 WAVES = 8  # its microbatches at most, over the ranks
 
 
-def small_request(parts: Parts) -> Config | None:
+def small_request(job: TrainingJob) -> Config | None:
     """The request of the small step; None where a smaller one would be another schedule."""
-    config, schedule = parts.config, parts.schedule
+    config, pipe, schedule = job.config, job.pipe, job.pipe.schedule
     if isinstance(config.schedule, Csv):
         return None
     number = min(schedule.num_microbatches, WAVES * schedule.num_ranks)
-    rows = parts.model.microbatch["inputs"].shape[0] * config.mesh.dp * config.mesh.fsdp
-    sizes = [len(layers) for layers in parts.states.layout.partition]
-    if config.executor.name == "reference":
-        sizes = [parts.stack.num_layers]
+    rows = pipe.model.microbatch["inputs"].shape[0] * config.mesh.dp * config.mesh.fsdp
+    sizes = [len(layers) for layers in pipe.partition]
+    if not pipe.execution.is_pipelined:
+        sizes = [pipe.stack.num_layers]
     layers = min(max(LEAST_LAYERS, -(-max(sizes) // SHARE)), MOST_LAYERS)
     return replace(
         config,
@@ -45,42 +46,41 @@ def small_request(parts: Parts) -> Config | None:
     )
 
 
-def small_step(parts: Parts) -> dict[str, Timing]:
+def small_step(job: TrainingJob) -> dict[str, Timing]:
     """What the small step takes, run here."""
-    request = small_request(parts)
+    request = small_request(job)
     if request is None:
         return {}
-    small = assemble(request)
-    return {"small": run_steps(small.engine, small)}
+    return {"small": run_steps(assemble(request))}
 
 
-def corrected(parts: Parts, prices: Prices, taken: Timing) -> Prices:
-    """Prices by which the small step takes what it took, in seconds and, where devices share cores, in CPU seconds.
+def corrected(job: TrainingJob, op_times: OpTimes, measured: Timing) -> OpTimes:
+    """Return op times by which the small step takes what was measured, in seconds and, with shared cores, CPU seconds.
 
-    `prices` are those of the small step but for once_s and once_cpu_s, which are this request's.
+    `op_times` are those of the small step but for overhead_s and overhead_cpu_s, which are this request's.
     """
-    request = small_request(parts)
+    request = small_request(job)
     assert request is not None, "it was run"
     small = assemble(request)
-    share = _state_bytes(small) / _state_bytes(parts)
-    time = time_of(small, prices)
-    longer = (taken.wall_s - share * prices.once_s) / time.pipeline_s
-    busier = (taken.cpu_s - share * prices.once_cpu_s) / (time.work_s * prices.cores)
-    if longer <= 0 or (prices.capacity < inf and busier <= 0):
-        return prices  # nothing of the small step is left to its tasks
-    scaled = _scaled(prices, longer)
-    return scaled if prices.capacity == inf else replace(scaled, cores=prices.cores * busier / longer)
+    share = _state_bytes(small.pipe) / _state_bytes(job.pipe)
+    time = time_of(small.pipe, op_times)
+    longer = (measured.wall_s - share * op_times.overhead_s) / time.pipeline_s
+    busier = (measured.cpu_s - share * op_times.overhead_cpu_s) / (time.work_s * op_times.cores)
+    if longer <= 0 or (op_times.capacity < inf and busier <= 0):
+        return op_times  # nothing of the small step is left to its tasks
+    scaled = _scaled(op_times, longer)
+    return scaled if op_times.capacity == inf else replace(scaled, cores=op_times.cores * busier / longer)
 
 
-def _state_bytes(parts: Parts) -> int:
+def _state_bytes(pipe: Pipeline) -> int:
     """One device's share of the parameters."""
-    return shard_bytes(parts.states.staged["params"])
+    return shard_bytes(pipe.states.staged["params"])
 
 
-def _scaled(prices: Prices, factor: float) -> Prices:
-    """All prices of tasks and transfers times a factor."""
+def _scaled(op_times: OpTimes, factor: float) -> OpTimes:
+    """All times of tasks and transfers times a factor."""
     pieces = {
-        name: Piece(*(getattr(piece, field.name) * factor for field in fields(Piece)))
-        for name, piece in (("embed", prices.embed), ("layer", prices.layer), ("head", prices.head))
+        name: PieceTimes(*(getattr(piece, field.name) * factor for field in fields(PieceTimes)))
+        for name, piece in (("embed", op_times.embed), ("layer", op_times.layer), ("head", op_times.head))
     }
-    return replace(prices, **pieces, task_s=prices.task_s * factor, hop_s=prices.hop_s * factor)
+    return replace(op_times, **pieces, task_s=op_times.task_s * factor, hop_s=op_times.hop_s * factor)

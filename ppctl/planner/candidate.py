@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.planner.analytic import Layout
+from ppctl.planner.analytic import PlannedLayout
 from ppctl.planner.op_times import StepTime, stage_costs, ticking_s
 from ppctl.planner.sizes import held_bytes, workspace_bytes
 from ppctl.planner.space import CHUNKED, WHOLE, Bounds
@@ -58,11 +58,11 @@ class Candidate:
 
 
 class Pricer:
-    """Prices layouts that fit in `limit_bytes` a device."""
+    """OpTimes layouts that fit in `limit_bytes` a device."""
 
     def __init__(self, limit_bytes: float = inf):
         self.limit_bytes = limit_bytes
-        self.num_priced = 0  # simulated
+        self.num_simulated = 0  # simulated
 
     def has_room(self, memory: Mapping[str, int]) -> bool:
         return sum(memory.values()) <= self.limit_bytes
@@ -88,11 +88,11 @@ class Pricer:
             return None
         largest = max(sizes)
         most = largest * chunks if is_spmd else max(_sums(sizes, placed.rank_of))
-        layout = Layout(dp, pp, fsdp, most, largest)
-        prices = bounds.priced(layout)
+        layout = PlannedLayout(dp, pp, fsdp, most, largest)
+        op_times = bounds.op_times(layout)
         worth = _worth(sizes, bounds.space.layer_worth)
-        costs = stage_costs(prices, worth, keeps_input=microbatch.remat == "full", split=family not in WHOLE)
-        if makespan_bound_s(placed, costs, microbatch.number) + prices.once_s > last_s:
+        costs = stage_costs(op_times, worth, keeps_input=microbatch.remat == "full", split=family not in WHOLE)
+        if makespan_bound_s(placed, costs, microbatch.number) + op_times.overhead_s > last_s:
             return None  # whatever the order of its tasks
         keys = [(family, pp, number, chunks) for number in shorter(pp, microbatch.number, chunks)]
         numbers = [number for _, _, number, _ in keys]
@@ -108,14 +108,14 @@ class Pricer:
         stashes = [_stashes(*key) for key in keys]
         if not self.has_room(memory([{"stash": share * number} for number in stashes])):
             return None
-        self.num_priced += 1
+        self.num_simulated += 1
         times = []
         for key, schedule in zip(keys, schedules, strict=True):
             rows = rows_s(_rows(*key)[_shape(*key, microbatch.remat)], costs, chunks) if is_spmd else None
-            times.append(vars(ticking_s(prices, schedule, rows, costs, layout.rows)))
+            times.append(vars(ticking_s(op_times, schedule, rows, costs, layout.rows)))
         time = StepTime(**along(numbers, times, microbatch.number))
         again = {"none": 0, "layer": sum(sizes), "full": sum(sizes[:-1])}[microbatch.remat]  # layers
-        redone = again * prices.layer.forward_s * microbatch.number * layout.rows / time.tasks_s
+        redone = again * op_times.layer.forward_s * microbatch.number * layout.rows / time.tasks_s
         if time.total_s > last_s:
             return None
         if is_spmd:
@@ -139,7 +139,7 @@ def least_share(bounds: Bounds, family: str) -> float:
 
 def _balanced(bounds: Bounds, rank_of: Sequence[int]) -> tuple[int, ...]:
     """The layers of each stage, with embedding and head counted in layers."""
-    embed, head = (piece.all_s / bounds.prices.layer.all_s for piece in (bounds.prices.embed, bounds.prices.head))
+    embed, head = (piece.all_s / bounds.op_times.layer.all_s for piece in (bounds.op_times.embed, bounds.op_times.head))
     layers = bounds.space.layer_worth or (1.0,) * bounds.space.num_layers
     return _partition(layers, tuple(rank_of), round(embed, 3), round(head, 3))
 

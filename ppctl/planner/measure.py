@@ -1,4 +1,4 @@
-"""Prices by measurement: the pieces of a model, timed on the devices that are here, and kept for the next time.
+"""OpTimes by measurement: the pieces of a model, timed on the devices that are here, and kept for the next time.
 
 Kept by model, size of a microbatch, executor, device, and the versions of everything that compiles or runs them.
 """
@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ppctl.config import CustomModel
+from ppctl.config import Config, CustomModel
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_preset import cpu_options
 from ppctl.planner.calibrate import corrected, small_request, small_step
-from ppctl.planner.op_times import Piece, Prices
+from ppctl.planner.op_times import OpTimes, PieceTimes
 from ppctl.planner.step_runs import run_steps
 from ppctl.planner.timing import LAYERS, Timing, dispatched, end_bodies, layer_bodies, tick_body, turn, without_tasks
 from ppctl.training.engines.one_program import OneProgram
-from ppctl.training.job import Parts
+from ppctl.training.job import TrainingJob
+from ppctl.training.pipeline import Pipeline
 from ppctl.training.user_code import source_digest
 
 Times = dict[str, Timing]
@@ -36,63 +37,63 @@ SOURCES = ("executors", "model")  # whose programs are timed
 SMALL_PARTS = ("mesh", "schedule", "executor", "model", "data")  # of the request of a small step
 
 
-def measured(parts: Parts, cache_dir: Path) -> Prices:
-    """The prices of a request, on the devices of its mesh."""
-    times = _kept(cache_dir, _key(parts, with_mesh=False), lambda: _pieces(parts))
-    times |= _kept(cache_dir, _key(parts, with_mesh=True), lambda: _of_mesh(parts))
-    prices, small = _prices(parts, times), _kept(cache_dir, _small_key(parts), lambda: small_step(parts))
-    return corrected(parts, prices, small["small"]) if small else prices
+def measured_op_times(job: TrainingJob, cache_dir: Path) -> OpTimes:
+    """Return the op times of a job, on the devices of its mesh."""
+    times = _kept(cache_dir, _key(job, with_mesh=False), lambda: _pieces(job.pipe))
+    times |= _kept(cache_dir, _key(job, with_mesh=True), lambda: _of_mesh(job))
+    op_times, small = _combined(job.pipe, times), _kept(cache_dir, _small_key(job), lambda: small_step(job))
+    return corrected(job, op_times, small["small"]) if small else op_times
 
 
-def is_kept(parts: Parts, cache_dir: Path) -> bool:
-    """Whether a request was measured before, so that `measured` only reads."""
-    keys = (_key(parts, with_mesh=False), _key(parts, with_mesh=True), _small_key(parts))
+def is_kept(job: TrainingJob, cache_dir: Path) -> bool:
+    """Whether a request was measured before, so that `measured_op_times` only reads."""
+    keys = (_key(job, with_mesh=False), _key(job, with_mesh=True), _small_key(job))
     return all(_read(_file(cache_dir, key)[0]) is not None for key in keys)
 
 
-def _prices(parts: Parts, times: Times) -> Prices:
+def _combined(pipe: Pipeline, times: Times) -> OpTimes:
     """Seconds of a device working alone.
 
-    Simulated devices share cores: a piece has a price in CPU seconds, and a device working alone turns over so many of
+    Simulated devices share cores: a piece takes CPU seconds, and a device working alone turns over so many of
     these in a second; all together turn over more, but not as many times more as there are devices.
     """
-    is_shared = _is_shared(parts)
+    is_shared = _is_shared(pipe)
     alone = times["alone"].cpu_s / times["alone"].wall_s if is_shared else 1.0
     layers = [times[kind] for kind in "FBIW" if kind in times]
-    together = sum(taken.cpu_s for taken in layers) / sum(taken.wall_s for taken in layers)
-    number = parts.mesh.size
+    together = sum(each.cpu_s for each in layers) / sum(each.wall_s for each in layers)
+    number = pipe.mesh.size
 
-    def price(name: str, share: int = 1) -> float:
-        taken = times[name]
-        return (taken.cpu_s / number / alone if is_shared else taken.wall_s) / share
+    def seconds(name: str, share: int = 1) -> float:
+        timing = times[name]
+        return (timing.cpu_s / number / alone if is_shared else timing.wall_s) / share
 
     if "B" in times:
-        half = price("B", LAYERS) / 2
-        layer = Piece(price("F", LAYERS), half, half)
+        half = seconds("B", LAYERS) / 2
+        layer = PieceTimes(seconds("F", LAYERS), half, half)
     else:
-        layer = Piece(*(price(kind, LAYERS) for kind in "FIW"))
-    return Prices(
-        Piece(price("embed"), 0.0, price("embed_grad")),
+        layer = PieceTimes(*(seconds(kind, LAYERS) for kind in "FIW"))
+    return OpTimes(
+        PieceTimes(seconds("embed"), 0.0, seconds("embed_grad")),
         layer,
-        Piece(0.0, price("head"), 0.0),
+        PieceTimes(0.0, seconds("head"), 0.0),
         task_s=times["task"].cpu_s / alone if "task" in times else 0.0,
-        hop_s=price("tick") if "tick" in times else 0.0,
-        once_s=times["once"].cpu_s / together if is_shared else times["once"].wall_s,
-        once_cpu_s=times["once"].cpu_s,
+        hop_s=seconds("tick") if "tick" in times else 0.0,
+        overhead_s=times["once"].cpu_s / together if is_shared else times["once"].wall_s,
+        overhead_cpu_s=times["once"].cpu_s,
         capacity=together / alone if is_shared else float("inf"),
         cores=alone,
     )
 
 
-def _is_shared(parts: Parts) -> bool:
-    return parts.mesh.devices.flat[0].platform == "cpu"
+def _is_shared(pipe: Pipeline) -> bool:
+    return pipe.mesh.devices.flat[0].platform == "cpu"
 
 
-def _pieces(parts: Parts) -> Times:
+def _pieces(pipe: Pipeline) -> Times:
     """The tasks of a layer and of both ends, on all devices at the same time; "alone": F on one device."""
-    model, mesh = parts.model, parts.mesh
-    bodies = layer_bodies(model, split=parts.schedule.is_split) | end_bodies(model)
-    is_quick = parts.config.executor.name == "mpmd" and model.remat == "none" and _is_shared(parts)
+    model, mesh = pipe.model, pipe.mesh
+    bodies = layer_bodies(model, split=pipe.schedule.is_split) | end_bodies(model)
+    is_quick = pipe.execution.dispatches_tasks and model.remat == "none" and _is_shared(pipe)
     options = cpu_options("quick") if is_quick else None
     times = {name: turn(*body, mesh, options) for name, body in bodies.items()}
     one = Mesh(np.array(mesh.devices.flat[:1]), ("all",), axis_types=mesh.axis_types[:1])
@@ -100,18 +101,18 @@ def _pieces(parts: Parts) -> Times:
     return times
 
 
-def _of_mesh(parts: Parts) -> Times:
+def _of_mesh(job: TrainingJob) -> Times:
     """What depends on the mesh: "once" a step; "tick", its transfers (of executor=spmd); "task", its start (mpmd)."""
-    layout, pp = parts.states.layout, parts.mesh.shape["pp"]
-    step = without_tasks(layout, parts.dtype)
-    engine = OneProgram(parts.states, parts.batch_shapes, step, step, parts.optimizer, parts.lr_schedule)
-    times = {"once": run_steps(engine, parts)}
-    if parts.ticks is not None and pp > 1:
-        times["tick"] = turn(*tick_body(parts.model.x, pp), parts.mesh)
-    if parts.config.executor.name == "mpmd" and pp > 1:
-        devices, axes, kinds = parts.mesh.devices, ("dp", "fsdp"), parts.mesh.axis_types[:2]
+    pipe, pp = job.pipe, job.pipe.mesh.shape["pp"]
+    step = without_tasks(pipe.layout, pipe.dtype)
+    engine = OneProgram(pipe.states, pipe.batch_shapes, step, step, pipe.optimizer, pipe.lr_schedule)
+    times = {"once": run_steps(replace(job, pipe=replace(pipe, engine=engine)))}
+    if pipe.ticks is not None and pp > 1:
+        times["tick"] = turn(*tick_body(pipe.model.x, pp), pipe.mesh)
+    if pipe.execution.dispatches_tasks and pp > 1:
+        devices, axes, kinds = pipe.mesh.devices, ("dp", "fsdp"), pipe.mesh.axis_types[:2]
         here, there = (Mesh(devices[:, r, :], axes, axis_types=kinds) for r in (0, 1))
-        times["task"] = dispatched(parts.model, here, there)
+        times["task"] = dispatched(pipe.model, here, there)
     return times
 
 
@@ -124,13 +125,13 @@ def _kept(cache_dir: Path, key: dict[str, Any], measure: Callable[[], Times]) ->
     times = _read(file)
     if times is not None:
         return times
-    beside = file.with_suffix(f".{os.getpid()}")
+    partial = file.with_suffix(f".{os.getpid()}")
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        beside.touch()  # refused before anything is timed
+        partial.touch()  # refused before anything is timed
         times = measure()
-        beside.write_text(json.dumps({"key": json.loads(text), "times": times}, indent=1))
-        beside.replace(file)
+        partial.write_text(json.dumps({"key": json.loads(text), "times": times}, indent=1))
+        partial.replace(file)
     except OSError as error:
         raise ConfigError(
             f"costs=measure keeps what it times in {cache_dir}, which cannot be written: {error.strerror}. "
@@ -138,7 +139,7 @@ def _kept(cache_dir: Path, key: dict[str, Any], measure: Callable[[], Times]) ->
         ) from error
     finally:
         with suppress(OSError):
-            beside.unlink()
+            partial.unlink()
     return times
 
 
@@ -162,36 +163,36 @@ def _file(cache_dir: Path, key: dict[str, Any]) -> tuple[Path, str]:
     return cache_dir / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json", text
 
 
-def _key(parts: Parts, *, with_mesh: bool) -> dict[str, Any]:
+def _key(job: TrainingJob, *, with_mesh: bool) -> dict[str, Any]:
     """All that what is measured depends on."""
-    device, executor = parts.mesh.devices.flat[0], parts.config.executor
+    pipe, config = job.pipe, job.config
+    execution = pipe.execution
     key: dict[str, Any] = {
         "code": _code(),
         "jax": [version("jax"), version("jaxlib")],
-        "device": device.device_kind,
-        "cores": [platform.processor() or platform.machine(), os.cpu_count()] if _is_shared(parts) else None,
-        "executor": [executor.name, executor.remat, executor.unroll],
-        "model": [asdict(parts.config.model) | {"num_layers": None}, parts.data.vocab_size, _own(parts)],
-        "shapes": jax.tree.map(lambda a: [a.shape, str(a.dtype)], parts.model.microbatch),
-        "dtype": str(parts.dtype),
+        "device": pipe.mesh.devices.flat[0].device_kind,
+        "cores": [platform.processor() or platform.machine(), os.cpu_count()] if _is_shared(pipe) else None,
+        "executor": [execution.executor, execution.remat, execution.unroll],
+        "model": [asdict(config.model) | {"num_layers": None}, job.data.vocab_size, _own_source(config)],
+        "shapes": jax.tree.map(lambda a: [a.shape, str(a.dtype)], pipe.model.microbatch),
+        "dtype": str(pipe.dtype),
     }
     if with_mesh:
-        partition = [len(layers) for layers in parts.states.layout.partition]
-        return key | {"mesh": parts.config.mesh.text, "partition": partition, "ranks": parts.schedule.rank_of}
-    return key | {"devices": parts.mesh.size, "split": parts.schedule.is_split}
+        partition = [len(layers) for layers in pipe.partition]
+        return key | {"mesh": config.mesh.text, "partition": partition, "ranks": pipe.schedule.rank_of}
+    return key | {"devices": pipe.mesh.size, "split": pipe.schedule.is_split}
 
 
-def _own(parts: Parts) -> str | None:
+def _own_source(config: Config) -> str | None:
     """A digest of a model of the user's own."""
-    model = parts.config.model
-    return source_digest(model.target) if isinstance(model, CustomModel) else None
+    return source_digest(config.model.target) if isinstance(config.model, CustomModel) else None
 
 
-def _small_key(parts: Parts) -> dict[str, Any]:
+def _small_key(job: TrainingJob) -> dict[str, Any]:
     """All that the small step depends on."""
-    small = small_request(parts)
+    small = small_request(job)
     request = None if small is None else {name: asdict(getattr(small, name)) for name in SMALL_PARTS}
-    return _key(parts, with_mesh=False) | {"small": request}
+    return _key(job, with_mesh=False) | {"small": request}
 
 
 def _code() -> str:

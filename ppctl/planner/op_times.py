@@ -19,7 +19,7 @@ from ppctl.schedule.ticks import Ticks
 
 
 @dataclass(frozen=True)
-class Piece:
+class PieceTimes:
     """Seconds of one microbatch through a piece of the model (embedding, a layer, head) on a device working alone.
 
     What a backward recomputes is part of the input gradient.
@@ -35,18 +35,18 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Prices:
+class OpTimes:
     """Seconds of everything that a step is made of, for microbatches of one size and one setting of remat."""
 
-    embed: Piece
-    layer: Piece
-    head: Piece
+    embed: PieceTimes
+    layer: PieceTimes
+    head: PieceTimes
     task_s: float  # a task beside its layers
     hop_s: float  # from the end of a task until its value can be read on the next rank
-    once_s: float  # once a step: gathering parameters, reducing gradients, the optimizer
+    overhead_s: float  # once a step: gathering parameters, reducing gradients, the optimizer
     capacity: float = inf  # how many devices can work at full speed at the same time; simulated ones share cores
     cores: float = 1.0  # that a device working alone keeps busy
-    once_cpu_s: float = 0.0  # CPU seconds of what runs once, where it was measured
+    overhead_cpu_s: float = 0.0  # CPU seconds of what runs once, where it was measured
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class StepTime:
     """Seconds of a step: tasks with their bubble, and what runs once."""
 
     pipeline_s: float
-    once_s: float
+    overhead_s: float
     work_s: float  # of all devices, in seconds of one that works alone; with what is masked, and transfers of ticks
     tasks_s: float  # of the tasks alone
     width: float  # how many devices can work at full speed at the same time
 
     @property
     def total_s(self) -> float:
-        return self.pipeline_s + self.once_s
+        return self.pipeline_s + self.overhead_s
 
     @property
     def bubble_fraction(self) -> float:
@@ -69,37 +69,37 @@ class StepTime:
         return max(0.0, 1 - self.tasks_s / (self.pipeline_s * self.width))
 
 
-def stage_costs(prices: Prices, sizes: Sequence[float], *, keeps_input: bool, split: bool = False) -> Costs:
+def stage_costs(op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False) -> Costs:
     """The costs of each stage's tasks; `sizes` are its layers, or what they are worth in layers where they differ.
 
     The last stage's head runs in its forward, forwards and backwards; with keeps_input (remat=full) its forward is left
     to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B.
 
-    >>> one, free = Piece(1.0, 1.0, 1.0), Piece(0.0, 0.0, 0.0)
-    >>> prices = Prices(free, one, Piece(2.0, 2.0, 2.0), task_s=0.0, hop_s=0.0, once_s=0.0)
-    >>> stage_costs(prices, (2, 1), keeps_input=False).forward_s
+    >>> one, free = PieceTimes(1.0, 1.0, 1.0), PieceTimes(0.0, 0.0, 0.0)
+    >>> op_times = OpTimes(free, one, PieceTimes(2.0, 2.0, 2.0), task_s=0.0, hop_s=0.0, overhead_s=0.0)
+    >>> stage_costs(op_times, (2, 1), keeps_input=False).forward_s
     (2.0, 7.0)
     """
-    layer, last = prices.layer, len(sizes) - 1
+    layer, last = op_times.layer, len(sizes) - 1
     forward, input_grad, weight_grad = [], [], []
     for s, n in enumerate(sizes):
-        f = n * layer.forward_s + prices.task_s + (prices.embed.forward_s if s == 0 else 0.0)
-        i = n * layer.input_grad_s + prices.task_s
+        f = n * layer.forward_s + op_times.task_s + (op_times.embed.forward_s if s == 0 else 0.0)
+        i = n * layer.input_grad_s + op_times.task_s
         if s == 0:
-            i += prices.embed.input_grad_s + prices.embed.weight_grad_s
-            i += prices.embed.forward_s if keeps_input else 0.0
+            i += op_times.embed.input_grad_s + op_times.embed.weight_grad_s
+            i += op_times.embed.forward_s if keeps_input else 0.0
         if s == last and keeps_input:
-            f, i = 0.0, i + prices.head.all_s
+            f, i = 0.0, i + op_times.head.all_s
         elif s == last:
-            f += prices.head.all_s
+            f += op_times.head.all_s
         forward.append(f)
         input_grad.append(i)
-        weight_grad.append(n * layer.weight_grad_s + (prices.task_s if split else 0.0))
-    return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=prices.hop_s)
+        weight_grad.append(n * layer.weight_grad_s + (op_times.task_s if split else 0.0))
+    return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
 
 
 def step_time(
-    prices: Prices, schedule: Schedule, ticks: Ticks | None, costs: Costs, copies: int, *, masked: bool = False
+    op_times: OpTimes, schedule: Schedule, ticks: Ticks | None, costs: Costs, copies: int, *, masked: bool = False
 ) -> StepTime:
     """What a step takes. `copies`: how many pipelines run at the same time (dp*fsdp).
 
@@ -110,16 +110,16 @@ def step_time(
     """
     assert not masked or (ticks is not None and ticks.program == "pair"), "spmd refuses others"
     if ticks is None:
-        return ticking_s(prices, schedule, None, costs, copies)
-    rows = _masked_s(prices, ticks, costs) if masked else rows_s(ticks.packing.counted, costs, schedule.num_chunks)
-    return ticking_s(prices, schedule, rows, costs, copies)
+        return ticking_s(op_times, schedule, None, costs, copies)
+    rows = _masked_s(op_times, ticks, costs) if masked else rows_s(ticks.packing.counted, costs, schedule.num_chunks)
+    return ticking_s(op_times, schedule, rows, costs, copies)
 
 
-def ticking_s(prices: Prices, schedule: Schedule, rows: Rows | None, costs: Costs, copies: int) -> StepTime:
+def ticking_s(op_times: OpTimes, schedule: Schedule, rows: Rows | None, costs: Costs, copies: int) -> StepTime:
     """`step_time` of rows of ticks, transfers not counted; None: of free-running ranks."""
     each = [count for rank in schedule.counts for count in rank]
     tasks_s = work_s = sum(number * costs.seconds(kind, s, schedule.num_chunks) for kind, s, number in each)
-    capacity = prices.capacity / copies  # copies do the same at the same time
+    capacity = op_times.capacity / copies  # copies do the same at the same time
     if rows is None:
         pipeline_s = free_running_s(schedule, costs, capacity)
     else:
@@ -127,26 +127,26 @@ def ticking_s(prices: Prices, schedule: Schedule, rows: Rows | None, costs: Cost
         pipeline_s = sum(number * together_s([s + hop_s for s in row], capacity) for row, number in rows)
         work_s = sum(number * (sum(row) + hop_s * len(row)) for row, number in rows)
     width = min(schedule.num_ranks, capacity) * copies
-    return StepTime(pipeline_s, prices.once_s, work_s * copies, tasks_s * copies, width)
+    return StepTime(pipeline_s, op_times.overhead_s, work_s * copies, tasks_s * copies, width)
 
 
-def _masked_s(prices: Prices, ticks: Ticks, costs: Costs) -> Rows:
+def _masked_s(op_times: OpTimes, ticks: Ticks, costs: Costs) -> Rows:
     """Seconds of every rank in each tick where none branches round a task that it does not have; see `masked_cells`."""
-    return [([f + b for f, b in row], 1) for row in masked_cells(prices, ticks, costs)]
+    return [([f + b for f, b in row], 1) for row in masked_cells(op_times, ticks, costs)]
 
 
-def masked_cells(prices: Prices, ticks: Ticks, costs: Costs) -> list[list[tuple[float, float]]]:
+def masked_cells(op_times: OpTimes, ticks: Ticks, costs: Costs) -> list[list[tuple[float, float]]]:
     """Seconds of a forward, then of a backward, of every rank in each tick; [tick][rank].
 
     All run an F in each tick of a segment with forwards, a B in each of one with backwards. Without a task of this kind
     it is taken for as long as the layers of the largest stage; so is a forward that is left to its backward.
     """
-    schedule, layer = ticks.schedule, prices.layer
+    schedule, layer = ticks.schedule, op_times.layer
     seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)
     weight_grad_s = max(costs.seconds("W", s, schedule.num_chunks) for s in range(schedule.num_stages))
     layers = weight_grad_s / layer.weight_grad_s  # W is of layers alone
-    idle_f = layers * layer.forward_s + prices.task_s
-    idle_b = layers * (layer.input_grad_s + layer.weight_grad_s) + prices.task_s
+    idle_f = layers * layer.forward_s + op_times.task_s
+    idle_b = layers * (layer.input_grad_s + layer.weight_grad_s) + op_times.task_s
 
     def cell_s(cell: Cell, forward: bool, backward: bool) -> tuple[float, float]:
         f = cell.forward is not None and seconds(cell.forward)

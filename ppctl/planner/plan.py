@@ -1,6 +1,6 @@
 """`ppctl plan`: what a request takes, before it trains: its stages, its bubble, its step time, the memory of each rank.
 
-Seconds are priced (`price`), memory is weighed (`weigh`): parts that follow from shapes are exact. What else a program
+Step time comes from `step_time`; memory that follows from shapes is exact. What else a program
 needs (its temporaries) only its compiler knows. XLA's for CPUs is asked at once, without the code being made that
 training runs (`runtime.effort`): an estimate for CPUs, which simulated devices are. plan.compile=true compiles what
 training runs, for the devices of this machine or for TPUs that are not here.
@@ -23,10 +23,10 @@ from ppctl.planner.plan_page import page, picture_of
 from ppctl.planner.plan_terminal import show
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.planner.step_runs import as_run
-from ppctl.planner.step_time import device_bytes, hardware_of, priced, prices_of
+from ppctl.planner.step_time import device_bytes, device_kind, hardware_of, op_times_of, predicted_time
 from ppctl.reports.terminal import check_file, show_json, write_file
-from ppctl.training.job import Parts, assemble, model_flops, unit_of_work
-from ppctl.training.memory import by_part, weighed
+from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
+from ppctl.training.pipeline import Pipeline
 
 AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # as XLA's compiler for TPUs refuses
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -37,14 +37,14 @@ def plan(config: Config, *, as_json: bool) -> int:
     file = config.plan.html
     if file is not None:
         check_file(f"plan.html={file}", Path(file))
-    parts = assemble(config)
-    found = predicted(parts)
+    job = assemble(config)
+    found = predicted(job)
     if as_json:
         show_json(asdict(found))
     else:
         show(found, config)
     if file is not None:
-        write_file(f"plan.html={file}", Path(file), page(found, config, picture_of(parts, found.unknown)))
+        write_file(f"plan.html={file}", Path(file), page(found, config, picture_of(job, found.unknown)))
     return int(found.fits is False)
 
 
@@ -53,48 +53,50 @@ def predict(config: Config) -> Prediction:
     return predicted(assemble(config))
 
 
-def predicted(parts: Parts) -> Prediction:
-    """The same of the parts of a request."""
-    config = parts.config
-    time_, unknown = priced(parts)
-    total, compile_s, refusal = _compile(parts) if config.plan.compile else (None, None, None)
-    memory, estimated = weighed(parts)
-    if total is not None or estimated is None:
-        memory = by_part(parts, total)
+def predicted(job: TrainingJob) -> Prediction:
+    """Return the prediction for a job."""
+    config, pipe = job.config, job.pipe
+    time_, unknown = predicted_time(job)
+    total, compile_s, refusal = _compile(pipe) if config.plan.compile else (None, None, None)
+    memory, estimated = pipe.memory(), None
+    if config.plan.topology is None and pipe.mesh.devices.flat[0].platform == "cpu":
+        with_temporaries = pipe.engine.estimate_memory()
+        estimated = tuple(sum(of_rank.values()) for of_rank in with_temporaries)
+        memory = with_temporaries if total is None else memory
     needed = total or estimated or tuple(sum(of_rank.values()) for of_rank in memory)
     is_complete = total is not None or estimated is not None
-    limit = _limit(parts, refusal)
+    limit = _limit(job, refusal)
     fits = None if limit is None else max(needed) <= limit
-    hardware = hardware_of(parts)
+    hardware = hardware_of(job)
     stands_in = total is None and estimated is not None and hardware is not None and hardware.name != NOMINAL
     if fits and not is_complete:
         fits = None  # what is known fits; temporaries may not
-    elif not fits and limit is not None and stands_in and parts.dtype == "bfloat16":
+    elif not fits and limit is not None and stands_in and pipe.dtype == "bfloat16":
         known = max(sum(of_rank.values()) - of_rank.get("temporaries", 0) for of_rank in memory)
         fits = None if known <= limit else False  # temporaries may be half as large where bfloat16 is not widened
     elif limit is None and total is not None and config.plan.topology is not None:
         fits = True  # the compiler for TPUs refuses what does not
-    unit, count = unit_of_work(parts)
-    flops = model_flops(parts)
-    peak = mfu_peak_flops(config.hardware if hardware is None else hardware, "", str(parts.dtype))
+    unit, count = unit_of_work(job)
+    flops = model_flops(pipe)
+    peak = mfu_peak_flops(config.hardware if hardware is None else hardware, "", str(pipe.dtype))
     step_s = None if time_ is None else time_.total_s
     return Prediction(
         schedule=label(config.schedule),
-        partition=tuple(map(len, parts.states.layout.partition)),
-        rank_of=tuple(parts.schedule.rank_of),
-        stages=_stages(parts, known=time_ is not None),
-        bubble_fraction=parts.bubble_fraction,
-        num_parameters=sum(a.size for a in jax.tree.leaves(parts.states.natural["params"])),
+        partition=tuple(map(len, pipe.partition)),
+        rank_of=tuple(pipe.schedule.rank_of),
+        stages=_stages(job, known=time_ is not None),
+        bubble_fraction=pipe.bubble(),
+        num_parameters=pipe.num_parameters,
         step_flops=flops,
-        devices=f"{parts.mesh.size} x {parts.mesh.devices.flat[0].device_kind}",
+        devices=f"{pipe.mesh.size} x {device_kind(pipe)}",
         hardware=None if hardware is None else hardware.name,
         costs=config.costs.name,
         step_time_s=step_s,
-        once_s=None if time_ is None else time_.once_s,
+        once_s=None if time_ is None else time_.overhead_s,
         unknown=unknown,
         unit=unit,
         tokens_per_s=None if step_s is None else count / step_s,
-        mfu_fraction=None if step_s is None or peak is None else flops / step_s / (peak * parts.mesh.size),
+        mfu_fraction=None if step_s is None or peak is None else flops / step_s / (peak * pipe.mesh.size),
         memory_bytes=memory,
         total_bytes=needed,
         is_complete=is_complete,
@@ -104,16 +106,17 @@ def predicted(parts: Parts) -> Prediction:
         fits=False if refusal else fits,
         compile_s=compile_s,
         refusal=refusal,
-        proposal=propose(parts, limit),
+        proposal=propose(pipe, limit),
     )
 
 
-def _stages(parts: Parts, *, known: bool) -> tuple[StagePart, ...]:
-    """What each stage is; known: whether there are prices."""
-    if parts.config.executor.name == "reference":
+def _stages(job: TrainingJob, *, known: bool) -> tuple[StagePart, ...]:
+    """Return what each stage is; known: whether its op times are."""
+    pipe = job.pipe
+    if not pipe.execution.is_pipelined:
         return ()
-    layout, mesh = parts.states.layout, parts.mesh.devices
-    costs = as_run(parts, prices_of(parts, parts.config.costs))[0] if known else None
+    layout, mesh = pipe.layout, pipe.mesh.devices
+    costs = as_run(pipe, op_times_of(job, job.config.costs))[0] if known else None
     return tuple(
         StagePart(
             layers.start,
@@ -127,22 +130,22 @@ def _stages(parts: Parts, *, known: bool) -> tuple[StagePart, ...]:
     )
 
 
-def _compile(parts: Parts) -> tuple[tuple[int, ...] | None, float, str | None]:
+def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]:
     """(bytes of one device of each rank, seconds, None), or (None, seconds, why) where the compiler refuses."""
     began = time.perf_counter()
     try:
-        total = parts.engine.compile(evaluate=False).total_bytes
+        total = pipe.engine.compile(evaluate=False).total_bytes
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")
-        return None, time.perf_counter() - began, said
+        reason = " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")
+        return None, time.perf_counter() - began, reason
     return total, time.perf_counter() - began, None
 
 
-def _limit(parts: Parts, refusal: str | None) -> int | None:
+def _limit(job: TrainingJob, refusal: str | None) -> int | None:
     """Bytes of a device; where the compiler refuses, those that it says there are."""
     stated = None if refusal is None else AVAILABLE.search(refusal)
-    if parts.config.plan.memory_gib is None and stated is not None:
+    if job.config.plan.memory_gib is None and stated is not None:
         return round(float(stated[1]) * UNITS[stated[2]])
-    return device_bytes(parts.config, parts.mesh.devices.flat[0])
+    return device_bytes(job.config, job.pipe.mesh.devices.flat[0])

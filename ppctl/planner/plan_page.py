@@ -11,7 +11,7 @@ from ppctl.config import Config
 from ppctl.planner.plan_terminal import ABOUT, PARTS, better, shown_ranks, total_name, verdict
 from ppctl.planner.prediction import Prediction
 from ppctl.planner.step_runs import timeline_of
-from ppctl.planner.step_time import prices_of
+from ppctl.planner.step_time import op_times_of
 from ppctl.reports.charts.bars import stacked, swatch
 from ppctl.reports.charts.drawing import Drawing, priced
 from ppctl.reports.charts.elements import exact, section, table
@@ -19,7 +19,7 @@ from ppctl.reports.charts.html import charts, whole
 from ppctl.reports.terminal import size_text
 from ppctl.schedule.search.extrapolate import MOST_TASKS
 from ppctl.schedule.simulate import Timeline, duration_s
-from ppctl.training.job import Parts
+from ppctl.training.job import TrainingJob
 
 MOST_BARS = 64
 SETTINGS = ("model", "schedule", "partition", "executor", "data", "hardware", "costs")  # that a plan depends on
@@ -28,7 +28,7 @@ FITS = {True: ("yes", "&#10003;"), False: ("no", "&#10007;"), None: ("maybe", "?
 
 def page(found: Prediction, config: Config, picture: Drawing | str) -> str:
     """The text of the page; `picture`: of the step, or why there is none."""
-    pipeline = found.schedule if config.executor.name != "reference" else "un-pipelined"
+    pipeline = found.schedule if config.executor.IS_PIPELINED else "un-pipelined"
     title = f"{config.model.name} of {config.model.num_layers} layers, mesh {config.mesh.text}, {pipeline}"
     colour, mark = FITS[found.fits]
     sections = [
@@ -52,17 +52,17 @@ def page(found: Prediction, config: Config, picture: Drawing | str) -> str:
     return whole(f"Plan: {title}", f"<main>\n{''.join(sections)}</main>\n", "plan.css")
 
 
-def picture_of(parts: Parts, unknown: str | None) -> Drawing | str:
-    """The step as `ppctl plan` prices it, or why it cannot be drawn; `unknown`: why its time is not known."""
-    schedule = parts.schedule
-    if parts.config.executor.name == "reference":
+def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
+    """The step as `ppctl plan` op_times it, or why it cannot be drawn; `unknown`: why its time is not known."""
+    schedule = job.pipe.schedule
+    if not job.pipe.execution.is_pipelined:
         return "executor=reference has no pipeline to draw."
     if unknown is not None:
         return f"Not drawn, because the step time is not known: {unknown}"
     num_tasks = sum(map(len, schedule.ranks))
     if num_tasks > MOST_TASKS:
         return f"Not drawn: {num_tasks:,} tasks are too many for a chart ({MOST_TASKS:,} at most)."
-    return priced(schedule.name, timeline_of(parts, prices_of(parts, parts.config.costs)))
+    return priced(schedule.name, timeline_of(job.pipe, op_times_of(job, job.config.costs)))
 
 
 def _numbers(found: Prediction, config: Config) -> str:
@@ -97,7 +97,7 @@ def _numbers(found: Prediction, config: Config) -> str:
         ("Parameters", exact(found.num_parameters, f"{found.num_parameters:,}"), ""),
         ("Work of a step", exact(found.step_flops, f"{found.step_flops / 1e12:,.3g} TFLOP"), "nothing recomputed"),
         ("Devices", devices, f"dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp}, {microbatches}"),
-        ("Prices", f"costs={escape(found.costs)}", f"hardware={hardware}"),
+        ("OpTimes", f"costs={escape(found.costs)}", f"hardware={hardware}"),
     ]
     told = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in cards)
     return f'<dl class="numbers">{"".join(told)}</dl>'
@@ -131,7 +131,7 @@ def _memory(found: Prediction) -> str:
 
 def _stages(found: Prediction, config: Config) -> str:
     """What each rank holds, a chunk a column."""
-    if config.executor.name == "reference":
+    if not config.executor.IS_PIPELINED:
         return f"<p>executor=reference has no stages: one device holds all {config.model.num_layers} layers.</p>"
     cells, first, last = defaultdict(list), 0, len(found.partition) - 1
     for stage, (n, rank) in enumerate(zip(found.partition, found.rank_of, strict=True)):
@@ -165,10 +165,10 @@ def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
         return f"<p>{escape(picture)}</p>"
     told = [
         "Ticks in lockstep, as executor=spmd runs them: each lasts as long as its slowest rank, and a transfer."
-        if config.executor.name == "spmd"
+        if config.executor.IN_TICKS
         else "Ranks run freely: a task starts when its rank is free and its values have arrived."
     ]
-    if config.executor.name == "spmd" and config.executor.idle == "compute":
+    if config.executor.IN_TICKS and config.executor.idle == "compute":
         told.append("Where a rank has no task it computes all the same (executor.idle=compute), which is not drawn.")
     if _is_shared(picture.timeline):
         told.append("The simulated devices share this machine's cores, so that tasks take longer while others run.")

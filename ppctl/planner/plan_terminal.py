@@ -9,7 +9,7 @@ from rich.console import Console
 from ppctl.config import Config
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.reports.terminal import show_table, size_text
-from ppctl.training.memory import PARTS
+from ppctl.training.engines.memory import PARTS
 
 ABOUT = {
     "parameters": "as the optimizer keeps them, sharded",
@@ -46,7 +46,7 @@ def show(found: Prediction, config: Config) -> None:
         f"mesh      dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp} on {found.devices}",
     ]
     microbatches = f"{config.schedule.num_microbatches} microbatches"
-    if config.executor.name == "reference":
+    if not config.executor.IS_PIPELINED:
         lines.append(f"schedule  none: executor=reference has no pipeline; {microbatches}")
     else:
         stages = f"{' '.join(map(str, found.partition))} layers on ranks {' '.join(map(str, found.rank_of))}"
@@ -112,7 +112,7 @@ def better(found: Prediction, config: Config) -> str | None:
     if found.proposal is None:
         return None
     layers = ",".join(map(str, found.proposal.partition))
-    fits = "" if found.limit_bytes is None or config.executor.name != "mpmd" else ", and fits without temporaries"
+    fits = "" if found.limit_bytes is None or not config.executor.DISPATCHES_TASKS else ", and fits without temporaries"
     return (
         f"partition=explicit partition.layers=[{layers}] takes {found.proposal.time_ratio:.2f} times as long a step, "
         f"by simulation with costs from FLOPs{fits}"

@@ -6,22 +6,21 @@ from ppctl.config import Measure
 from ppctl.planner.count import work_of
 from ppctl.planner.measure import is_kept
 from ppctl.planner.sizes import Microbatch, workspace_bytes
-from ppctl.planner.step_time import cache_dir, hardware_of, layout_of, param_bytes, priced
-from ppctl.training.job import Parts
-from ppctl.training.memory import by_part
+from ppctl.planner.step_time import cache_dir, hardware_of, layout_of, param_bytes, predicted_time
+from ppctl.training.job import TrainingJob
 from ppctl.training.prediction import StepPrediction
 
 
-def predict_step(parts: Parts) -> StepPrediction:
-    """The prediction for a run: by costs that were measured before, if there are any; else as config.costs asks for."""
-    config, hardware = parts.config, hardware_of(parts)
+def predict_step(job: TrainingJob) -> StepPrediction:
+    """Return the prediction for a run: by costs measured before, if there are any; else as config.costs has it."""
+    config, pipe, hardware = job.config, job.pipe, hardware_of(job)
     kept, costs = Measure(doctor=config.costs.doctor), config.costs
-    if costs.name != "measure" and config.hardware.name == "auto" and is_kept(parts, cache_dir(kept)):
+    if costs.name != "measure" and config.hardware.name == "auto" and is_kept(job, cache_dir(kept)):
         costs = kept
-    time, _ = priced(parts, costs)
-    known = max(sum(of_rank.values()) for of_rank in by_part(parts, None))
-    rows, params = parts.model.microbatch["inputs"].shape[0], param_bytes(parts.states.natural, parts.dtype)
+    time, _ = predicted_time(job, costs)
+    known = max(sum(of_rank.values()) for of_rank in pipe.memory())
+    rows, params = pipe.model.microbatch["inputs"].shape[0], param_bytes(pipe.states.natural, pipe.dtype)
     microbatch = Microbatch(rows, config.schedule.num_microbatches, 0, config.executor.remat)
-    beside = workspace_bytes(work_of(parts.model), params, layout_of(parts), microbatch)
+    workspace = workspace_bytes(work_of(pipe.model), params, layout_of(pipe), microbatch)
     name = "unknown hardware" if hardware is None else f"hardware={hardware.name}"
-    return StepPrediction(None if time is None else time.total_s, known + beside, f"costs={costs.name}, {name}")
+    return StepPrediction(None if time is None else time.total_s, known + workspace, f"costs={costs.name}, {name}")

@@ -33,7 +33,7 @@ class Found:
     without_pipeline: Candidate | None  # the best one with pp=1
     num_layouts: int  # mesh x microbatches x remat x schedule
     num_too_large: int  # of these: no room for state and one microbatch
-    num_priced: int  # simulated
+    num_simulated: int  # simulated
     smallest_bytes: int | None  # the least that any layout needs, where none fits
 
 
@@ -73,7 +73,7 @@ class Search:
             if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
                 alone = candidate
         smallest = None if best else Search(self.space, self.work, self.params, self.machine)._smallest()
-        return Found(tuple(best), alone, len(opened) + too_large, too_large, self.pricer.num_priced, smallest)
+        return Found(tuple(best), alone, len(opened) + too_large, too_large, self.pricer.num_simulated, smallest)
 
     def improved(self, found: Found) -> Found:
         """The same layouts with the partitions that simulation finds faster (`cut.improved`), fastest first."""
@@ -91,10 +91,10 @@ class Search:
         def price(partition: Partition) -> float:
             sizes = tuple(map(len, partition))
             if sizes not in found:
-                priced = self.pricer.candidate(bounds, candidate.family, candidate.num_chunks, sizes=sizes)
-                if priced is None:
+                simulated = self.pricer.candidate(bounds, candidate.family, candidate.num_chunks, sizes=sizes)
+                if simulated is None:
                     return inf
-                found[sizes] = priced
+                found[sizes] = simulated
             return found[sizes].time.total_s
 
         start = explicit(space.num_layers, len(candidate.partition), candidate.partition)
@@ -102,17 +102,17 @@ class Search:
 
     def _expected_s(self, bounds: Bounds, family: str, chunks: int) -> float:
         """About what a layout takes, by the closed form for equal stages; once good ones are priced, few others are."""
-        prices, pp, number = bounds.prices, bounds.mesh[1], bounds.microbatch.number
-        layers, ends_s = self.space.num_layers / pp, (prices.embed.all_s + prices.head.all_s) / pp
-        kinds = (prices.layer.forward_s, prices.layer.input_grad_s, prices.layer.weight_grad_s)
-        costs = Costs(*(layers * each_s + ends_s / 3 for each_s in kinds), transfer_s=prices.hop_s)
+        op_times, pp, number = bounds.op_times, bounds.mesh[1], bounds.microbatch.number
+        layers, ends_s = self.space.num_layers / pp, (op_times.embed.all_s + op_times.head.all_s) / pp
+        kinds = (op_times.layer.forward_s, op_times.layer.input_grad_s, op_times.layer.weight_grad_s)
+        costs = Costs(*(layers * each_s + ends_s / 3 for each_s in kinds), transfer_s=op_times.hop_s)
         formula_s = makespan_formula_s(family, pp, number, costs, **knobs_of(family, chunks))
         if formula_s is None:  # at these costs
             formula_s = makespan_formula_s(
                 family, pp, number, replace(costs, transfer_s=0.0), **knobs_of(family, chunks)
             )
         whole_s = makespan_formula_s("1f1b", pp, number, replace(costs, transfer_s=0.0))
-        return prices.once_s + (formula_s or whole_s or number * costs.seconds("F", 0, 1) * 3)
+        return op_times.overhead_s + (formula_s or whole_s or number * costs.seconds("F", 0, 1) * 3)
 
     def _layouts(self) -> Iterator[tuple[Bounds, str, int]]:
         """All: with the mesh and its microbatches, (family, chunks)."""

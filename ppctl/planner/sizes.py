@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ppctl.planner.analytic import Layout, ParamBytes
+from ppctl.planner.analytic import ParamBytes, PlannedLayout
 from ppctl.planner.roofline import ModelWork
 
 SLOTS_OF_X = ("act", "grad", "value")  # of the slots of `schedule.ticks`: those for values between stages
@@ -22,7 +22,7 @@ class Microbatch:
 
 
 def held_bytes(
-    work: ModelWork, params: ParamBytes, layout: Layout, microbatch: Microbatch, slots: Mapping[str, float]
+    work: ModelWork, params: ParamBytes, layout: PlannedLayout, microbatch: Microbatch, slots: Mapping[str, float]
 ) -> dict[str, int]:
     """Bytes by part on one device, without temporaries; `slots` as `schedule.ticks` counts them.
 
@@ -43,7 +43,7 @@ def held_bytes(
     }
 
 
-def workspace_bytes(work: ModelWork, params: ParamBytes, layout: Layout, microbatch: Microbatch) -> int:
+def workspace_bytes(work: ModelWork, params: ParamBytes, layout: PlannedLayout, microbatch: Microbatch) -> int:
     """About what a task needs beside: gradients of a chunk before they are added, and activations of what it redoes."""
     redone = {"none": 0, "layer": 1, "full": layout.chunk_layers}[microbatch.remat]
     kept = (1 + redone) * work.stash_bytes["none"] * microbatch.rows

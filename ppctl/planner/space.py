@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from ppctl.planner.analytic import Layout, Machine, ParamBytes, priced
-from ppctl.planner.op_times import Prices
+from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times
+from ppctl.planner.op_times import OpTimes
 from ppctl.planner.roofline import ModelWork
 from ppctl.planner.sizes import Microbatch, held_bytes
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
@@ -80,13 +80,13 @@ class Bounds:
     microbatch: Microbatch
 
     @cached_property
-    def prices(self) -> Prices:
+    def op_times(self) -> OpTimes:
         """Of ranks with equal shares."""
         layers = -(-self.space.num_layers // self.mesh[1])
-        return self.priced(Layout(*self.mesh, layers, layers))
+        return self.op_times(PlannedLayout(*self.mesh, layers, layers))
 
-    def priced(self, layout: Layout) -> Prices:
-        return priced(
+    def op_times(self, layout: PlannedLayout) -> OpTimes:
+        return op_times(
             self.work,
             self.params,
             self.machine,
@@ -105,7 +105,7 @@ class Bounds:
         """The same with so many microbatches, through all of the rank's layers."""
         dp, pp, fsdp = self.mesh
         layers = self.space.num_layers // pp
-        least = Layout(dp, pp, fsdp, layers, layers)
+        least = PlannedLayout(dp, pp, fsdp, layers, layers)
         return held_bytes(self.work, self.params, least, self.microbatch, {"stash": number})
 
     def step_s(self, *, is_whole: bool = False) -> float:
@@ -114,8 +114,8 @@ class Bounds:
         Whatever the partition, no rank is done before the mean of all: its work, and the middle stages before it, of a
         layer each. With remat=full the last stage runs its forwards in its backwards, and may hold any layers.
         """
-        prices, pp, number = self.prices, self.mesh[1], self.microbatch.number
-        layer, ends_s = prices.layer, prices.embed.all_s + prices.head.all_s
+        op_times, pp, number = self.op_times, self.mesh[1], self.microbatch.number
+        layer, ends_s = op_times.layer, op_times.embed.all_s + op_times.head.all_s
         last_s = layer.all_s - (layer.forward_s if self.microbatch.remat == "full" else 0.0)  # of a layer of that stage
         speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks
         rank_s = number * (self.space.num_layers + ends_s / layer.all_s) / speed
@@ -123,9 +123,11 @@ class Bounds:
         if is_whole:
             way_s += layer.input_grad_s + layer.weight_grad_s
         way_s *= min(self.space.layer_worth or (1.0,))
-        rank_s += (pp - 1) / 2 * (hops * prices.hop_s + max(0, pp - 2) / pp * way_s)
-        together_s = number * (self.space.num_layers * last_s + ends_s) * self.mesh[0] * self.mesh[2] / prices.capacity
-        return max(rank_s, together_s) + prices.once_s
+        rank_s += (pp - 1) / 2 * (hops * op_times.hop_s + max(0, pp - 2) / pp * way_s)
+        together_s = (
+            number * (self.space.num_layers * last_s + ends_s) * self.mesh[0] * self.mesh[2] / op_times.capacity
+        )
+        return max(rank_s, together_s) + op_times.overhead_s
 
 
 def divisors(n: int) -> list[int]:

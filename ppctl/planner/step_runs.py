@@ -1,4 +1,4 @@
-"""A step of a request: what it takes by given prices, and what it takes when it is run."""
+"""A step of a pipeline: what it takes by given op times, and what it takes when it is run."""
 
 from __future__ import annotations
 
@@ -7,53 +7,57 @@ import time
 
 import jax
 
-from ppctl.planner.op_times import Prices, StepTime, stage_costs, step_time
+from ppctl.planner.op_times import OpTimes, StepTime, stage_costs, step_time
 from ppctl.planner.step_timeline import step_timeline
 from ppctl.planner.timing import Timing
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
-from ppctl.schedule.partition.partition import stage_costs as stage_worth
+from ppctl.schedule.partition.partition import stage_costs as relative_stage_costs
 from ppctl.schedule.simulate import Timeline
-from ppctl.training.engines import Engine
-from ppctl.training.job import Parts, relative_costs_of
+from ppctl.training.job import TrainingJob
+from ppctl.training.pipeline import Pipeline
 
 STEPS = 5  # that are timed, after one that warms up
 
 
-def time_of(parts: Parts, prices: Prices) -> StepTime:
-    """Seconds of a train step by these prices."""
-    if parts.config.executor.name == "reference":
-        alone = build("gpipe", 1, parts.config.schedule.num_microbatches)
-        return step_time(prices, alone, None, stage_costs(prices, [parts.stack.num_layers], keeps_input=False), 1)
-    return step_time(prices, parts.schedule, parts.ticks, *as_run(parts, prices), masked=_is_masked(parts))
+def time_of(pipe: Pipeline, op_times: OpTimes) -> StepTime:
+    """Return the seconds of a train step by these op times."""
+    if not pipe.execution.is_pipelined:
+        alone = build("gpipe", 1, pipe.schedule.num_microbatches)
+        return step_time(op_times, alone, None, stage_costs(op_times, [pipe.stack.num_layers], keeps_input=False), 1)
+    return step_time(op_times, pipe.schedule, pipe.ticks, *as_run(pipe, op_times), masked=_is_masked(pipe))
 
 
-def timeline_of(parts: Parts, prices: Prices) -> Timeline:
-    """When each task of a step runs, as `time_of` prices it; what runs once stands outside. Not of the reference."""
-    return step_timeline(prices, parts.schedule, parts.ticks, *as_run(parts, prices), masked=_is_masked(parts))
+def timeline_of(pipe: Pipeline, op_times: OpTimes) -> Timeline:
+    """Return when each task of a step runs, by the rules of `time_of`; per-step overhead stands outside.
+
+    Not of a pipeline without stages (executor=reference).
+    """
+    return step_timeline(op_times, pipe.schedule, pipe.ticks, *as_run(pipe, op_times), masked=_is_masked(pipe))
 
 
-def as_run(parts: Parts, prices: Prices) -> tuple[Costs, int]:
-    """The costs of each stage's tasks, and how many pipelines run at the same time."""
-    partition, mesh = parts.states.layout.partition, parts.config.mesh
-    layers = None if parts.stack.are_alike else relative_costs_of(parts.config, parts.stack, parts.data).layers
-    sizes = stage_worth(partition, embed=0.0, head=0.0, layers=layers)
-    keeps_input = parts.config.executor.remat == "full"
-    return stage_costs(prices, sizes, keeps_input=keeps_input, split=parts.schedule.is_split), mesh.dp * mesh.fsdp
+def as_run(pipe: Pipeline, op_times: OpTimes) -> tuple[Costs, int]:
+    """Return the costs of each stage's tasks, and how many pipelines run at the same time (dp*fsdp)."""
+    layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
+    sizes = relative_stage_costs(pipe.partition, embed=0.0, head=0.0, layers=layers)
+    keeps_input = pipe.execution.remat == "full"
+    costs = stage_costs(op_times, sizes, keeps_input=keeps_input, split=pipe.schedule.is_split)
+    return costs, pipe.mesh.shape["dp"] * pipe.mesh.shape["fsdp"]
 
 
-def _is_masked(parts: Parts) -> bool:
-    return parts.ticks is not None and parts.config.executor.idle == "compute"
+def _is_masked(pipe: Pipeline) -> bool:
+    return pipe.ticks is not None and pipe.execution.idle == "compute"
 
 
-def run_steps(engine: Engine, parts: Parts, count: int = STEPS) -> Timing:
-    """Medians of `count` train steps; compiles."""
+def run_steps(job: TrainingJob, count: int = STEPS) -> Timing:
+    """Return the medians of `count` train steps on a batch of the job's data; compiles."""
+    engine = job.pipe.engine
     engine.compile(evaluate=False)
-    state, batch = engine.new_state(), engine.put(next(parts.data.batches()))
-    taken = []
+    state, batch = engine.new_state(), engine.put(next(job.data.batches()))
+    measured = []
     for _ in range(count + 1):
         cpu, wall = time.process_time(), time.perf_counter()
         state, _ = running = engine.step(state, batch)
         jax.block_until_ready(running)
-        taken.append(Timing(time.perf_counter() - wall, time.process_time() - cpu))
-    return Timing(*map(statistics.median, zip(*taken[1:], strict=True)))
+        measured.append(Timing(time.perf_counter() - wall, time.process_time() - cpu))
+    return Timing(*map(statistics.median, zip(*measured[1:], strict=True)))

@@ -1,4 +1,4 @@
-"""What a step of a request takes: prices from the hardware's description or from measurements, then simulation."""
+"""Predict the time of a step: op times counted for described hardware or measured here, then simulation."""
 
 from __future__ import annotations
 
@@ -15,73 +15,84 @@ from ppctl.errors import ConfigError
 from ppctl.executors.known_hardware import NOMINAL, links_of, of_topology, peak_flops, resolved
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.planner import analytic
-from ppctl.planner.analytic import Layout, Machine, ParamBytes
+from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout
 from ppctl.planner.count import work_of
-from ppctl.planner.measure import measured
-from ppctl.planner.op_times import Prices, StepTime
+from ppctl.planner.measure import measured_op_times
+from ppctl.planner.op_times import OpTimes, StepTime
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import time_of
-from ppctl.training.job import Parts
+from ppctl.training.job import TrainingJob
+from ppctl.training.pipeline import Pipeline
 
 Tree = Any
 GIB = 2**30
 
 
-def priced(parts: Parts, costs: Analytic | None = None) -> tuple[StepTime | None, str | None]:
-    """(what a train step takes by `costs` (None: as the config asks), None), or (None, why nothing is known of it).
+def predicted_time(job: TrainingJob, costs: Analytic | None = None) -> tuple[StepTime | None, str | None]:
+    """Return (the time of a train step by `costs`, None), or (None, why nothing is known of it).
 
-    ConfigError where what is asked for is wrong.
+    costs: None for those of the request. ConfigError where the request is wrong.
     """
-    asked: Analytic = parts.config.costs if costs is None else costs
-    if not isinstance(asked, Measure):
+    request: Analytic = job.config.costs if costs is None else costs
+    if not isinstance(request, Measure):
         try:
-            _described(parts.config, parts.mesh.devices.flat[0].device_kind, str(parts.dtype))
+            _described(job.config, device_kind(job.pipe), str(job.pipe.dtype))
         except ConfigError as error:
-            if parts.config.hardware.name == "auto":
+            if job.config.hardware.name == "auto":
                 return None, str(error)
             raise
-    return time_of(parts, prices_of(parts, asked)), None
+    return time_of(job.pipe, op_times_of(job, request)), None
 
 
-def prices_of(parts: Parts, asked: Analytic) -> Prices:
-    """The prices that these costs are."""
-    config = parts.config
-    if isinstance(asked, Measure):
-        if not parts.stack.are_alike:
-            raise ConfigError(
-                "costs=measure times one layer for all, but the layers that a ppctl.Network is cut into differ. Use "
-                "costs=analytic."
-            )
-        if config.run.distributed != "off":
-            raise ConfigError(
-                f"costs=measure times the devices of one process, but run.distributed={config.run.distributed}. "
-                "Use costs=analytic."
-            )
-        if config.plan.topology is not None:
-            raise ConfigError(
-                f"costs=measure times devices that are here, but plan.topology={config.plan.topology} describes "
-                "others. Use costs=analytic."
-            )
-        return measured(parts, cache_dir(asked))
-    machine = machine_of(config, parts.mesh.devices.flat[0].device_kind, str(parts.dtype))
-    return analytic.priced(
-        work_of(parts.model),
-        param_bytes(parts.states.natural, parts.dtype),
+def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
+    """Return the op times of a job: measured, or counted for the hardware that is described."""
+    config, pipe = job.config, job.pipe
+    if not isinstance(request, Measure):
+        return counted_op_times(pipe, machine_of(config, device_kind(pipe), str(pipe.dtype)))
+    if not pipe.stack.are_alike:
+        raise ConfigError(
+            "costs=measure times one layer for all, but the layers that a ppctl.Network is cut into differ. Use "
+            "costs=analytic."
+        )
+    if config.run.distributed != "off":
+        raise ConfigError(
+            f"costs=measure times the devices of one process, but run.distributed={config.run.distributed}. "
+            "Use costs=analytic."
+        )
+    if config.plan.topology is not None:
+        raise ConfigError(
+            f"costs=measure times devices that are here, but plan.topology={config.plan.topology} describes "
+            "others. Use costs=analytic."
+        )
+    return measured_op_times(job, cache_dir(request))
+
+
+def counted_op_times(pipe: Pipeline, machine: Machine) -> OpTimes:
+    """Return the op times of a pipeline on these devices, by counting operations and bytes."""
+    execution = pipe.execution
+    return analytic.op_times(
+        work_of(pipe.model),
+        param_bytes(pipe.states.natural, pipe.dtype),
         machine,
-        layout_of(parts),
-        microbatch_rows=parts.model.microbatch["inputs"].shape[0],
-        remat=config.executor.remat,
-        gathers_each_tick=config.executor.name == "spmd" and config.executor.gather == "tick",
+        layout_of(pipe),
+        microbatch_rows=pipe.model.microbatch["inputs"].shape[0],
+        remat=execution.remat,
+        gathers_each_tick=execution.in_ticks and execution.gather == "tick",
     )
 
 
-def layout_of(parts: Parts) -> Layout:
-    """How the model lies on the mesh."""
-    sizes, rank_of = [len(layers) for layers in parts.states.layout.partition], parts.schedule.rank_of
+def layout_of(pipe: Pipeline) -> PlannedLayout:
+    """Return how the model lies on the mesh."""
+    sizes, rank_of = [len(layers) for layers in pipe.partition], pipe.schedule.rank_of
     held = [sum(n for n, r in zip(sizes, rank_of, strict=True) if r == rank) for rank in set(rank_of)]
-    is_padded, mesh = parts.config.executor.name == "spmd", parts.config.mesh
-    largest = max(sizes) * parts.schedule.num_chunks if is_padded else max(held)
-    return Layout(mesh.dp, mesh.pp, mesh.fsdp, largest, chunk_layers=max(sizes))
+    largest = max(sizes) * pipe.schedule.num_chunks if pipe.execution.in_ticks else max(held)
+    axes = pipe.mesh.shape
+    return PlannedLayout(axes["dp"], axes["pp"], axes["fsdp"], largest, chunk_layers=max(sizes))
+
+
+def device_kind(pipe: Pipeline) -> str:
+    """Return what JAX calls the devices of the mesh."""
+    return pipe.mesh.devices.flat[0].device_kind
 
 
 def _described(config: Config, device_kind: str, dtype: str) -> tuple[Hardware, float]:
@@ -115,10 +126,10 @@ def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
     )
 
 
-def hardware_of(parts: Parts) -> Hardware | None:
-    """The description of the devices that the request is for, or None."""
+def hardware_of(job: TrainingJob) -> Hardware | None:
+    """Return the description of the devices that the request is for, or None."""
     try:
-        return resolved(parts.config.hardware, parts.mesh.devices.flat[0].device_kind, parts.config.plan.topology)
+        return resolved(job.config.hardware, device_kind(job.pipe), job.config.plan.topology)
     except ConfigError:
         return None
 

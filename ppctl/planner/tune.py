@@ -22,6 +22,7 @@ from ppctl.executors.known_hardware import mfu_peak_flops, resolved
 from ppctl.executors.mesh import all_devices
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.executors.stage.flops import relative_costs
 from ppctl.model.stack import init
 from ppctl.planner.candidate import Candidate
 from ppctl.planner.count import work_of
@@ -35,12 +36,13 @@ from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.training.job import (
     DEFAULT_DTYPE,
     assemble,
+    batch_shapes,
     make_optimizer,
-    make_stack,
     open_data,
-    relative_costs_of,
-    start_jax,
 )
+from ppctl.training.models import make_stack
+from ppctl.training.optim import clipped
+from ppctl.training.start import start_jax
 from ppctl.training.train_step import init_state
 
 
@@ -72,10 +74,13 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
     dtype = jnp.dtype(dtype_name)
     data = open_data(config)
     stack = make_stack(config, data, dtype)
-    state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), make_optimizer(config)[0]))
-    row = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in next(data.batches(rows=(0,))).items()}
+    optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
+    state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), optimizer))
+    batch = batch_shapes(data)
+    row = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state["params"]["layers"])
     model = Model(stack, state["params"]["ends"], layer, row, 1, "none", config.executor.unroll, dtype)
+    recompute = config.executor.remat != "none"
     space = Space(
         num_devices,
         stack.num_layers,
@@ -86,7 +91,9 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
         families=tuple(config.tune.schedules or PREFERRED),
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
-        layer_worth=None if stack.are_alike else relative_costs_of(config, stack, data).layers,
+        layer_worth=None
+        if stack.are_alike
+        else relative_costs(stack, batch, recompute=config.executor.remat != "none").layers,
     )
     limit = _limit(config, num_devices, hardware.memory_gib, device)
     machine = machine_of(config, device.device_kind, dtype_name)
@@ -109,19 +116,19 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
 
 def _check(config: Config) -> None:
     name = config.executor.name
-    if name == "reference":
+    if not config.executor.IS_PIPELINED:
         raise ConfigError("executor=reference has one layout, on one device. Use executor=spmd or executor=mpmd.")
     if isinstance(config.executor, Spmd) and config.executor.idle != "skip":
         raise ConfigError(
             f"executor.idle={config.executor.idle} computes in idle ticks too, which `ppctl tune` does not price. "
-            "Leave it out; `ppctl plan executor.idle=compute` prices one layout."
+            "Leave it out; `ppctl plan executor.idle=compute` op_times one layout."
         )
     if config.costs.name != "analytic":
         raise ConfigError(
             f"costs={config.costs.name} times the pieces of one layout, and `ppctl tune` looks at thousands. Use "
             "tune.measure=K, which runs the best K."
         )
-    runs = ON_RING if name == "spmd" else tuple(FAMILIES)
+    runs = ON_RING if config.executor.IN_TICKS else tuple(FAMILIES)
     for family in config.tune.schedules or ():
         if family not in runs:
             raise ConfigError(f"tune.schedules: {family} is none that executor={name} runs ({', '.join(runs)}).")
@@ -154,12 +161,11 @@ def request_of(config: Config, candidate: Candidate) -> Config:
 
 def _measured(found: Found, configs: list[Config], count: int) -> tuple[Found, list[Config], tuple[float, ...]]:
     """The same with the first `count` in the order of what their steps took here, and these seconds."""
-    taken = [(_step_s(config), i) for i, config in enumerate(configs[:count])]
-    order = [i for _, i in sorted(taken)] + list(range(len(taken), len(configs)))
+    measured = [(_step_s(config), i) for i, config in enumerate(configs[:count])]
+    order = [i for _, i in sorted(measured)] + list(range(len(measured), len(configs)))
     best = tuple(found.best[i] for i in order)
-    return replace(found, best=best), [configs[i] for i in order], tuple(s for s, _ in sorted(taken))
+    return replace(found, best=best), [configs[i] for i in order], tuple(s for s, _ in sorted(measured))
 
 
 def _step_s(config: Config) -> float:
-    parts = assemble(config)
-    return run_steps(parts.engine, parts).wall_s
+    return run_steps(assemble(config)).wall_s

@@ -50,7 +50,7 @@ def show(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
     limit = "" if tuned.limit_bytes is None else f" of {size_text(tuned.limit_bytes)} each"
     say(
         f"{found.num_layouts:,} layouts for {tuned.devices}{limit}: {found.num_too_large:,} too large, "
-        f"{found.num_priced:,} priced in {tuned.search_s:.1f} s"
+        f"{found.num_simulated:,} priced in {tuned.search_s:.1f} s"
     )
     if not found.best:
         least = (
@@ -109,7 +109,7 @@ def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
         *more,
         "" if candidate.mesh[1] == 1 else f"{time.bubble_fraction:.1%}",
         f"{candidate.redone_fraction:.1%}",
-        f"{time.once_s / time.total_s:.1%}",
+        f"{time.overhead_s / time.total_s:.1%}",
         size_text(candidate.total_bytes),
     ]
 
@@ -169,7 +169,7 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
         "without_pipeline": None if found.without_pipeline is None else _plain(found.without_pipeline),
         "num_layouts": found.num_layouts,
         "num_too_large": found.num_too_large,
-        "num_priced": found.num_priced,
+        "num_priced": found.num_simulated,
         "smallest_bytes": found.smallest_bytes,
     }
 

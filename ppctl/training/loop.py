@@ -27,7 +27,7 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import versions
 from ppctl.training.heartbeat import Watch
-from ppctl.training.job import Parts, model_flops, unit_of_work
+from ppctl.training.job import TrainingJob, model_flops, unit_of_work
 from ppctl.training.metrics import Metrics
 from ppctl.training.prediction import StepPrediction
 
@@ -51,7 +51,7 @@ def writing(run_dir: Path) -> Iterator[None]:
 class Loop:
     """The training loop. Numbers of a step are read one step later, so that the devices never wait for the host."""
 
-    parts: Parts
+    job: TrainingJob
     footprint: Footprint  # of the compiled step
     compile_time_s: float
     checkpoints: Checkpoints
@@ -68,9 +68,9 @@ class Loop:
 
         asked_to_leave(finished): the signal that asks the run to end after this step, or None.
         """
-        config = self.parts.config.run
+        config = self.job.config.run
         directory, every, eval_every = Path(config.dir) / "profile", config.checkpoint.every, config.eval_every
-        batches = self.parts.data.batches(start, self.parts.engine.rows)
+        batches = self.job.data.batches(start, self.job.pipe.engine.examples)
         # of several processes the first traces its own devices
         traced_from = config.profile.start if distributed.is_lead() else None
         window = profiler.Window(directory, traced_from, config.profile.num_steps)
@@ -78,7 +78,7 @@ class Loop:
         with profiler.traced(window):
             for step in range(start, config.num_steps):
                 self.watch.note("read", step + 1)
-                batch = self.parts.engine.put(next(batches))
+                batch = self.job.pipe.engine.put(next(batches))
                 self.watch.note("run", step + 1)
                 if step == window.start:
                     self._read()  # no step before the window in its trace
@@ -86,11 +86,11 @@ class Loop:
                 measured = None
                 if config.timeline and step == min(start + TIMELINE_AFTER, config.num_steps - 1):
                     self._read()
-                    engine: Any = self.parts.engine  # config.check asks for one whose tasks are programs
-                    state, numbers, measured = timeline.timed_step(engine, self.parts.schedule, state, batch)
+                    engine: Any = self.job.pipe.engine  # config.check asks for one whose tasks are programs
+                    state, numbers, measured = timeline.timed_step(engine, self.job.pipe.schedule, state, batch)
                 else:
                     with window.step(step):
-                        state, numbers = self.parts.engine.step(state, batch)
+                        state, numbers = self.job.pipe.engine.step(state, batch)
                 self._read(dispatched_s)
                 self._unread = (step + 1, numbers, dispatched_s)
                 finished = step + 1
@@ -120,7 +120,7 @@ class Loop:
 
     def summary(self, exit_code: int) -> dict[str, Any]:
         """The run in one JSON object."""
-        config = self.parts.config
+        config = self.job.config
         return {
             "status": "interrupted" if exit_code else "finished",
             "run_dir": config.run.dir,
@@ -145,7 +145,7 @@ class Loop:
         self.step_times_s.append(step_time_s)
         self.last = {"step": finished, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_time_s": step_time_s}
         self.last |= self._speeds(step_time_s)
-        with writing(Path(self.parts.config.run.dir)):
+        with writing(Path(self.job.config.run.dir)):
             self.metrics.log(self.last)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             # neither depends on the learning rate of this step: the state before it is lost too
@@ -159,7 +159,7 @@ class Loop:
         kept = f"the checkpoint of step {good[-1]} is good" if good else "there is no checkpoint to go back to"
         lost = [str(step) for step in self.checkpoints.steps() if step > newest_good]
         away = f"; move {', '.join(lost)} away, which leads here with any settings" if lost else ""
-        optim = self.parts.config.optim
+        optim = self.job.config.optim
         return NonFiniteError(
             f"step {finished}: {what}. Training stopped; {kept} ({self.checkpoints.directory}){away}. "
             f"Try a smaller optim.lr (now {optim.lr}), more optim.warmup_steps (now {optim.warmup_steps}) or a "
@@ -182,34 +182,34 @@ class Loop:
     @cached_property
     def _work(self) -> tuple[str, int, int, float | None, float | None]:
         """Of one step: unit of speed, its number, FLOPs; FLOP/s of all devices; predicted bubble."""
-        parts, config = self.parts, self.parts.config
-        unit, count = unit_of_work(parts)
-        device = parts.mesh.devices.flat[0]
-        peak = mfu_peak_flops(config.hardware, device.device_kind, str(parts.dtype))
-        all_peak = None if peak is None else peak * parts.mesh.size
-        return unit, count, model_flops(parts), all_peak, parts.bubble_fraction
+        pipe, config = self.job.pipe, self.job.config
+        unit, count = unit_of_work(self.job)
+        device = pipe.mesh.devices.flat[0]
+        peak = mfu_peak_flops(config.hardware, device.device_kind, str(pipe.dtype))
+        all_peak = None if peak is None else peak * pipe.mesh.size
+        return unit, count, model_flops(pipe), all_peak, pipe.bubble()
 
     def _evaluate(self, state: Tree, finished: int) -> None:
-        engine = self.parts.engine
-        batches = self.parts.data.eval_batches(self.parts.config.run.eval_batches, engine.rows)
+        engine = self.job.pipe.engine
+        batches = self.job.data.eval_batches(self.job.config.run.eval_batches, engine.examples)
         losses = [engine.loss(state, engine.put(batch)) for batch in batches]
-        with writing(Path(self.parts.config.run.dir)):
+        with writing(Path(self.job.config.run.dir)):
             self.metrics.log_eval(finished, {"eval_loss": sum(map(float, losses)) / len(losses)})
 
     def _save(self, state: Tree, finished: int, *, is_last: bool) -> None:
         """Nothing; saves a state whose every number is finite. That of a step's loss says nothing of its update."""
         with self._saving(finished):
             self.checkpoints.wait()  # for the save before
-        data = self.parts.data
+        data = self.job.data
         meta = {
             "step": finished,
-            "config": asdict(self.parts.config),
+            "config": asdict(self.job.config),
             "data": {"fingerprint": data.fingerprint, "source": data.source, "next_step": finished},
-            "rng": {"seed": self.parts.config.run.seed, "data_order": "a function of seed and step"},
+            "rng": {"seed": self.job.config.run.seed, "data_order": "a function of seed and step"},
             "versions": versions(),
         }
         with self._saving(finished, is_last=is_last):
-            if not self.checkpoints.save(finished, self.parts.engine.to_natural(state), meta):
+            if not self.checkpoints.save(finished, self.job.pipe.engine.to_natural(state), meta):
                 raise self._non_finite(finished, "its update is not finite", newest_good=finished - 1)
             if is_last:
                 self.checkpoints.wait()
@@ -222,7 +222,7 @@ class Loop:
         except SaveError as error:
             if is_last:
                 raise
-            if self.parts.config.run.checkpoint.on_failure == "stop":
+            if self.job.config.run.checkpoint.on_failure == "stop":
                 raise SaveError(
                     f"{error} Training stopped after step {finished}; run.checkpoint.on_failure=continue goes on."
                 ) from error
@@ -230,7 +230,7 @@ class Loop:
 
     def _show_timeline(self, measured: Timeline, finished: int) -> None:
         """Nothing; writes and shows a measured step."""
-        directory = Path(self.parts.config.run.dir) / "timeline"
+        directory = Path(self.job.config.run.dir) / "timeline"
         with writing(directory):
             for line in timeline_io.write(directory, measured):
                 self.metrics.note(line)
@@ -238,9 +238,9 @@ class Loop:
 
     def _show_profile(self, directory: Path, finished: int) -> None:
         """Nothing; says where a trace is, and writes and shows its tasks where it tells them."""
-        written, ticks = None, self.parts.ticks
+        written, ticks = None, self.job.pipe.ticks
         if ticks is not None:
-            written = profiler.write_tasks(directory, self.footprint.text, ticks, self.parts.mesh)
+            written = profiler.write_tasks(directory, self.footprint.text, ticks, self.job.pipe.mesh)
         tasks = "" if written is None else f"; tasks by rank for Perfetto in {written}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")
         if written is None or ticks is None:

@@ -1,4 +1,4 @@
-"""The optimizers of optax behind global-norm clipping, with a warm-up and cosine lr_schedule."""
+"""The optimizers of optax, clipping by the global norm, and a warm-up and cosine lr_schedule."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ppctl.errors import ConfigError
 from ppctl.model.stack import NO_DECAY
 
 
@@ -26,25 +27,70 @@ def adamw(
     b2: float,
     eps: float,
     weight_decay: float,
-    clip_norm: float | None,
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only, behind clipping.
-
-    `update(..., norm=n)` takes the global norm of the gradients, which may be over more than the tree it is given.
-    """
-    return optax.chain(_clip(clip_norm), optax.adamw(schedule, b1, b2, eps, weight_decay=weight_decay, mask=decays))
+    """Return AdamW (Loshchilov and Hutter 2019) with decay on matrices only."""
+    return optax.adamw(schedule, b1, b2, eps, weight_decay=weight_decay, mask=decays)
 
 
-def sgd(schedule: optax.Schedule, *, momentum: float | None, clip_norm: float | None) -> optax.GradientTransformation:
-    """w <- w - lr*g behind clipping, or w - lr*v with v <- momentum*v + g (Polyak 1964); None keeps no v."""
-    return optax.chain(_clip(clip_norm), optax.sgd(schedule, momentum))
+def sgd(schedule: optax.Schedule, *, momentum: float | None) -> optax.GradientTransformation:
+    """Return w <- w - lr*g, or w - lr*v with v <- momentum*v + g (Polyak 1964); None keeps no v."""
+    return optax.sgd(schedule, momentum)
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 
 
-def _clip(max_norm: float | None) -> optax.GradientTransformation:
-    return optax.identity() if max_norm is None else clip_by_norm(max_norm)
+def clipped(optimizer: optax.GradientTransformation, max_norm: float | None) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer behind clipping by a global norm; None: without clipping, with a state of the same form.
+
+    `update(..., norm=n)` takes that norm, which may be of more gradients than the tree it is given.
+    """
+    return optax.chain(optax.identity() if max_norm is None else clip_by_norm(max_norm), optimizer)
+
+
+def check_separable(optimizer: optax.GradientTransformation, params: Any, *, by_rank: bool) -> None:
+    """Raise ConfigError where an update depends on how parameters are grouped, which differs with the layout.
+
+    params: {"ends": tree, "layers": tree of [L, ...]}, shapes. The update of small random numbers is compared with that
+    of the same layers stacked otherwise, as stages are; and with by_rank, where each rank updates its own parameters,
+    with the updates of a layer alone and of embedding and head alone.
+    """
+    numbers = iter(range(1_000_000))
+
+    def small(a: Any, scale: float) -> jax.Array:
+        shape = (2, *(min(n, 2) for n in a.shape[1:])) if a.shape else ()
+        return scale * jax.random.normal(jax.random.key(next(numbers)), shape, jnp.float32)
+
+    try:
+        weights = jax.tree.map(lambda a: small(a, 1.0), params)
+        grads = jax.tree.map(lambda a: small(a, 1e3), params)
+
+        def update(part: Any) -> Any:
+            own, given = part(weights), part(grads)
+            norm = jnp.asarray(1e4)
+            return optax.with_extra_args_support(optimizer).update(given, optimizer.init(own), own, norm=norm)[0]
+
+        whole = update(lambda tree: tree)
+        stacked = update(lambda tree: tree | {"layers": jax.tree.map(lambda a: a[None, :, None], tree["layers"])})
+        pairs = [(whole["ends"], stacked["ends"])]
+        pairs.append((whole["layers"], jax.tree.map(lambda a: a[0, :, 0], stacked["layers"])))
+        if by_rank:
+            first = update(lambda tree: {"layers": jax.tree.map(lambda a: a[:1], tree["layers"])})
+            pairs.append((jax.tree.map(lambda a: a[:1], whole["layers"]), first["layers"]))
+            pairs.append((whole["ends"], update(lambda tree: {"ends": tree["ends"]})["ends"]))
+    except Exception as error:  # whatever the optimizer's own lines raise
+        raise ConfigError(
+            f"The optimizer fails on parameters in groups as stages hold them: {type(error).__name__}: {error}. "
+            "Use one that treats each parameter by itself."
+        ) from error
+    leaves = [pair for one, other in pairs for pair in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)]
+    if not all(jnp.allclose(a, b, rtol=1e-4) for a, b in leaves):
+        where = "executor=spmd, or " if by_rank else ""
+        raise ConfigError(
+            "The optimizer's update of a parameter depends on other parameters, or on how layers are stacked, so that "
+            f"it would differ from layout to layout. Use clip_norm=NORM for clipping by the global norm, {where}an "
+            "optimizer that treats each parameter by itself."
+        )
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:

@@ -7,7 +7,6 @@ checkpoints/<step>/.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import threading
@@ -18,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jax
 import yaml
 from rich.console import Console
 
@@ -38,19 +36,20 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import environment
 from ppctl.training.heartbeat import Watch
-from ppctl.training.job import DEFAULT_DTYPE, Parts, assemble, partition_text, start_jax
+from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble, partition_text
 from ppctl.training.loop import Loop, writing
-from ppctl.training.memory import by_part
 from ppctl.training.metrics import Metrics, NoMetrics
 from ppctl.training.prediction import StepPrediction
 from ppctl.training.process_group import compare, membership
+from ppctl.training.start import start_jax
 from ppctl.training.tensorboard import Board
 
 Tree = Any
+Predict = Callable[[TrainingJob], StepPrediction]  # of a step, before anything is compiled
 LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by more than this
 
 
-def train(config: Config, words: Sequence[str], *, predict: Callable[[Parts], StepPrediction], as_json: bool) -> int:
+def train(config: Config, words: Sequence[str], *, predict: Predict, as_json: bool) -> int:
     """The exit code: 0 trained to run.num_steps, 130 or 143 interrupted after saving.
 
     words: what the config asks for beside the defaults. predict: step time and memory before anything is compiled.
@@ -69,48 +68,53 @@ def train(config: Config, words: Sequence[str], *, predict: Callable[[Parts], St
 
 
 def _train(
-    config: Config, words: Sequence[str], watch: Watch, predict: Callable[[Parts], StepPrediction], *, as_json: bool
+    config: Config,
+    words: Sequence[str],
+    watch: Watch,
+    predict: Predict,
+    *,
+    as_json: bool,
 ) -> int:
     is_lead = distributed.is_lead()
     console = Console(stderr=as_json, quiet=not is_lead)
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-    parts = assemble(config)
+    job = assemble(config)
     run_dir = Path(config.run.dir)
     keep, timeout_s = config.run.checkpoint.keep, config.run.checkpoint.timeout_s
     directory, gather = run_dir / "checkpoints", distributed.gather
     with Checkpoints(directory, keep=keep, timeout_s=timeout_s, gather=gather) as checkpoints:
         if config.run.eval_every is not None:
-            parts.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
-        start, restored = resume(config, parts, checkpoints, say)
+            job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+        start, restored = resume(config, job, checkpoints, say)
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
             if as_json and is_lead:
                 print(json.dumps({"status": "finished", "run_dir": config.run.dir, "step": start}))
             return 0
-        prediction = predict(parts)
-        for line in (*describe(parts, start), prediction.line()):
+        prediction = predict(job)
+        for line in (*describe(job, start), prediction.line()):
             say(line)
-        where = environment(parts.mesh)
+        where = environment(job.pipe.mesh)
         with _recorded(config, start, where) if is_lead else NoRunStatus() as standing:
-            footprint, compile_time_s = compile_steps(parts, console)
+            footprint, compile_time_s = compile_steps(job, console)
             say(f"compiled in {compile_time_s:.1f} s")
             if is_lead:
                 with writing(run_dir):
-                    memory = {"step": start, "ranks": by_part(parts, footprint.total_bytes)}
+                    memory = {"step": start, "ranks": job.pipe.memory()}
                     replace_file(run_dir / MEMORY_FILE, json.dumps(memory) + "\n")
             watch.note("start", start)
             compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
-            state = parts.engine.new_state() if restored is None else parts.engine.from_natural(restored)
+            state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
             del restored
             shown = {}
             if config.run.show_placement:
-                placed = placement.placement(parts.engine.parameters(state), parts.states.layout, distributed.gather)
+                placed = placement.placement(job.pipe.engine.parameters(state), job.pipe.layout, distributed.gather)
                 placement.show(console, placed)
                 shown = {"placement": asdict(placed)}
             with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
                 if metrics.board is not None:
-                    show_start(metrics.board, parts, words, where, footprint, prediction)
-                loop = Loop(parts, footprint, compile_time_s, checkpoints, metrics, watch, prediction)
+                    show_start(metrics.board, job, words, where, footprint, prediction)
+                loop = Loop(job, footprint, compile_time_s, checkpoints, metrics, watch, prediction)
                 with _stop_requests(console) as asked_to_leave:
                     exit_code = loop.run(state, start, asked_to_leave)
                 if metrics.board is not None:
@@ -140,18 +144,19 @@ def as_yaml(config: Config) -> str:
 
 def show_start(
     board: Board,
-    parts: Parts,
+    job: TrainingJob,
     words: Sequence[str],
     where: Mapping[str, Any],
     footprint: Footprint,
     prediction: StepPrediction,
 ) -> None:
     """Nothing; shows what is known of a start before its first step: request, place, schedule and memory."""
-    board.request(words, as_yaml(parts.config), where)
+    board.request(words, as_yaml(job.config), where)
     board.memory(footprint.total_bytes, prediction.memory_bytes)
-    if parts.bubble_fraction is not None:
-        schedule, costs = parts.schedule, task_costs(parts.config.executor.remat)
-        draw = lambda: [priced(f"{schedule.name}, predicted", timeline_at(schedule, parts.ticks, costs))]  # noqa: E731
+    pipe = job.pipe
+    if pipe.execution.is_pipelined:
+        schedule, costs = pipe.schedule, task_costs(pipe.execution.remat)
+        draw = lambda: [priced(f"{schedule.name}, predicted", timeline_at(schedule, pipe.ticks, costs))]  # noqa: E731
         board.gantt("schedule/predicted", schedule, draw, board.first_step)
 
 
@@ -179,7 +184,7 @@ def _metrics(config: Config, start: int, console: Console) -> Metrics:
 
 
 def resume(
-    config: Config, parts: Parts, checkpoints: Checkpoints, say: Callable[[str], None]
+    config: Config, job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None]
 ) -> tuple[int, Tree | None]:
     """The step to go on from and its state in natural order; 0 and None for a new run.
 
@@ -187,16 +192,16 @@ def resume(
     """
     while True:
         try:
-            start = resume_step(config, parts, checkpoints)
-            compare({"the data's fingerprint": parts.data.fingerprint, "the step to go on from": start})
-            return start, checkpoints.restore(start, parts.states.natural) if start else None
+            start = resume_step(config, job, checkpoints)
+            compare({"the data's fingerprint": job.data.fingerprint, "the step to go on from": start})
+            return start, checkpoints.restore(start, job.pipe.states.natural) if start else None
         except DamagedError as error:
             name = checkpoints.set_aside(error.step)
             older = checkpoints.latest()
             say(f"{error.what}. It is now {name}; " + ("none is older" if older is None else f"trying step {older}"))
 
 
-def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
+def resume_step(config: Config, job: TrainingJob, checkpoints: Checkpoints) -> int:
     """The step to go on from, 0 for a new run. CheckpointError when that is not what run.resume asks for."""
     latest = checkpoints.latest()
     where = f"in {checkpoints.directory}"
@@ -221,7 +226,7 @@ def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
             f"Use run.num_steps={latest} or more, or another run.dir."
         )
     meta = checkpoints.meta(latest)
-    if meta["data"]["fingerprint"] != parts.data.fingerprint:
+    if meta["data"]["fingerprint"] != job.data.fingerprint:
         before, now = meta["config"], asdict(config)
         keys = [("data", key) for key in before["data"] if key != "cache_dir"]
         changed = [
@@ -237,26 +242,27 @@ def resume_step(config: Config, parts: Parts, checkpoints: Checkpoints) -> int:
     return latest
 
 
-def describe(parts: Parts, start: int) -> Iterator[str]:
+def describe(job: TrainingJob, start: int) -> Iterator[str]:
     """What is about to run, a line each."""
-    config, schedule, ticks = parts.config, parts.schedule, parts.ticks
-    num_params = sum(math.prod(a.shape) for a in jax.tree.leaves(parts.states.natural["params"]))
-    device = parts.mesh.devices.flat[0]
+    config, pipe = job.config, job.pipe
+    schedule, ticks = pipe.schedule, pipe.ticks
+    device = pipe.mesh.devices.flat[0]
     model, mesh = config.model, config.mesh
-    yield f"model     {model.name}, {model.num_layers} layers, {num_params:,} parameters, {parts.dtype} compute"
-    yield f"data      {parts.data.source}"
-    yield f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {parts.mesh.size} x {device.device_kind}"
-    if parts.bubble_fraction is None:
+    yield f"model     {model.name}, {model.num_layers} layers, {pipe.num_parameters:,} parameters, {pipe.dtype} compute"
+    yield f"data      {job.data.source}"
+    yield f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {pipe.mesh.size} x {device.device_kind}"
+    bubble = pipe.bubble()
+    if bubble is None:
         yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
     else:
         many_ticks = "" if ticks is None else f"{ticks.num_ticks} ticks, "
         yield (
             f"schedule  {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} "
             f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {many_ticks}bubble "
-            f"{parts.bubble_fraction:.1%}, at most {max(peak_activations(schedule)):g} live activations"
+            f"{bubble:.1%}, at most {max(peak_activations(schedule)):g} live activations"
         )
-    if config.executor.name == "mpmd":
-        barrier = ", no barrier before the optimizer" if config.executor.post_validation else ""
+    if pipe.execution.dispatches_tasks:
+        barrier = ", no barrier before the optimizer" if pipe.execution.post_validation else ""
         yield f"executor  mpmd: a program for each stage and kind of task, dispatched by the host{barrier}"
     if ticks is not None:
         costs = task_costs(config.executor.remat)
@@ -266,17 +272,17 @@ def describe(parts: Parts, start: int) -> Iterator[str]:
                 f"note      {schedule.name} takes {stretch:.2f} times as long in the lockstep ticks of executor=spmd "
                 "as on free-running ranks; schedule=eager_1f1b and interleaved take 1.00 times, with more activations"
             )
-    text = partition_text(parts)
+    text = partition_text(job)
     if text is not None:
         yield f"partition {text}"
     yield f"run       {config.run.dir}, " + (f"resuming after step {start}" if start else "from the start")
 
 
-def compile_steps(parts: Parts, console: Console) -> tuple[Footprint, float]:
+def compile_steps(job: TrainingJob, console: Console) -> tuple[Footprint, float]:
     """(what the compiled step takes, seconds of compiling), with a sign of life meanwhile."""
     began = time.perf_counter()
     with _alive(console, "compiling"):
-        footprint = parts.engine.compile(evaluate=parts.config.run.eval_every is not None)
+        footprint = job.pipe.engine.compile(evaluate=job.config.run.eval_every is not None)
     return footprint, time.perf_counter() - began
 
 

@@ -30,7 +30,7 @@ def timed_step(engine: TimedEngine, schedule: Schedule, state: Tree, batch: Tree
             state, metrics = jax.block_until_ready(engine.step(state, batch))
         finally:
             jax.profiler.stop_trace()
-        spans = traced_spans(Path(folder), engine.programs(), engine.devices())
+        spans = traced_spans(Path(folder), engine.dispatched(), engine.devices())
     if spans is not None:
         return state, metrics, measured(schedule, spans)
     state, metrics, seconds = engine.step_by_step(state, batch)

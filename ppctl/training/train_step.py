@@ -21,14 +21,19 @@ def init_state(params: Tree, optimizer: optax.GradientTransformation) -> Tree:
 
 
 def train_step(
-    loss_and_grads: LossAndGrads, optimizer: optax.GradientTransformation, lr_schedule: optax.Schedule
+    loss_and_grads: LossAndGrads, optimizer: optax.GradientTransformation, lr_schedule: optax.Schedule | None = None
 ) -> Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]:
-    """(state, batch) -> (next state, {"loss", "grad_norm", "lr"}); grad_norm is before clipping, over all stages."""
+    """Return (state, batch) -> (next state, {"loss", "grad_norm", "lr"}); grad_norm is before clipping, of all stages.
+
+    Without an lr_schedule there is no "lr".
+    """
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         loss, grads = loss_and_grads(state["params"], batch)
         norm = global_norm(grads)
-        metrics = {"loss": loss, "grad_norm": norm, "lr": lr_schedule(state["step"])}
+        metrics: dict[str, Any] = {"loss": loss, "grad_norm": norm}
+        if lr_schedule is not None:
+            metrics["lr"] = lr_schedule(state["step"])
         return apply_gradients(optimizer, state, grads, norm), metrics
 
     return step

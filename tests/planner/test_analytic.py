@@ -1,4 +1,4 @@
-"""Prices by counting against sums by hand; links against the hosts that devices stand on."""
+"""OpTimes by counting against sums by hand; links against the hosts that devices stand on."""
 
 import itertools
 from dataclasses import replace
@@ -6,8 +6,8 @@ from math import inf
 
 import pytest
 
-from ppctl.planner.analytic import Layout, Machine, ParamBytes, once_s, priced
-from ppctl.planner.op_times import Piece
+from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, overhead_s, priced
+from ppctl.planner.op_times import PieceTimes
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
 
 NEAR, FAR = Link(0.001, 100.0), Link(0.01, 10.0)
@@ -37,7 +37,7 @@ def test_an_axis_has_the_slow_link_where_any_of_its_rings_leaves_a_host(host_dev
             rings = [[start + stride * k for k in range(size)] for start in starts]
             assert sorted(itertools.chain(*rings)) == list(range(number))
             leaves = any(len({device // host_devices for device in ring}) > 1 for ring in rings)
-            assert Layout(dp, pp, fsdp, 1, 1).links(machine)[name] == (FAR if leaves else NEAR)
+            assert PlannedLayout(dp, pp, fsdp, 1, 1).links(machine)[name] == (FAR if leaves else NEAR)
 
 
 def test_without_hosts_or_without_a_network_there_is_one_link():
@@ -49,24 +49,24 @@ def test_without_hosts_or_without_a_network_there_is_one_link():
 
 
 def test_pieces_take_their_operations_and_a_backward_what_it_redoes():
-    prices = counted(Layout(1, 2, 1, 4, 4))
-    assert prices.embed == Piece(2 * 4 / 50, 0.0, (2 * 2 + 8) / 50)
-    assert prices.layer == Piece(1.0, 1.0 + 2 / 50, 1.0)  # 2 rows of 500 FLOPs; W moves (10 + 30) / 50 in less
-    assert prices.head == Piece(0.0, 6.0, 0.0)
+    op_times = counted(PlannedLayout(1, 2, 1, 4, 4))
+    assert op_times.embed == PieceTimes(2 * 4 / 50, 0.0, (2 * 2 + 8) / 50)
+    assert op_times.layer == PieceTimes(1.0, 1.0 + 2 / 50, 1.0)  # 2 rows of 500 FLOPs; W moves (10 + 30) / 50 in less
+    assert op_times.head == PieceTimes(0.0, 6.0, 0.0)
     for remat in ("layer", "full"):
-        assert counted(Layout(1, 2, 1, 4, 4), remat=remat).layer == Piece(1.0, 2.0 + 2 / 50, 1.0)
-        assert counted(Layout(1, 2, 1, 4, 4), remat=remat).head == prices.head  # nothing of it is redone
-    assert prices.task_s == 0.25
+        assert counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).layer == PieceTimes(1.0, 2.0 + 2 / 50, 1.0)
+        assert counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).head == op_times.head  # nothing of it is redone
+    assert op_times.task_s == 0.25
 
 
 def test_a_hop_crosses_hosts_where_pp_does():
-    assert counted(Layout(1, 4, 2, 4, 4)).hop_s == NEAR.hop_s(2 * 6)
-    assert counted(Layout(1, 4, 4, 4, 4)).hop_s == FAR.hop_s(2 * 6)
-    assert counted(Layout(8, 1, 2, 4, 4)).hop_s == 0
+    assert counted(PlannedLayout(1, 4, 2, 4, 4)).hop_s == NEAR.hop_s(2 * 6)
+    assert counted(PlannedLayout(1, 4, 4, 4, 4)).hop_s == FAR.hop_s(2 * 6)
+    assert counted(PlannedLayout(8, 1, 2, 4, 4)).hop_s == 0
 
 
 def test_cores_are_shared_where_there_are_any():
-    layout = Layout(1, 2, 1, 4, 4)
+    layout = PlannedLayout(1, 2, 1, 4, 4)
     assert counted(layout).capacity == inf
     assert counted(layout, replace(MACHINE, cores=2)).capacity == 2.0
 
@@ -76,38 +76,38 @@ def test_cores_are_shared_where_there_are_any():
 
 def test_what_runs_once_by_hand():
     # 2 x 2 x 4 devices on two hosts: fsdp and pp within one, dp across. 3 layers of 120 bytes on a rank, ends of 480
-    layout = Layout(dp=2, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
+    layout = PlannedLayout(dp=2, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
     layers = 3 * (0.001 + 360 / 4 / 100)  # shares go round 4 devices in 3 messages
     ends = 7 * (0.001 + 480 / 8 / 100)  # and round 8 in 7
     held = 360 / 4 + 480 / 8
     rows = 2 * (0.01 + held / 2 / 10)  # 2 devices send each other a half, twice
     cast = (360 + 480) * 1.5 / 50  # read, and written at half the size
     update = (3 * held * 2 + 2 * held) / 50  # parameters and two moments there and back, gradients twice
-    assert once_s(PARAMS, MACHINE, layout) == pytest.approx(2 * layers + 2 * ends + rows + cast + update)
-    assert counted(layout).once_s == once_s(PARAMS, MACHINE, layout)
+    assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx(2 * layers + 2 * ends + rows + cast + update)
+    assert counted(layout).overhead_s == overhead_s(PARAMS, MACHINE, layout)
     each_tick = counted(layout, gathers_each_tick=True)
-    assert each_tick.once_s == pytest.approx(once_s(PARAMS, MACHINE, layout) - layers)
+    assert each_tick.overhead_s == pytest.approx(overhead_s(PARAMS, MACHINE, layout) - layers)
     assert each_tick.task_s == pytest.approx(0.25 + layers)
 
 
 def test_ends_leave_the_host_where_layers_do_not():
-    layout = Layout(dp=1, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
-    spread = once_s(PARAMS, replace(MACHINE, host_devices=4), layout) - once_s(PARAMS, MACHINE, layout)
+    layout = PlannedLayout(dp=1, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
+    spread = overhead_s(PARAMS, replace(MACHINE, host_devices=4), layout) - overhead_s(PARAMS, MACHINE, layout)
     assert spread == pytest.approx(2 * (FAR.gather_s(480, 8) - NEAR.gather_s(480, 8)))
 
 
 def test_one_device_sends_nothing():
-    layout = Layout(1, 1, 1, 3, 3)
+    layout = PlannedLayout(1, 1, 1, 3, 3)
     held = 360 + 480
-    assert once_s(PARAMS, MACHINE, layout) == pytest.approx((held * 1.5 + held * 8) / 50)
-    assert once_s(PARAMS, replace(MACHINE, link=Link(1e9, 1e-9)), layout) == once_s(PARAMS, MACHINE, layout)
+    assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx((held * 1.5 + held * 8) / 50)
+    assert overhead_s(PARAMS, replace(MACHINE, link=Link(1e9, 1e-9)), layout) == overhead_s(PARAMS, MACHINE, layout)
 
 
 def test_a_tick_gathers_one_chunk_of_several():
-    layout = Layout(dp=1, pp=2, fsdp=2, rank_layers=6, chunk_layers=2)
-    prices = counted(layout, gathers_each_tick=True)
-    assert prices.task_s == pytest.approx(0.25 + NEAR.hop_s(2 * 120 / 2))
+    layout = PlannedLayout(dp=1, pp=2, fsdp=2, rank_layers=6, chunk_layers=2)
+    op_times = counted(layout, gathers_each_tick=True)
+    assert op_times.task_s == pytest.approx(0.25 + NEAR.hop_s(2 * 120 / 2))
 
 
 def test_rows_are_copies_of_the_pipeline():
-    assert Layout(dp=3, pp=2, fsdp=4, rank_layers=1, chunk_layers=1).rows == 12
+    assert PlannedLayout(dp=3, pp=2, fsdp=4, rank_layers=1, chunk_layers=1).rows == 12

@@ -1,4 +1,4 @@
-"""Prices are scaled so that the small step is predicted as it was taken."""
+"""OpTimes are scaled so that the small step is predicted as it was taken."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from ppctl import config
 from ppctl.planner.calibrate import LEAST_LAYERS, MOST_LAYERS, corrected, small_request
-from ppctl.planner.op_times import Piece, Prices
+from ppctl.planner.op_times import OpTimes, PieceTimes
 from ppctl.planner.step_runs import time_of
 from ppctl.planner.timing import Timing
 from ppctl.training.job import assemble
@@ -18,8 +18,8 @@ REQUEST = config.Config(
     executor=config.Spmd(remat="none"),
     data=config.Synthetic(batch_size=32, vocab_size=64),
 )
-PIECE = Piece(1e-3, 2e-3, 1e-3)
-PRICES = Prices(PIECE, PIECE, PIECE, task_s=1e-4, hop_s=2e-4, once_s=0.0)
+PIECE = PieceTimes(1e-3, 2e-3, 1e-3)
+PRICES = OpTimes(PIECE, PIECE, PIECE, task_s=1e-4, hop_s=2e-4, overhead_s=0.0)
 
 
 def test_the_small_request_has_few_layers_and_microbatches_of_the_same_size():
@@ -61,7 +61,7 @@ def test_the_small_step_is_predicted_as_it_was_taken(factor):
 
 @pytest.mark.parametrize(("longer", "busier"), [(2.0, 2.0), (1.0, 1.5), (1.3, 0.8)])
 def test_devices_that_share_cores_are_compared_in_seconds_and_in_cpu_seconds(longer, busier):
-    parts, shared = assemble(REQUEST), replace(PRICES, capacity=1.2, cores=1.5, once_cpu_s=0.0)
+    parts, shared = assemble(REQUEST), replace(PRICES, capacity=1.2, cores=1.5, overhead_cpu_s=0.0)
     small = small_request(parts)
     assert small is not None
     time = time_of(assemble(small), shared)
@@ -77,7 +77,7 @@ def test_what_runs_once_is_taken_off_in_proportion_to_the_parameters():
     small = small_request(parts)
     assert small is not None
     seconds = time_of(assemble(small), PRICES).pipeline_s
-    found = corrected(parts, replace(PRICES, once_s=1.0), Timing(seconds + 1.0, 0.0))
+    found = corrected(parts, replace(PRICES, overhead_s=1.0), Timing(seconds + 1.0, 0.0))
     assert found.layer.forward_s > PIECE.forward_s  # the small step has fewer parameters, so it takes less than that
 
 
@@ -91,5 +91,5 @@ def test_a_schedule_in_a_file_has_no_smaller_one(tmp_path):
 
 
 def test_a_small_step_that_leaves_nothing_to_tasks_corrects_nothing():
-    prices = replace(PRICES, once_s=1e3)
-    assert corrected(assemble(REQUEST), prices, Timing(0.01, 0.01)) == prices
+    op_times = replace(PRICES, overhead_s=1e3)
+    assert corrected(assemble(REQUEST), op_times, Timing(0.01, 0.01)) == op_times

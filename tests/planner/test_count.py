@@ -15,7 +15,7 @@ from ppctl.executors.stage.flops import matmul_flops
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
 from ppctl.planner.count import _tasks, work_of
-from ppctl.planner.op_times import Piece, Prices, stage_costs, step_time
+from ppctl.planner.op_times import OpTimes, PieceTimes, stage_costs, step_time
 from ppctl.planner.roofline import Op
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ticks import ticks
@@ -180,14 +180,14 @@ def test_masked_ticks_have_the_flops_of_the_program(family, remat):
     work, keeps = work_of(named(case.model, 2, jnp.float64)), remat == "full"
     of = lambda ops: 2 * sum(op.flops for op in ops)  # noqa: E731  2 rows
     forward = of(work.layer.forward)
-    layer = Piece(forward, of(work.layer.input_grad) + forward * keeps, of(work.layer.weight_grad))
-    prices = Prices(Piece(0, 0, 0), layer, Piece(0, of(work.head.input_grad), 0), 0.0, 0.0, 0.0)
-    costs = stage_costs(prices, (2,) * 4, keeps_input=keeps)
+    layer = PieceTimes(forward, of(work.layer.input_grad) + forward * keeps, of(work.layer.weight_grad))
+    op_times = OpTimes(PieceTimes(0, 0, 0), layer, PieceTimes(0, of(work.head.input_grad), 0), 0.0, 0.0, 0.0)
+    costs = stage_costs(op_times, (2,) * 4, keeps_input=keeps)
     table = ticks(case.program(), Costs(), **case.options.lowering)
-    time = step_time(prices, case.program(), table, costs, copies=1, masked=True)
+    time = step_time(op_times, case.program(), table, costs, copies=1, masked=True)
     # the head stands in a branch of every tick that has its kind, and is counted there
     number = sum(len(which) for which, *has in table.segments(apart=True) if has[keeps])
-    plain = stage_costs(replace(prices, head=Piece(0, 0, 0)), (2,) * 4, keeps_input=keeps)
-    headless = step_time(prices, case.program(), table, plain, copies=1, masked=True)
-    assert headless.pipeline_s + number * prices.head.all_s == program
+    plain = stage_costs(replace(op_times, head=PieceTimes(0, 0, 0)), (2,) * 4, keeps_input=keeps)
+    headless = step_time(op_times, case.program(), table, plain, copies=1, masked=True)
+    assert headless.pipeline_s + number * op_times.head.all_s == program
     assert headless.pipeline_s < time.pipeline_s <= program

@@ -7,7 +7,7 @@ from support.cases import Case, make_batch, make_stack, staged_step
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import inner_jaxprs
 from ppctl.model.stack import init
-from ppctl.planner.analytic import Layout, Machine, ParamBytes, once_s, priced
+from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, overhead_s, priced
 from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
 
 LINK = Link(latency_s=0.0, bytes_per_s=3.0)
@@ -34,7 +34,7 @@ def traced(case):
     jaxpr = jax.make_jaxpr(staged_step(case))(params, make_batch(case.model, case.batch_size)).jaxpr
     layer_bytes = tree_bytes(params["layers"]) // layout.counts.size // int(layout.counts.max())
     most = int(layout.counts.max())
-    plan = Layout(*case.mesh, rank_layers=most * layout.num_chunks, chunk_layers=most)
+    plan = PlannedLayout(*case.mesh, rank_layers=most * layout.num_chunks, chunk_layers=most)
     sizes = ParamBytes(layer_bytes, tree_bytes(params["ends"]), moments=2.0, compute_ratio=1.0)
     return plan, sizes, list(collectives(jaxpr))
 
@@ -68,7 +68,7 @@ def test_collectives_of_a_step_take_what_those_of_the_program_take(case):
     plan, sizes, found = traced(case)
     once = [each for each in found if each[0] != "ppermute"]
     assert not any(in_loop for *_, in_loop in once)
-    assert once_s(sizes, MACHINE, plan) == pytest.approx(ring_s(once, case.mesh), rel=1e-12)
+    assert overhead_s(sizes, MACHINE, plan) == pytest.approx(ring_s(once, case.mesh), rel=1e-12)
 
 
 def test_gathering_in_every_tick_moves_the_layers_of_one_chunk_there_and_the_ends_once():
@@ -79,12 +79,12 @@ def test_gathering_in_every_tick_moves_the_layers_of_one_chunk_there_and_the_end
         each for each in once if each[0] == "all_gather" and each[1] == ("fsdp",)
     ]  # of which nothing is used
     once = [each for each in once if each not in layers_once]
-    assert once_s(sizes, MACHINE, plan, gathers_layers=False) == pytest.approx(ring_s(once, case.mesh), rel=1e-12)
+    assert overhead_s(sizes, MACHINE, plan, gathers_layers=False) == pytest.approx(ring_s(once, case.mesh), rel=1e-12)
     gathers = [each for each in found if each[0] == "all_gather" and each[3]]
     number = 2 * plan.rank_layers // plan.chunk_layers  # F and B, for each chunk that a tick may name
     work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
-    prices = priced(work, sizes, MACHINE, plan, microbatch_rows=1, remat="full", gathers_each_tick=True)
-    assert prices.task_s * number == pytest.approx(ring_s(gathers, case.mesh), rel=1e-12)
+    op_times = priced(work, sizes, MACHINE, plan, microbatch_rows=1, remat="full", gathers_each_tick=True)
+    assert op_times.task_s * number == pytest.approx(ring_s(gathers, case.mesh), rel=1e-12)
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb_h1"])
@@ -93,6 +93,6 @@ def test_a_hop_is_of_one_microbatch_between_layers(family):
     plan, sizes, found = traced(case)
     x_bytes = 8 * 16 * 8  # of a row: tokens, d_model, float64
     work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=x_bytes, stash_bytes={}, pending_bytes={})
-    prices = priced(work, sizes, MACHINE, plan, microbatch_rows=32 // 4 // 4, remat="full")
+    op_times = priced(work, sizes, MACHINE, plan, microbatch_rows=32 // 4 // 4, remat="full")
     hops = [num_bytes for name, _, num_bytes, _ in found if name == "ppermute"]
-    assert set(hops) == {prices.hop_s * 3.0}
+    assert set(hops) == {op_times.hop_s * 3.0}

@@ -9,7 +9,7 @@ import pytest
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.planner import measure
-from ppctl.planner.step_time import cache_dir, priced, prices_of
+from ppctl.planner.step_time import cache_dir, op_times_of, priced
 from ppctl.planner.timing import Timing
 from ppctl.training.job import assemble
 
@@ -127,7 +127,7 @@ def test_a_step_is_priced_from_what_was_timed(executor, tmp_path):
     parts = assemble(small)
     time, _ = priced(parts, config.Measure(cache_dir=str(tmp_path)))
     assert time is not None
-    assert 0 < time.once_s < time.total_s < 10
+    assert 0 < time.overhead_s < time.total_s < 10
     assert 0 <= time.bubble_fraction < 1
     assert priced(parts, config.Measure(cache_dir=str(tmp_path))) == (time, None)
 
@@ -136,10 +136,10 @@ def test_devices_that_are_not_here_cannot_be_timed():
     parts = assemble(TINY)
     parts.config = request(plan=config.Plan(compile=True, topology="v5e:1x2"))
     with pytest.raises(ConfigError, match=r"^costs=measure times devices that are here, but plan.topology=v5e:1x2"):
-        prices_of(parts, config.Measure())
+        op_times_of(parts, config.Measure())
     parts.config = request(run=replace(TINY.run, distributed="auto"))
     with pytest.raises(ConfigError, match=r"devices of one process, but run.distributed=auto. Use costs=analytic.$"):
-        prices_of(parts, config.Measure())
+        op_times_of(parts, config.Measure())
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_timed(timings, tmp_path):

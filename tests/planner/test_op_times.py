@@ -7,26 +7,26 @@ from math import inf
 
 import pytest
 
-from ppctl.planner.op_times import Piece, Prices, stage_costs, step_time
+from ppctl.planner.op_times import OpTimes, PieceTimes, stage_costs, step_time
 from ppctl.schedule import FAMILIES, Task, build
 from ppctl.schedule.families.registry import LOOPED_WHOLE, ON_RING
 from ppctl.schedule.shared_cores import together_s
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import ticks
 
-FREE = Piece(0.0, 0.0, 0.0)
+FREE = PieceTimes(0.0, 0.0, 0.0)
 families = pytest.mark.parametrize("family", FAMILIES)
 remats = pytest.mark.parametrize("keeps_input", [False, True])
 
 
 def random_prices(choose, **changes):
     """Every number another one, so that none can stand for another."""
-    piece = lambda: Piece(*(choose.uniform(0.5, 2.0) for _ in range(3)))  # noqa: E731
-    return replace(Prices(piece(), piece(), piece(), task_s=0.07, hop_s=0.0, once_s=0.0), **changes)
+    piece = lambda: PieceTimes(*(choose.uniform(0.5, 2.0) for _ in range(3)))  # noqa: E731
+    return replace(OpTimes(piece(), piece(), piece(), task_s=0.07, hop_s=0.0, overhead_s=0.0), **changes)
 
 
 def some(family, *, p=4, m=8, seed=0, **changes):
-    """(prices, schedule, layers of each stage)."""
+    """(op_times, schedule, layers of each stage)."""
     choose = random.Random(f"{family} {seed}")
     schedule = build(family, p, m)
     sizes = tuple(choose.randint(1, 3) for _ in range(schedule.num_stages))
@@ -47,30 +47,32 @@ def tasks_s(schedule, costs):
 @families
 @remats
 def test_all_tasks_together_are_all_layers_both_ends_and_the_starts_of_tasks(family, keeps_input):
-    prices, schedule, sizes = some(family)
+    op_times, schedule, sizes = some(family)
     is_split = any(task.kind == "W" for tasks in schedule.ranks for task in tasks)
-    costs = stage_costs(prices, sizes, keeps_input=keeps_input, split=is_split)
-    one = sum(sizes) * prices.layer.all_s + prices.embed.all_s + prices.head.all_s
+    costs = stage_costs(op_times, sizes, keeps_input=keeps_input, split=is_split)
+    one = sum(sizes) * op_times.layer.all_s + op_times.embed.all_s + op_times.head.all_s
     number = sum(1 + (is_split and task.kind == "B") for tasks in schedule.ranks for task in tasks)  # B costs I and W
     if keeps_input:  # layers of the last stage run forward in the backward alone, which counts that; and is no task
-        one += prices.embed.forward_s - sizes[-1] * prices.layer.forward_s
+        one += op_times.embed.forward_s - sizes[-1] * op_times.layer.forward_s
         number -= schedule.num_microbatches
-    expected = schedule.num_microbatches * one + number * prices.task_s
+    expected = schedule.num_microbatches * one + number * op_times.task_s
     assert tasks_s(schedule, costs) == pytest.approx(expected, rel=1e-12)
 
 
 def test_tasks_by_hand():
-    prices = Prices(Piece(1, 10, 100), Piece(2, 20, 200), Piece(3, 30, 300), task_s=0.5, hop_s=7.0, once_s=0.0)
-    kept = stage_costs(prices, (1, 2, 0), keeps_input=False)
+    op_times = OpTimes(
+        PieceTimes(1, 10, 100), PieceTimes(2, 20, 200), PieceTimes(3, 30, 300), task_s=0.5, hop_s=7.0, overhead_s=0.0
+    )
+    kept = stage_costs(op_times, (1, 2, 0), keeps_input=False)
     assert kept.forward_s == (1 + 2 + 0.5, 2 * 2 + 0.5, 333 + 0.5)  # the head with its gradients is in the forward
     assert kept.input_grad_s == (20 + 110 + 0.5, 2 * 20 + 0.5, 0.5)
     assert kept.weight_grad_s == (200, 400, 0)
     assert kept.hop_s == 7.0
-    full = stage_costs(prices, (1, 2, 0), keeps_input=True, split=True)
+    full = stage_costs(op_times, (1, 2, 0), keeps_input=True, split=True)
     assert full.forward_s == (1 + 2 + 0.5, 2 * 2 + 0.5, 0)  # there is no such program
     assert full.input_grad_s == (20 + 110 + 1 + 0.5, 2 * 20 + 0.5, 333 + 0.5)
     assert full.weight_grad_s == (200.5, 400.5, 0.5)
-    alone = stage_costs(prices, (1,), keeps_input=True)
+    alone = stage_costs(op_times, (1,), keeps_input=True)
     assert (alone.forward_s, alone.input_grad_s, alone.weight_grad_s) == ((0,), (20 + 110 + 1 + 333 + 0.5,), (200,))
 
 
@@ -81,10 +83,10 @@ def test_tasks_by_hand():
 @remats
 @pytest.mark.parametrize("hop_s", [0.0, 0.3])
 def test_the_bubble_of_free_running_ranks_is_the_simulated_one(family, keeps_input, hop_s):
-    prices, schedule, sizes = some(family, hop_s=hop_s, once_s=3.0)
-    costs = stage_costs(prices, sizes, keeps_input=keeps_input)
+    op_times, schedule, sizes = some(family, hop_s=hop_s, overhead_s=3.0)
+    costs = stage_costs(op_times, sizes, keeps_input=keeps_input)
     timeline = simulate(schedule, costs)
-    time = step_time(prices, schedule, None, costs, copies=2)
+    time = step_time(op_times, schedule, None, costs, copies=2)
     assert time.pipeline_s == timeline.makespan_s
     assert time.total_s == timeline.makespan_s + 3.0
     assert time.bubble_fraction == pytest.approx(timeline.bubble_fraction, rel=1e-12)
@@ -95,10 +97,10 @@ def test_the_bubble_of_free_running_ranks_is_the_simulated_one(family, keeps_inp
 @remats
 @pytest.mark.parametrize("hop_s", [0.0, 0.3])
 def test_the_bubble_of_lockstep_is_that_of_the_ticks(family, keeps_input, hop_s):
-    prices, schedule, sizes = some(family, hop_s=hop_s)
-    costs = stage_costs(prices, sizes, keeps_input=keeps_input)
+    op_times, schedule, sizes = some(family, hop_s=hop_s)
+    costs = stage_costs(op_times, sizes, keeps_input=keeps_input)
     table = lowered(schedule, costs, keeps_input)
-    time = step_time(prices, schedule, table, costs, copies=1)
+    time = step_time(op_times, schedule, table, costs, copies=1)
     assert time.pipeline_s == pytest.approx(table.makespan_s(costs), rel=1e-12)
     assert time.bubble_fraction == pytest.approx(table.bubble_fraction(costs), rel=1e-12)
     assert time.work_s == pytest.approx(tasks_s(schedule, costs) + 4 * table.num_ticks * hop_s)
@@ -108,12 +110,12 @@ def test_the_bubble_of_lockstep_is_that_of_the_ticks(family, keeps_input, hop_s)
 @families
 @pytest.mark.parametrize("is_lockstep", [False, True])
 def test_shared_cores_that_are_never_idle_have_no_bubble(family, is_lockstep):
-    prices, schedule, sizes = some(family)
-    costs = stage_costs(prices, sizes, keeps_input=False)
+    op_times, schedule, sizes = some(family)
+    costs = stage_costs(op_times, sizes, keeps_input=False)
     table = lowered(schedule, costs, keeps_input=False) if is_lockstep else None
     before = inf
     for capacity, copies in itertools.product((0.5, 1.0, 2.5, 4.0, inf), (1, 2)):
-        time = step_time(replace(prices, capacity=capacity * copies), schedule, table, costs, copies)
+        time = step_time(replace(op_times, capacity=capacity * copies), schedule, table, costs, copies)
         assert 0 <= time.bubble_fraction < 1
         if capacity <= 1:
             assert time.bubble_fraction == pytest.approx(0, abs=1e-12)
@@ -125,7 +127,7 @@ def test_shared_cores_that_are_never_idle_have_no_bubble(family, is_lockstep):
 # --- idle ranks that compute -----------------------------------------------------------------------------------------
 
 
-def masked_ticks_s(prices, table, costs, idle):
+def masked_ticks_s(op_times, table, costs, idle):
     """Seconds of each tick on each rank, from the first tick with a backward and the last with a forward.
 
     idle: seconds of an F and a B without a task.
@@ -154,27 +156,27 @@ def masked_ticks_s(prices, table, costs, idle):
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [inf, 1.5])
 def test_idle_ranks_that_compute_take_as_long_as_the_largest_stage(family, keeps_input, p, capacity):
-    prices, schedule, sizes = some(family, p=p, capacity=capacity, hop_s=0.2)
-    costs = stage_costs(prices, sizes, keeps_input=keeps_input)
+    op_times, schedule, sizes = some(family, p=p, capacity=capacity, hop_s=0.2)
+    costs = stage_costs(op_times, sizes, keeps_input=keeps_input)
     table = lowered(schedule, costs, keeps_input)
-    layer, most = prices.layer, max(sizes)
+    layer, most = op_times.layer, max(sizes)
     idle = {"F": most * layer.forward_s + 0.07, "B": most * (layer.input_grad_s + layer.weight_grad_s) + 0.07}
-    expected = [[cell_s + 0.2 for cell_s in row] for row in masked_ticks_s(prices, table, costs, idle)]
-    time = step_time(prices, schedule, table, costs, copies=1, masked=True)
+    expected = [[cell_s + 0.2 for cell_s in row] for row in masked_ticks_s(op_times, table, costs, idle)]
+    time = step_time(op_times, schedule, table, costs, copies=1, masked=True)
     assert time.pipeline_s == pytest.approx(sum(together_s(row, capacity) for row in expected), rel=1e-12)
     assert time.work_s == pytest.approx(sum(map(sum, expected)), rel=1e-12)
-    skipping = step_time(prices, schedule, table, costs, copies=1)
+    skipping = step_time(op_times, schedule, table, costs, copies=1)
     assert time.pipeline_s >= skipping.pipeline_s * (1 - 1e-12)
     assert time.bubble_fraction >= skipping.bubble_fraction - 1e-12  # what is masked is no work of a task
 
 
 def test_masked_gpipe_in_closed_form():
-    p, m, layer = 4, 8, Piece(1.0, 1.5, 0.5)
-    prices = Prices(FREE, layer, FREE, task_s=0.0, hop_s=0.0, once_s=0.0)
-    costs = stage_costs(prices, (2,) * p, keeps_input=False)
+    p, m, layer = 4, 8, PieceTimes(1.0, 1.5, 0.5)
+    op_times = OpTimes(FREE, layer, FREE, task_s=0.0, hop_s=0.0, overhead_s=0.0)
+    costs = stage_costs(op_times, (2,) * p, keeps_input=False)
     schedule = build("gpipe", p, m)
     table = lowered(schedule, costs, keeps_input=False)
-    time = step_time(prices, schedule, table, costs, copies=1, masked=True)
+    time = step_time(op_times, schedule, table, costs, copies=1, masked=True)
     # m+p-1 ticks with forwards, m+p-1 with backwards, of 2 layers each; the last forward's tick has the first backward
     assert time.pipeline_s == pytest.approx((m + p - 1) * 2 * layer.all_s)
     assert time.work_s == pytest.approx(p * time.pipeline_s)
@@ -182,11 +184,11 @@ def test_masked_gpipe_in_closed_form():
 
 
 def test_a_forward_that_is_left_to_its_backward_is_computed_where_it_is_masked():
-    prices, schedule = Prices(FREE, Piece(1.0, 1.0, 1.0), FREE, 0.0, 0.0, 0.0), build("gpipe", 2, 1)
-    costs = stage_costs(prices, (1, 1), keeps_input=True)
+    op_times, schedule = OpTimes(FREE, PieceTimes(1.0, 1.0, 1.0), FREE, 0.0, 0.0, 0.0), build("gpipe", 2, 1)
+    costs = stage_costs(op_times, (1, 1), keeps_input=True)
     table = lowered(schedule, costs, keeps_input=True)
     assert table.cells[1][1].forward == Task(1, "F", 0)
-    time = step_time(prices, schedule, table, costs, copies=1, masked=True)
+    time = step_time(op_times, schedule, table, costs, copies=1, masked=True)
     # tick 0: F on both ranks; the others have backwards alone, for the flag of the last stage's forward is 0
     assert time.pipeline_s == pytest.approx(1.0 + 2.0 * (table.num_ticks - 1))
 

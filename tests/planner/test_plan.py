@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from ppctl.training.memory import PARTS
 
 from ppctl import cli, config
 from ppctl.errors import ConfigError
@@ -17,7 +18,6 @@ from ppctl.executors.spmd.memory import shard_bytes, tree_bytes
 from ppctl.planner import plan
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.job import assemble
-from ppctl.training.memory import PARTS
 
 TINY = config.Config(
     model=config.Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),

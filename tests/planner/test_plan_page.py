@@ -7,6 +7,7 @@ from functools import cache
 from html.parser import HTMLParser
 
 import pytest
+from ppctl.training.memory import PARTS
 
 from ppctl import config
 from ppctl.errors import ConfigError
@@ -16,7 +17,6 @@ from ppctl.planner.plan_page import page, picture_of
 from ppctl.reports.charts.bars import stacked
 from ppctl.reports.charts.palette import PARTS as COLOURS
 from ppctl.training.job import assemble
-from ppctl.training.memory import PARTS
 
 SMALL = config.Config(
     model=config.Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),

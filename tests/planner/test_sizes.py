@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ppctl.training.memory import by_part
 
 from ppctl import config
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.planner.sizes import Microbatch, held_bytes, workspace_bytes
 from ppctl.planner.step_time import layout_of, param_bytes
 from ppctl.training.job import assemble
-from ppctl.training.memory import by_part
 
 TINY = config.Config(
     model=config.Transformer(num_layers=8, d_model=32, num_heads=4, seq_len=16),

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from ppctl.planner.op_times import Piece, Prices, stage_costs, step_time
+from ppctl.planner.op_times import OpTimes, PieceTimes, stage_costs, step_time
 from ppctl.planner.step_timeline import step_timeline
 from ppctl.schedule import FAMILIES, Task, build, reads, writes
 from ppctl.schedule.families.registry import LOOPED_WHOLE, ON_RING
@@ -19,13 +19,13 @@ NEAR = 1 + 1e-9
 def some(family, capacity, *, hop_s=0.0, keeps_input=False, lockstep=True):
     """The arguments of step_time and step_timeline: unequal stages, every price another one, two copies."""
     choose = random.Random(f"{family} {capacity}")
-    piece = lambda: Piece(*(choose.uniform(0.5, 2.0) for _ in range(3)))  # noqa: E731
-    prices = Prices(piece(), piece(), piece(), task_s=0.07, hop_s=hop_s, once_s=3.0, capacity=2 * capacity)
+    piece = lambda: PieceTimes(*(choose.uniform(0.5, 2.0) for _ in range(3)))  # noqa: E731
+    op_times = OpTimes(piece(), piece(), piece(), task_s=0.07, hop_s=hop_s, overhead_s=3.0, capacity=2 * capacity)
     schedule = build(family, 4, 8)
     sizes = [choose.randint(1, 3) for _ in range(schedule.num_stages)]
-    costs = stage_costs(prices, sizes, keeps_input=keeps_input)
+    costs = stage_costs(op_times, sizes, keeps_input=keeps_input)
     table = ticks(schedule, costs, keep_input=keeps_input, head_in_forward=not keeps_input) if lockstep else None
-    return prices, schedule, table, costs, 2
+    return op_times, schedule, table, costs, 2
 
 
 def check_order(timeline):
@@ -86,11 +86,11 @@ def test_ticks_of_ranks_that_compute_when_idle_last_as_priced(family, capacity):
 
 
 def test_ranks_that_share_a_core_in_a_tick_by_hand():
-    free, one = Piece(0.0, 0.0, 0.0), Piece(1.0, 1.0, 1.0)
-    prices = Prices(free, one, free, task_s=0.0, hop_s=0.0, once_s=0.0, capacity=1.0)
+    free, one = PieceTimes(0.0, 0.0, 0.0), PieceTimes(1.0, 1.0, 1.0)
+    op_times = OpTimes(free, one, free, task_s=0.0, hop_s=0.0, overhead_s=0.0, capacity=1.0)
     schedule = build("gpipe", 2, 2)
-    costs = stage_costs(prices, (3, 1), keeps_input=False)
-    timeline = step_timeline(prices, schedule, ticks(schedule, costs, keep_input=False), costs, 1)
+    costs = stage_costs(op_times, (3, 1), keeps_input=False)
+    timeline = step_timeline(op_times, schedule, ticks(schedule, costs, keep_input=False), costs, 1)
     # tick 0: 0F0 alone. Tick 1: 0F1 (3 s) beside 1F0 (1 s), which has half the core until it is done
     span = lambda *task: (timeline.start_s[Task(*task)], timeline.end_s[Task(*task)])  # noqa: E731
     assert span(0, "F", 0) == (0, 3)

@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from ppctl.training.memory import by_part
 
 from ppctl import cli, config
 from ppctl.cli.compose import compose
@@ -18,7 +19,6 @@ from ppctl.planner.space import Space
 from ppctl.planner.step_time import priced
 from ppctl.reports.terminal import size_text
 from ppctl.training.job import assemble
-from ppctl.training.memory import by_part
 
 WORDS = (
     "model.num_layers=5 model.d_model=32 model.num_heads=4 model.seq_len=16 data=synthetic data.batch_size=32 "

@@ -89,8 +89,8 @@ def compared(layout: str, cache_dir: Path) -> dict:
     """One layout, predicted and taken."""
     config = compose([*MODEL, "partition=uniform", *layout.split()], [], [])
     parts = assemble(config)
-    prices = measured(parts, cache_dir)
-    time_ = time_of(parts, prices)
+    op_times = measured(parts, cache_dir)
+    time_ = time_of(parts, op_times)
     wall, cpu = steps(parts)
     half = len(wall) // 2
     row = {
@@ -98,7 +98,7 @@ def compared(layout: str, cache_dir: Path) -> dict:
         "predicted_s": time_.total_s,
         "taken_s": statistics.median(wall),
         "noise": abs(statistics.median(wall[:half]) / statistics.median(wall[half:]) - 1),
-        "predicted_cpu_s": time_.work_s * prices.cores + prices.once_cpu_s,
+        "predicted_cpu_s": time_.work_s * op_times.cores + op_times.overhead_cpu_s,
         "taken_cpu_s": statistics.median(cpu),
         "cpu_noise": abs(statistics.median(cpu[:half]) / statistics.median(cpu[half:]) - 1),
     }

@@ -19,7 +19,7 @@ from ppctl.config import Config, Schedule, Spmd, Uniform
 from ppctl.reports.terminal import show_json, show_table
 from ppctl.schedule import LOOPED_WHOLE
 from ppctl.training.engines import Engine
-from ppctl.training.job import Parts, assemble, without_pipeline
+from ppctl.training.job import TrainingJob, assemble, without_pipeline
 
 Tree = Any
 ROUNDS = 9
@@ -42,15 +42,15 @@ class Candidate:
 def bench(config: Config, *, as_json: bool) -> int:
     """The exit code 0. Times the config's executor with every remat setting beside the reference, on one batch."""
     requests = {"reference": without_pipeline(config)}
-    if config.executor.name != "reference":
+    if config.executor.IS_PIPELINED:
         for remat in config.executor.REMAT:
             requests[f"remat={remat}"] = replace(config, executor=replace(config.executor, remat=remat))
-    if config.executor.name == "mpmd" and config.schedule.name in LOOPED_WHOLE:
+    if config.executor.DISPATCHES_TASKS and config.schedule.name in LOOPED_WHOLE:
         requests["executor=spmd"] = replace(config, executor=Spmd(remat=config.executor.remat))
     # the largest mesh first: it decides how many devices are simulated
     candidates = [prepare(name, request) for name, request in reversed(requests.items())][::-1]
     steps = time_steps(candidates)
-    families = {"reference": (), "spmd": LOOPED_WHOLE, "mpmd": (config.schedule.name,)}[config.executor.name]
+    families = LOOPED_WHOLE if config.executor.IN_TICKS else (config.schedule.name,) * config.executor.IS_PIPELINED
     growth = [grow(config, name) for name in families]
     if as_json:
         show_json({"steps": steps, "growth": growth, "rounds": ROUNDS, "device": jax.devices()[0].device_kind})
@@ -86,11 +86,11 @@ def bench(config: Config, *, as_json: bool) -> int:
 
 def prepare(name: str, config: Config) -> Candidate:
     """The compiled step of `config` and what it runs on."""
-    parts = assemble(config)
-    engine = parts.engine
-    temp_bytes, compile_cpu_s = _compile(parts)
-    batch = engine.put(next(parts.data.batches()))
-    num_tasks = sum(map(len, parts.schedule.ranks)) if config.executor.name == "mpmd" else None
+    job = assemble(config)
+    engine = job.pipe.engine
+    temp_bytes, compile_cpu_s = _compile(job)
+    batch = engine.put(next(job.data.batches()))
+    num_tasks = sum(map(len, job.pipe.schedule.ranks)) if job.pipe.execution.dispatches_tasks else None
     return Candidate(name, engine, engine.new_state(), batch, compile_cpu_s, temp_bytes, num_tasks)
 
 
@@ -137,8 +137,8 @@ def grow(config: Config, family: str) -> dict[str, Any]:
     return {"name": family, "compile_ratio": many[0] / few[0], "temp_ratio": many[1] / some[1]}
 
 
-def _compile(parts: Parts) -> tuple[int, float]:
+def _compile(job: TrainingJob) -> tuple[int, float]:
     """(bytes of temporaries on one device, as the compiler planned them; CPU seconds of trace and compile)."""
     began = time.process_time()
-    footprint = parts.engine.compile(evaluate=False)
+    footprint = job.pipe.engine.compile(evaluate=False)
     return footprint.temp_bytes, time.process_time() - began

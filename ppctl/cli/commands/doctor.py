@@ -34,8 +34,9 @@ from ppctl.errors import PpctlError
 from ppctl.executors.links import AllReduce, Link, all_reduce, exchange, pairs, probed
 from ppctl.launch import distributed
 from ppctl.reports.terminal import show_json, show_table
-from ppctl.training.job import DEFAULT_DTYPE, assemble, start_jax
+from ppctl.training.job import DEFAULT_DTYPE, assemble
 from ppctl.training.process_group import membership
+from ppctl.training.start import start_jax
 
 PROBE_BYTES = 16 << 20  # written to measure the speed of run.dir
 ANSWER_WITHIN_S = 60.0  # a device that takes longer to exchange a few messages does not answer
@@ -115,19 +116,22 @@ def _versions() -> Iterator[Finding]:
 def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     """(findings, mesh, bytes of a state): everything that training builds before it compiles."""
     try:
-        parts = assemble(config)
+        job = assemble(config)
     except PpctlError as error:
         return [Finding("request", False, str(error))], None, None
-    device = parts.mesh.devices.flat[0]
+    device = job.pipe.mesh.devices.flat[0]
     memory = jax.local_devices()[0].memory_stats() or {}
     limit = f", {_size(memory['bytes_limit'])} of memory each" if "bytes_limit" in memory else ""
-    state_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(parts.states.natural))
+    schedule = job.pipe.schedule
+    state_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(job.pipe.states.natural))
     findings = [
-        Finding("devices", True, f"{parts.mesh.size} x {device.device_kind} ({device.platform}){limit}"),
-        Finding("data", True, parts.data.source),
-        Finding("request", True, f"mesh={config.mesh.text}, {parts.schedule.name}: a state takes {_size(state_bytes)}"),
+        Finding("devices", True, f"{job.pipe.mesh.size} x {device.device_kind} ({device.platform}){limit}"),
+        Finding("data", True, job.data.source),
+        Finding(
+            "request", True, f"mesh={config.mesh.text}, {job.pipe.schedule.name}: a state takes {_size(state_bytes)}"
+        ),
     ]
-    return findings, parts.mesh, state_bytes
+    return findings, job.pipe.mesh, state_bytes
 
 
 def _directories(config: Config, state_bytes: int | None) -> Iterator[Finding]:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ppctl.cli.commands.inspect_programs import FORMS, Compiled, Inspected, compile_all, programs_of
+from ppctl.cli.commands.inspect_programs import chosen
 from ppctl.config import Config
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.listing import listing
 from ppctl.executors.placement import runs_text
 from ppctl.reports.terminal import show_json, show_table, size_text, write_files
 from ppctl.schedule.tick_text import ran, tick_text
-from ppctl.training.job import DEFAULT_DTYPE, Parts, assemble
+from ppctl.training.engines.programs import FORMS, StepProgram, StepPrograms, compile_all
+from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble
 
 FILE_WIDTH = 200  # columns of a summary that goes to a file
 
@@ -29,10 +31,10 @@ FILE_WIDTH = 200  # columns of a summary that goes to a file
 def inspect(config: Config, *, as_json: bool) -> int:
     """The exit code 0, after showing what inspect.what asks for, or writing it below inspect.out."""
     asked = config.inspect
-    parts = assemble(config, default_dtype=DEFAULT_DTYPE)
-    found = programs_of(parts)
+    job = assemble(config, default_dtype=DEFAULT_DTYPE)
+    found = job.pipe.engine.programs(partial(chosen, config, job.pipe.schedule))
     wanted = [asked.what] if asked.what else ["summary", "program", *(FORMS if asked.out else ())]
-    if config.executor.name == "reference" and "program" in wanted:
+    if not config.executor.IS_PIPELINED and "program" in wanted:
         wanted.remove("program")
     if asked.what in FORMS and asked.out is None and not as_json and len(found.programs) > 1:
         names = ", ".join(program.name for program in found.programs)
@@ -43,26 +45,26 @@ def inspect(config: Config, *, as_json: bool) -> int:
     out = None if asked.out is None else _new_directory(asked.out)
     if "summary" in wanted or "hlo" in wanted:
         compile_all(found.programs)
-    files = None if out is None else write_files(f"inspect.out={out}", out, _texts(wanted, parts, found))
+    files = None if out is None else write_files(f"inspect.out={out}", out, _texts(wanted, job, found))
     if as_json:
-        show_json(document(parts, found, wanted, files))
+        show_json(document(job, found, wanted, files))
     elif out is None:
         for what in wanted:
-            _show(what, parts, found)
+            _show(what, job, found)
     elif "summary" in wanted:
-        show_summary(Console(), parts, found)
+        show_summary(Console(), job, found)
     return 0
 
 
-def document(parts: Parts, found: Inspected, wanted: Sequence[str], files: list[str] | None) -> dict[str, Any]:
+def document(job: TrainingJob, found: StepPrograms, wanted: Sequence[str], files: list[str] | None) -> dict[str, Any]:
     """What was asked for, for scripts. `files` that were written stand for the texts in them."""
-    config = parts.config
+    config = job.config
     shown: dict[str, Any] = {
         "executor": config.executor.name,
-        "schedule": parts.schedule.name,
-        "num_microbatches": parts.schedule.num_microbatches,
+        "schedule": job.pipe.schedule.name,
+        "num_microbatches": job.pipe.schedule.num_microbatches,
         "mesh": config.mesh.text,
-        "devices": f"{parts.mesh.size} x {parts.mesh.devices.flat[0].device_kind}",
+        "devices": f"{job.pipe.mesh.size} x {job.pipe.mesh.devices.flat[0].device_kind}",
     }
     if "summary" in wanted:
         shown["programs"] = [
@@ -77,15 +79,15 @@ def document(parts: Parts, found: Inspected, wanted: Sequence[str], files: list[
         ]
         shown["transfers"] = [each._asdict() for each in found.transfers]
     if "program" in wanted:
-        shown |= {"dispatch": [each._asdict() for each in found.dispatch]} if parts.ticks is None else _ticks(parts)
+        shown |= {"dispatch": [each._asdict() for each in found.dispatch]} if job.pipe.ticks is None else _ticks(job)
     if files is not None:
         return shown | {"files": files}
     texts = {form: {each.name: each.text(form) for each in found.programs} for form in FORMS if form in wanted}
     return shown | texts
 
 
-def _ticks(parts: Parts) -> dict[str, Any]:
-    ticks = parts.ticks
+def _ticks(job: TrainingJob) -> dict[str, Any]:
+    ticks = job.pipe.ticks
     assert ticks is not None, "executor=spmd has them"
     rows = [
         [[{"task": str(one.task), "is_run": one.is_run, "to": one.to} for one in cell] for cell in row]
@@ -97,23 +99,23 @@ def _ticks(parts: Parts) -> dict[str, Any]:
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def _show(what: str, parts: Parts, found: Inspected) -> None:
+def _show(what: str, job: TrainingJob, found: StepPrograms) -> None:
     if what == "summary":
-        show_summary(Console(), parts, found)
+        show_summary(Console(), job, found)
     elif what == "program":
-        print(program_text(parts, found), end="")
+        print(program_text(job, found), end="")
     else:
         print(found.programs[0].text(what), end="")
 
 
-def show_summary(console: Console, parts: Parts, found: Inspected) -> None:
+def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> None:
     """Nothing; prints what the programs say to each other: collectives in them, and transfers between them."""
-    config, schedule = parts.config, parts.schedule
-    which = "no pipeline" if config.executor.name == "reference" else schedule.name
+    config, schedule = job.config, job.pipe.schedule
+    which = "no pipeline" if not config.executor.IS_PIPELINED else schedule.name
     console.print(
         f"{config.executor.name}: {which}, {schedule.num_microbatches} microbatches, mesh={config.mesh.text} "
-        f"({', '.join(f'{axis}={size}' for axis, size in parts.mesh.shape.items())}) on {parts.mesh.size} x "
-        f"{parts.mesh.devices.flat[0].device_kind}",
+        f"({', '.join(f'{axis}={size}' for axis, size in job.pipe.mesh.shape.items())}) on {job.pipe.mesh.size} x "
+        f"{job.pipe.mesh.devices.flat[0].device_kind}",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -142,7 +144,7 @@ def show_summary(console: Console, parts: Parts, found: Inspected) -> None:
         )
 
 
-def _rows(program: Compiled) -> Iterator[tuple[str, ...]]:
+def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
     """A row for each kind of collective, the program's name in the first."""
     head = program.name, runs_text(program.ranks), str(program.runs)
     if not program.collectives:
@@ -154,15 +156,15 @@ def _rows(program: Compiled) -> Iterator[tuple[str, ...]]:
         head = "", "", ""
 
 
-def program_text(parts: Parts, found: Inspected) -> str:
+def program_text(job: TrainingJob, found: StepPrograms) -> str:
     """What ranks run: the table of ticks, or the list that the host dispatches."""
-    ticks, schedule = parts.ticks, parts.schedule
+    ticks, schedule = job.pipe.ticks, job.pipe.schedule
     if ticks is None:
         return f"what the host dispatches in a step\n{listing(found.dispatch, schedule.stages_of)}"
     slots = ", ".join(f"{number} of {kind}" for kind, number in ticks.num_slots.items() if number)
     which = "an F, then a B, and a hop each way" if ticks.program == "pair" else "one task of any kind"
     head = f"one scan over {ticks.num_ticks} ticks, each {which}; slots of a rank: {slots or 'none'}"
-    if ticks.program == "pair" and parts.config.executor.idle == "compute":
+    if ticks.program == "pair" and job.config.executor.idle == "compute":
         scans = [f"{rows.start}-{rows.stop - 1}" for rows, _, _ in ticks.segments(apart=True)]
         head = head.replace("one scan", f"{len(scans)} scans (ticks {', '.join(scans)})")
     return f"{head}\n{tick_text(ticks)}"
@@ -184,20 +186,20 @@ def _new_directory(name: str) -> Path:
     return path
 
 
-def _texts(wanted: Sequence[str], parts: Parts, found: Inspected) -> dict[str, str]:
+def _texts(wanted: Sequence[str], job: TrainingJob, found: StepPrograms) -> dict[str, str]:
     """What goes to inspect.out: the text of each file."""
     texts = {}
     for what in wanted:
         if what == "summary":
-            texts["summary.txt"] = _summary_text(parts, found)
+            texts["summary.txt"] = _summary_text(job, found)
         elif what == "program":
-            texts["program.txt"] = program_text(parts, found)
+            texts["program.txt"] = program_text(job, found)
         else:
             texts |= {f"{each.name.replace(' ', '_')}.{what}.txt": each.text(what) for each in found.programs}
     return texts
 
 
-def _summary_text(parts: Parts, found: Inspected) -> str:
+def _summary_text(job: TrainingJob, found: StepPrograms) -> str:
     text = StringIO()
-    show_summary(Console(file=text, width=FILE_WIDTH, color_system=None), parts, found)
+    show_summary(Console(file=text, width=FILE_WIDTH, color_system=None), job, found)
     return text.getvalue()

@@ -14,7 +14,7 @@ from ppctl.config import Config
 from ppctl.executors.reference import reference
 from ppctl.model.stack import init
 from ppctl.reports.terminal import show_json, show_table
-from ppctl.training.job import Parts, assemble, partition_text
+from ppctl.training.job import TrainingJob, assemble, partition_text
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # of max|difference| / max|reference|
@@ -35,9 +35,9 @@ class Leaf:
 
 def verify(config: Config, *, as_json: bool) -> int:
     """The exit code: 0 when loss and gradients are within the dtype's tolerance, else 1. float64 unless run.dtype."""
-    parts = assemble(config, default_dtype="float64")
-    tolerance = TOLERANCE[str(parts.dtype)]
-    expected_loss, expected, loss, grads = both(parts)
+    job = assemble(config, default_dtype="float64")
+    tolerance = TOLERANCE[str(job.pipe.dtype)]
+    expected_loss, expected, loss, grads = both(job)
     leaves = list(compare(expected, grads))
     loss_error = abs(loss - expected_loss) / abs(expected_loss)
     worst = max(leaves, key=lambda leaf: (np.isnan(leaf.error), leaf.error))
@@ -45,7 +45,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     if as_json:
         document = {
             "ok": ok,
-            "dtype": str(parts.dtype),
+            "dtype": str(job.pipe.dtype),
             "tolerance": tolerance,
             "loss": loss,
             "reference_loss": expected_loss,
@@ -71,29 +71,29 @@ def verify(config: Config, *, as_json: bool) -> int:
     columns = ("gradient", "shape", "norm", "max |reference|", "max |difference|", "error", "worst layer")
     show_table(console, f"gradients of {_what(config)} beside the un-pipelined model's", columns, rows)
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-    text = partition_text(parts)
+    text = partition_text(job)
     if text is not None:
         say(f"partition {text}")
     say(f"loss      {loss:.12g}, reference {expected_loss:.12g}, relative error {loss_error:.1e}")
     say(f"worst     {worst.name}, {worst.error:.1e} of its largest entry")
-    say(f"{'equal' if ok else 'NOT EQUAL'} within {tolerance:g} ({parts.dtype})")
+    say(f"{'equal' if ok else 'NOT EQUAL'} within {tolerance:g} ({job.pipe.dtype})")
     return 0 if ok else 1
 
 
-def both(parts: Parts) -> tuple[float, Tree, float, Tree]:
+def both(job: TrainingJob) -> tuple[float, Tree, float, Tree]:
     """(reference loss, reference gradients, loss, gradients) of the first batch, gradients in natural order."""
-    config = parts.config
-    batch = next(parts.data.batches())
-    params = jax.jit(lambda: init(parts.stack, config.run.seed))()
+    config, pipe = job.config, job.pipe
+    batch = next(job.data.batches())
+    params = jax.jit(lambda: init(pipe.stack, config.run.seed))()
     plain = reference(
-        parts.stack,
+        pipe.stack,
         num_microbatches=config.schedule.num_microbatches,
         remat="none",
         unroll=config.executor.unroll,
-        dtype=parts.dtype,
+        dtype=pipe.dtype,
     )
     expected_loss, expected = jax.jit(plain)(params, batch)
-    loss, grads = parts.engine.loss_and_grads(parts.engine.new_state(), parts.engine.put(batch))
+    loss, grads = pipe.loss_and_grads(pipe.init(), batch)
     return float(expected_loss), expected, float(loss), grads
 
 
@@ -121,7 +121,7 @@ def compare(expected: Tree, actual: Tree) -> Iterator[Leaf]:
 
 
 def _what(config: Config) -> str:
-    if config.executor.name == "reference":
+    if not config.executor.IS_PIPELINED:
         return "executor=reference"
     chunks = "".join(f", {value} {key.removeprefix('num_')}" for key, value in config.schedule.knobs().items())
     return (

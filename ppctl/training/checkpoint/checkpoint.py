@@ -175,6 +175,24 @@ class Checkpoints:
         self._current = step
         return state
 
+    def restore_params(self, step: int, device: Any) -> Any:
+        """Return the parameters saved at `step` on one device, in the structure in which they were saved.
+
+        Raises:
+            DamagedError, CheckpointError: As `restore`.
+        """
+        sealed = self._sealed(step)
+        found = ocp.checkpointables_metadata(str(self._path(step))).metadata["state"]["params"]
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found)
+        self._reading.pytree.loading.partial_load = True
+        state = self._load(step, {"state": {"params": wanted}})["state"]
+        checksums = digest(state).checksums
+        wrong = [name for name in checksums if checksums[name] != sealed.checksums[name]]
+        if wrong:
+            raise self._damaged(step, f"{wrong[0]} does not have the checksum it was saved with")
+        return state["params"]
+
     def set_aside(self, step: int) -> str:
         """The new name of what was the checkpoint of `step`, which is none from now on; the first process moves it."""
         assert self._keep is not None, "not open for saving"

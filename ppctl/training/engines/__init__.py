@@ -1,4 +1,4 @@
-"""Engines: one protocol by which commands train, evaluate and compare, whatever the executor."""
+"""Engines: one protocol by which commands and the Python API train, evaluate and compare, whatever the executor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 
 from ppctl.schedule.ir import Task
+from ppctl.training.engines.programs import Choose, StepPrograms
 
 Tree = Any
 
@@ -25,59 +26,71 @@ class Footprint:
 class Engine(Protocol):
     """A model, an optimizer and an executor on a mesh. States are opaque to its user; `step` takes their memory."""
 
-    def new_state(self) -> Tree:
-        """The initial state: a function of the model and the seed alone."""
+    def new_state(self, seed: int | None = None) -> Tree:
+        """Return the initial state: a function of the model and the seed alone. None: the seed of the request."""
         ...
 
     def to_natural(self, state: Tree) -> Tree:
-        """A state in natural order on the whole mesh, as checkpoints hold it."""
+        """Return a state in natural order on the whole mesh, as checkpoints hold it."""
         ...
 
     def from_natural(self, state: Tree) -> Tree:
-        """The state that such a one is."""
+        """Return the engine's state of one in natural order."""
         ...
 
     def parameters(self, state: Tree) -> Sequence[Tree]:
-        """The arrays of a state's parameters, staged: one tree, or one for each rank, of None if other processes'."""
+        """Return a state's parameters, staged: one tree, or one for each rank, of None if other processes'."""
         ...
 
     @property
-    def rows(self) -> Sequence[int]:
-        """The rows of a global batch that this process's devices work on, ascending."""
+    def examples(self) -> Sequence[int]:
+        """The examples of a global batch that this process's devices work on, ascending."""
         ...
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
-        """A global batch where a step wants it; `batch` holds `rows` alone."""
+        """Place a global batch where a step wants it; `batch` holds `examples` alone."""
         ...
 
     def compile(self, *, evaluate: bool) -> Footprint:
-        """Compiles the train step, and with `evaluate` what `loss` runs; they compile nothing afterwards."""
+        """Compile the train step, and with `evaluate` what `loss` runs; they compile nothing afterwards."""
         ...
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        """(next state, {"loss", "grad_norm", "lr"}); after `compile`."""
+        """Return (next state, {"loss", "grad_norm", and "lr" where a learning rate is known}); after `compile`."""
         ...
 
     def loss(self, state: Tree, batch: Tree) -> jax.Array:
-        """The mean loss of a batch; after `compile(evaluate=True)`."""
+        """Return the mean loss of a batch; after `compile(evaluate=True)`."""
         ...
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        """(mean loss, gradients in natural order) of a batch."""
+        """Return (mean loss, gradients in natural order) of a batch."""
+        ...
+
+    def memory(self) -> tuple[Mapping[str, int], ...]:
+        """Return for each rank the bytes of one device by part: exact from shapes, temporaries once compiled."""
+        ...
+
+    def estimate_memory(self) -> tuple[Mapping[str, int], ...]:
+        """Return the same with temporaries as XLA plans them for CPUs, without the program that `compile` makes."""
+        ...
+
+    def programs(self, choose: Choose | None = None) -> StepPrograms:
+        """Return the programs of a step, traced; `choose` leaves out some of those that a host dispatches."""
         ...
 
 
 class TimedEngine(Engine, Protocol):
     """An engine whose tasks are programs of their own, so that each can be timed."""
 
-    def programs(self) -> list[list[tuple[str, Task | None]]]:
-        """For each rank the programs of a step in order: name of the module, and its task if it is one."""
+    def dispatched(self) -> list[list[tuple[str, Task | None]]]:
+        """Return for each rank the programs of a step in order: name of the module, and its task if it is one."""
         ...
 
     def devices(self) -> list[int]:
-        """For each rank the id of its first device."""
+        """Return for each rank the id of its first device."""
         ...
 
     def step_by_step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
-        """`step`, one program at a time, with the seconds that each task took."""
+        """Run `step`, one program at a time; return also the seconds of each task."""
         ...

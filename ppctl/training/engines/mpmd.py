@@ -28,14 +28,15 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import shard_bytes
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.training.engines import Footprint
-from ppctl.training.engines.rows import put_rows, rows_of
+from ppctl.training.engines.examples import examples_of, put_examples
+from ppctl.training.engines.memory import by_part
+from ppctl.training.engines.programs import Choose, StepPrograms, dispatched_programs
 from ppctl.training.engines.states import States
 from ppctl.training.optim import sum_of_squares
 from ppctl.training.train_step import apply_gradients
 
 Tree = Any
 STATE = ("params", "optimizer", "step")  # what a rank's state holds
-METRICS = ("loss", "grad_norm", "lr")  # of a step
 
 
 class Mpmd:
@@ -48,12 +49,13 @@ class Mpmd:
         model: Model,
         schedules: tuple[tuple[Schedule, Sequence[Task]], tuple[Schedule, Sequence[Task]]],
         optimizer: optax.GradientTransformation,
-        lr_schedule: optax.Schedule,
+        lr_schedule: optax.Schedule | None = None,
         compiler_options: Mapping[str, Any] | None = None,  # of XLA, as jax.jit takes them
     ):
         layout = states.layout
         self.states, self.batch_shapes, self.model, self.layout = states, batch_shapes, model, layout
         self.training, self.evaluation = schedules
+        self.metric_names = ("loss", "grad_norm", *(("lr",) if lr_schedule is not None else ()))
         self.stage_roles = roles(layout.partition, are_alike=model.stack.are_alike)
         self.roles = rank_roles(model, layout, self.stage_roles)
         self.ranks = range(len(self.roles))
@@ -67,8 +69,8 @@ class Mpmd:
 
     # states
 
-    def new_state(self) -> Tree:
-        return self._alone(lambda: self.division.split(jax.block_until_ready(self.states.new())))
+    def new_state(self, seed: int | None = None) -> Tree:
+        return self._alone(lambda: self.division.split(jax.block_until_ready(self.states.new(seed))))
 
     def to_natural(self, state: Tree) -> Tree:
         return self._alone(lambda: self.states.to_natural(self.division.join(state, self.states.staged)))
@@ -86,16 +88,16 @@ class Mpmd:
         return tuple(of_rank["params"] for of_rank in state)
 
     @property
-    def rows(self) -> Sequence[int]:
-        return self._rows
+    def examples(self) -> Sequence[int]:
+        return self._examples
 
     @cached_property
-    def _rows(self) -> tuple[int, ...]:
-        held = (rows_of(sharding, self._batch_size) for sharding in self._batch_shardings.values())
+    def _examples(self) -> tuple[int, ...]:
+        held = (examples_of(sharding, self._batch_size) for sharding in self._batch_shardings.values())
         return tuple(sorted(set().union(*held)))
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
-        return put_rows(self._batch_shardings, self.rows, batch, self._batch_size)
+        return put_examples(self._batch_shardings, self.examples, batch, self._batch_size)
 
     @cached_property
     def _batch_shardings(self) -> dict[str, NamedSharding]:
@@ -121,18 +123,20 @@ class Mpmd:
         total = [(a + b) * mine for a, b, mine in zip(total, step.peak_bytes, self.machine.is_mine, strict=True)]
         return Footprint(max(step.peak_bytes), tuple(total), "")
 
-    def held(self, temps: Sequence[int] | None = None, *, what: str = "step") -> tuple[dict[str, int], ...]:
-        """For each rank, bytes of one device by the names of values at the peak of a plan, what is given included.
+    def memory(self, what: str = "step") -> tuple[dict[str, int], ...]:
+        return self._memory(what, None)
 
-        temps: what `weigh` found; None: those of compiled programs, so before `compile` there are none.
-        """
+    def estimate_memory(self, what: str = "step") -> tuple[dict[str, int], ...]:
+        return self._memory(what, self.machine.weigh(self.plan(what)[0], self.given_shapes()))
+
+    def _memory(self, what: str, temps: Sequence[int] | None) -> tuple[dict[str, int], ...]:
+        """For each rank bytes by part at the peak of a plan; temps: of each op, None: of what is compiled, if any."""
         ops, kept = self.plan(what)
         held = self.machine.held(ops, self.given_shapes(), kept, temps)
-        return tuple(given | of_rank for given, of_rank in zip(self.given_bytes, held, strict=True))
+        return tuple(by_part(given | of_rank) for given, of_rank in zip(self.given_bytes, held, strict=True))
 
-    def weigh(self, what: str = "step") -> list[int]:
-        """The temporaries of each of a plan's ops on CPU, without the programs being made that `compile` makes."""
-        return self.machine.weigh(self.plan(what)[0], self.given_shapes())
+    def programs(self, choose: Choose | None = None, what: str = "step") -> StepPrograms:
+        return dispatched_programs(self.machine, self.plan(what), self.given_shapes(), choose)
 
     @property
     def given_bytes(self) -> list[dict[str, int]]:
@@ -153,7 +157,7 @@ class Mpmd:
         found = self.walk("step").timed(seconds).run(self.given(state, batch))
         return self.state_of(found), self.metrics_of(found), seconds
 
-    def programs(self) -> list[list[tuple[str, Task | None]]]:
+    def dispatched(self) -> list[list[tuple[str, Task | None]]]:
         return self.walk("step").programs
 
     def devices(self) -> list[int]:
@@ -165,7 +169,7 @@ class Mpmd:
 
     def metrics_of(self, found: Mapping[Key, Tree]) -> dict[str, jax.Array]:
         """The metrics of a step in what its walk has left, readable in this process."""
-        return {name: found["numbers", self.read_at][name] for name in METRICS}
+        return {name: found["numbers", self.read_at][name] for name in self.metric_names}
 
     def loss(self, state: Tree, batch: Tree) -> jax.Array:
         return self.walk("loss").run(self.given(state, batch))["loss", self.read_at]
@@ -278,7 +282,7 @@ class Mpmd:
 class _Programs:
     """The programs of the tasks, and those of the optimizer."""
 
-    def __init__(self, engine: Mpmd, optimizer: optax.GradientTransformation, lr_schedule: optax.Schedule):
+    def __init__(self, engine: Mpmd, optimizer: optax.GradientTransformation, lr_schedule: optax.Schedule | None):
         self.engine, self.optimizer, self.lr_schedule = engine, optimizer, lr_schedule
         staged = engine.states.staged
         self.of_state = {
@@ -342,7 +346,8 @@ class _Programs:
 
     def _combine(self, _: Program, loss: jax.Array, number: jax.Array, step: jax.Array, *squares: jax.Array) -> tuple:
         norm = jnp.sqrt(sum(squares)) / number
-        return ({"loss": loss, "grad_norm": norm, "lr": self.lr_schedule(step), "number": number},)
+        numbers = {"loss": loss, "grad_norm": norm, "number": number}
+        return (numbers if self.lr_schedule is None else numbers | {"lr": self.lr_schedule(step)},)
 
     def _update(self, _: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
         *tied, numbers = rest

@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_preset import cpu_options, temp_bytes, total_bytes
 from ppctl.executors.mesh import DATA_AXES
+from ppctl.executors.spmd.memory import shard_bytes
 from ppctl.training.engines import Footprint
-from ppctl.training.engines.rows import put_rows, rows_of
+from ppctl.training.engines.examples import examples_of, put_examples
+from ppctl.training.engines.programs import Choose, StepPrograms, one_program
 from ppctl.training.engines.states import States, shardings_of
 from ppctl.training.train_step import train_step
 
@@ -31,11 +33,12 @@ class OneProgram:
     loss_and_grads_of: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
     loss_of: Callable[[Tree, Tree], tuple[jax.Array, None]]
     optimizer: optax.GradientTransformation
-    lr_schedule: optax.Schedule
+    lr_schedule: optax.Schedule | None = None
+    held: Mapping[str, int] = field(default_factory=dict)  # bytes of a device that the executor keeps, by part
     compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
 
-    def new_state(self) -> Tree:
-        return self.states.new()
+    def new_state(self, seed: int | None = None) -> Tree:
+        return self.states.new(seed)
 
     def to_natural(self, state: Tree) -> Tree:
         return self.states.to_natural(state)
@@ -47,15 +50,17 @@ class OneProgram:
         return (state["params"],)
 
     @property
-    def rows(self) -> Sequence[int]:
-        return self._rows
+    def examples(self) -> Sequence[int]:
+        return self._examples
 
     @cached_property
-    def _rows(self) -> tuple[int, ...]:
-        return rows_of(self.batch_sharding, self._batch_size)
+    def _examples(self) -> tuple[int, ...]:
+        return examples_of(self.batch_sharding, self._batch_size)
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
-        return put_rows(dict.fromkeys(batch, self.batch_sharding), self.rows, batch, self._batch_size)
+        return put_examples(
+            dict.fromkeys(self.batch_shapes, self.batch_sharding), self.examples, batch, self._batch_size
+        )
 
     @property
     def _batch_size(self) -> int:
@@ -93,9 +98,28 @@ class OneProgram:
         ranks = self.states.layout.mesh.shape["pp"]
         return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
 
-    def weigh(self) -> int:
-        """Bytes of one device of a train step on CPU, without the program being made that `compile` makes."""
-        return total_bytes(self.lower_train_step().compile(cpu_options("once")))
+    def memory(self) -> tuple[dict[str, int], ...]:
+        step = self.compiled.get("step")
+        return self._memory(None if step is None else total_bytes(step))
+
+    def estimate_memory(self) -> tuple[dict[str, int], ...]:
+        return self._memory(total_bytes(self.lower_train_step().compile(cpu_options("once"))))
+
+    def _memory(self, total: int | None) -> tuple[dict[str, int], ...]:
+        """Bytes by part, the same for every rank; temporaries are what `total` has beyond the other parts."""
+        staged = self.states.staged
+        of_rank = {"parameters": shard_bytes(staged["params"]), "optimizer": shard_bytes(staged["optimizer"])}
+        of_rank |= {**self.held, "batch": shard_bytes(self.placed_batch)}
+        if total is not None:
+            rest = total - sum(of_rank.values())
+            if rest < 0:  # layers are read where the parameters are
+                of_rank["weights"] = max(0, of_rank.get("weights", 0) + rest)
+            of_rank["temporaries"] = max(0, rest)
+        return (of_rank,) * self.states.layout.mesh.shape["pp"]
+
+    def programs(self, choose: Choose | None = None) -> StepPrograms:
+        del choose  # there is one
+        return one_program(self.trace_train_step(), self.states.layout.mesh.shape["pp"])
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         return self.compiled["step"](state, batch)

@@ -19,6 +19,7 @@ from ppctl.executors.mpmd.runtime import Walk
 from ppctl.schedule.ir import Task
 from ppctl.training.engines import Footprint
 from ppctl.training.engines.mpmd import Mpmd
+from ppctl.training.engines.programs import Choose, StepPrograms
 
 Tree = Any
 
@@ -44,8 +45,8 @@ class PostValidated:
     def __init__(self, engine: Mpmd, needs_no_clipping: Callable[[float], bool]):
         self.engine, self.needs_no_clipping = engine, needs_no_clipping
 
-    def new_state(self) -> Attempt:
-        return Attempt(self.engine.new_state())
+    def new_state(self, seed: int | None = None) -> Attempt:
+        return Attempt(self.engine.new_state(seed))
 
     def to_natural(self, state: Attempt) -> Tree:
         return self.engine.to_natural(self.settled(state))
@@ -57,8 +58,8 @@ class PostValidated:
         return self.engine.parameters(self.settled(state))
 
     @property
-    def rows(self) -> Sequence[int]:
-        return self.engine.rows
+    def examples(self) -> Sequence[int]:
+        return self.engine.examples
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
         return self.engine.put(batch)
@@ -70,13 +71,14 @@ class PostValidated:
             self.engine.walk("loss")
         return self.engine.footprint(step)
 
-    def held(self, temps: Sequence[int] | None = None) -> tuple[dict[str, int], ...]:
-        """For each rank, bytes of one device by the names of values at the peak of a step that is tried."""
-        return self.engine.held(temps, what="try")
+    def memory(self) -> tuple[dict[str, int], ...]:
+        return self.engine.memory("try")
 
-    def weigh(self) -> list[int]:
-        """The temporaries of each op of such a step on CPU, without the programs being made that `compile` makes."""
-        return self.engine.weigh("try")
+    def estimate_memory(self) -> tuple[dict[str, int], ...]:
+        return self.engine.estimate_memory("try")
+
+    def programs(self, choose: Choose | None = None) -> StepPrograms:
+        return self.engine.programs(choose, "try")
 
     def step(self, state: Attempt, batch: Tree) -> tuple[Attempt, dict[str, jax.Array]]:
         begun_from = state.state
@@ -110,7 +112,7 @@ class PostValidated:
         walk = self.engine.walk("try").timed(seconds)
         return *self._try(self.settled(state), batch, walk), seconds
 
-    def programs(self) -> list[list[tuple[str, Task | None]]]:
+    def dispatched(self) -> list[list[tuple[str, Task | None]]]:
         return self.engine.walk("try").programs
 
     def devices(self) -> list[int]:

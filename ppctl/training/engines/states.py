@@ -19,15 +19,16 @@ class States:
     """The states of a model on a mesh. `init` makes the initial one in natural order."""
 
     layout: Layout
-    init: Callable[[], Tree]
+    init: Callable[[int], Tree]  # of a seed
+    seed: int = 0
 
-    def init_staged(self) -> Tree:
-        return self.layout.to_staged(self.init())
+    def init_staged(self, seed: int | None = None) -> Tree:
+        return self.layout.to_staged(self.init(self.seed if seed is None else seed))
 
     @cached_property
     def natural(self) -> Tree:
         """Shapes, dtypes and shardings of the state as checkpoints hold it."""
-        return self._described(self.init, self.layout.natural_specs)
+        return self._described(lambda: self.init(self.seed), self.layout.natural_specs)
 
     @cached_property
     def staged(self) -> Tree:
@@ -39,9 +40,9 @@ class States:
         shardings = self.layout.shardings(specs(shapes))
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
 
-    def new(self) -> Tree:
-        """The initial state, staged. Nothing is ever whole on one device unless the mesh has one."""
-        return jax.jit(self.init_staged, out_shardings=shardings_of(self.staged))()
+    def new(self, seed: int | None = None) -> Tree:
+        """Return the initial state, staged. Nothing is ever whole on one device unless the mesh has one."""
+        return jax.jit(lambda: self.init_staged(seed), out_shardings=shardings_of(self.staged))()
 
     @cached_property
     def to_natural(self) -> Callable[[Tree], Tree]:

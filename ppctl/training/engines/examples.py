@@ -1,0 +1,31 @@
+"""The examples of a global batch that a process reads, and the arrays made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+
+def examples_of(sharding: NamedSharding, batch_size: int) -> tuple[int, ...]:
+    """The examples, ascending, that this process's devices hold of a batch sharded along its first dimension."""
+    held = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return tuple(sorted({example for index in held if index for example in range(batch_size)[index[0]]}))
+
+
+def put_examples(
+    shardings: Mapping[str, NamedSharding], examples: Sequence[int], batch: Mapping[str, np.ndarray], batch_size: int
+) -> dict[str, jax.Array]:
+    """Global arrays [batch_size, ...] of `batch`, which holds these examples alone, [len(examples), ...]."""
+    place = {example: i for i, example in enumerate(examples)}
+
+    def one(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        shape = (batch_size, *values.shape[1:])
+        if not sharding.addressable_devices:  # as between the first and the last stage: all of it is other processes'
+            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=values.dtype)
+        part = lambda index: values[[place[example] for example in range(batch_size)[index[0]]]]  # noqa: E731
+        return jax.make_array_from_callback(shape, sharding, part, dtype=values.dtype)
+
+    return {name: one(np.asarray(batch[name]), sharding) for name, sharding in shardings.items()}

@@ -1,0 +1,88 @@
+"""The models that ppctl ships, by their settings, and the model that a config names."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import jax.numpy as jnp
+
+from ppctl import config as settings
+from ppctl.config import Config
+from ppctl.data import DataSet
+from ppctl.errors import ConfigError
+from ppctl.model import mlp as mlp_model
+from ppctl.model import transformer as transformer_model
+from ppctl.model.stack import Stack
+from ppctl.training.user_code import custom_stack
+
+
+def transformer(*, vocab_size: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
+    """Return a decoder-only transformer as a `Stack`. inputs, targets: token ids [batch, tokens].
+
+    Args:
+        vocab_size: Number of token ids.
+        dtype: Of parameters.
+        sizes: num_layers, d_model, num_heads, num_kv_heads, mlp_ratio, activation (gelu | swiglu), tied, rope_theta, as
+            in `ppctl.config.Transformer`, with its defaults.
+
+    Raises:
+        ConfigError: A size is unknown or does not fit the others.
+    """
+    return transformer_model.transformer(
+        **_checked(settings.Transformer, {**sizes, "vocab_size": vocab_size}, drop=("name", "seq_len")), dtype=dtype
+    )
+
+
+def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
+    """Return a multi-layer perceptron for regression as a `Stack`. inputs [batch, input_dim], targets [.., target_dim].
+
+    Args:
+        dtype: Of parameters.
+        sizes: num_layers, d_model, activation (relu | tanh | gelu), as in `ppctl.config.MLP`, with its defaults.
+
+    Raises:
+        ConfigError: A size is unknown or impossible.
+    """
+    known = _checked(settings.MLP, sizes, drop=("name",))
+    return mlp_model.mlp(**known, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
+
+
+def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> dict[str, Any]:
+    """Return all sizes of a model, checked."""
+    defaults = asdict(schema())
+    unknown = [name for name in sizes if name not in defaults or name in drop]
+    if unknown:
+        names = ", ".join(name for name in defaults if name not in drop)
+        raise ConfigError(f"{unknown[0]} is no size of this model. It has {names}.")
+    model = schema(**sizes)
+    model.check()
+    return {name: value for name, value in asdict(model).items() if name not in drop}
+
+
+def make_stack(config: Config, data: DataSet, compute: jnp.dtype) -> Stack:
+    """Return the model that the config names, of the size that the data needs. `compute` is the dtype of compute."""
+    dtype = jnp.promote_types(compute, jnp.float32)  # of parameters
+    sizes = asdict(config.model)
+    name = sizes.pop("name")
+    if name == "custom":
+        sizes.pop("seq_len")
+        return custom_stack(**sizes, data=data, dtype=dtype, compute=compute)
+    if name == "mlp":
+        input_dim, target_dim = data.input_dim, data.target_dim
+        if input_dim is None or target_dim is None:
+            raise ConfigError(
+                f"model=mlp needs rows of numbers, but data={data.name} states no input_dim and no target_dim."
+            )
+        return mlp_model.mlp(**sizes, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
+    sizes.pop("seq_len")
+    num_ids = data.vocab_size
+    if num_ids is None:
+        raise ConfigError(f"model=transformer needs token ids, but data={data.name} states no vocab_size.")
+    vocab_size = sizes.pop("vocab_size") or num_ids
+    if vocab_size < num_ids:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of data={data.name}. "
+            f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
+        )
+    return transformer_model.transformer(**sizes, vocab_size=vocab_size, dtype=dtype)

@@ -1,0 +1,76 @@
+"""JAX started as a run asks for it: platform, simulated devices, dtype, and the other processes of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import jax
+from jax.sharding import Mesh
+
+from ppctl.config import Config
+from ppctl.executors.mesh import make_mesh
+from ppctl.launch import distributed, xla_stderr
+
+CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late at a collective, as on a busy machine
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_collective_timeout_seconds=600",
+)
+
+
+def mesh(*, dp: int = 1, pp: int = 1, fsdp: int = 1) -> Mesh:
+    """Return a mesh of dp*pp*fsdp devices: copies of the pipeline, its ranks, and shards of parameters.
+
+    Where JAX has not started yet, a machine without accelerators simulates as many CPU devices.
+
+    Raises:
+        ConfigError: There are fewer devices.
+    """
+    _simulate(dp * pp * fsdp)
+    return make_mesh(dp, pp, fsdp)
+
+
+def start_jax(config: Config, dtype: str) -> None:
+    """Set what JAX reads when it first looks for devices, and join the other processes of the run, if any.
+
+    Simulated CPU devices follow from the mesh.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    is_away = config.plan.topology is not None  # no device of this machine's is used then
+    platform = config.run.platform or ("cpu" if is_away else None)
+    if platform is not None:
+        jax.config.update("jax_platforms", platform)
+    if dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if config.run.distributed != "off":
+        _join(config)
+        return
+    if is_away:
+        return
+    _simulate(config.mesh.num_devices)
+
+
+def _simulate(num_devices: int) -> None:
+    """Let JAX simulate so many CPU devices when it starts, unless it simulates more."""
+    simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
+    if simulated < num_devices:
+        # where JAX has started already, in a program of the user's, make_mesh counts what is there
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def _join(config: Config) -> None:
+    """Join the other processes, each with its share of simulated devices (at least one, to be heard)."""
+    run = config.run
+    if distributed.is_joined():
+        return
+    if run.platform in (None, "cpu"):
+        count = distributed.known_count(run.num_processes, is_cpu=run.platform == "cpu")
+        if count is not None:
+            jax.config.update("jax_num_cpu_devices", max(1, config.mesh.num_devices // count))
+    name = f"on {socket.gethostname()}" if run.process_id is None else run.process_id
+    xla_stderr.divert(name)
+    distributed.join(run.coordinator, run.num_processes, run.process_id, join_s=run.join_s, heartbeat_s=run.heartbeat_s)
