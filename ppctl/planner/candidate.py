@@ -89,7 +89,7 @@ class Pricer:
         largest = max(sizes)
         most = largest * chunks if is_spmd else max(_sums(sizes, placed.rank_of))
         layout = PlannedLayout(dp, pp, fsdp, most, largest)
-        op_times = bounds.op_times(layout)
+        op_times = bounds.op_times_at(layout)
         worth = _worth(sizes, bounds.space.layer_worth)
         costs = stage_costs(op_times, worth, keeps_input=microbatch.remat == "full", split=family not in WHOLE)
         if makespan_bound_s(placed, costs, microbatch.number) + op_times.overhead_s > last_s:

@@ -83,9 +83,9 @@ class Bounds:
     def op_times(self) -> OpTimes:
         """Of ranks with equal shares."""
         layers = -(-self.space.num_layers // self.mesh[1])
-        return self.op_times(PlannedLayout(*self.mesh, layers, layers))
+        return self.op_times_at(PlannedLayout(*self.mesh, layers, layers))
 
-    def op_times(self, layout: PlannedLayout) -> OpTimes:
+    def op_times_at(self, layout: PlannedLayout) -> OpTimes:
         return op_times(
             self.work,
             self.params,

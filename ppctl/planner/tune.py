@@ -91,9 +91,7 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
         families=tuple(config.tune.schedules or PREFERRED),
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
-        layer_worth=None
-        if stack.are_alike
-        else relative_costs(stack, batch, recompute=config.executor.remat != "none").layers,
+        layer_worth=None if stack.are_alike else relative_costs(stack, batch, recompute=recompute).layers,
     )
     limit = _limit(config, num_devices, hardware.memory_gib, device)
     machine = machine_of(config, device.device_kind, dtype_name)

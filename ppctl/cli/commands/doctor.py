@@ -127,9 +127,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     findings = [
         Finding("devices", True, f"{job.pipe.mesh.size} x {device.device_kind} ({device.platform}){limit}"),
         Finding("data", True, job.data.source),
-        Finding(
-            "request", True, f"mesh={config.mesh.text}, {job.pipe.schedule.name}: a state takes {_size(state_bytes)}"
-        ),
+        Finding("request", True, f"mesh={config.mesh.text}, {schedule.name}: a state takes {_size(state_bytes)}"),
     ]
     return findings, job.pipe.mesh, state_bytes
 
