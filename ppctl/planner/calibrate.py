@@ -4,8 +4,8 @@ One small step of the same executor, mesh, schedule and size of microbatch is ru
 takes more or less than its own prediction, all op times are scaled. What a step costs beside its tasks grows with
 layers and microbatches alike (memory is touched for the first time, caches overflow), so that too small a step
 misleads: with 2 layers of 16 it was 7% to 17% short, with 2 microbatches of 8 up to 14% long, as it is now within 8%.
-Two small steps could tell tasks from their layers, but a line through two noisy points misses a distant third one by several times the
-noise.
+Two small steps could tell tasks from their layers, but a line through two noisy points misses a distant third one by
+several times the noise.
 """
 
 from __future__ import annotations
