@@ -152,7 +152,7 @@ TWO = textwrap.dedent(
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from ppctl.training.checkpoint import Checkpoints
-    from ppctl.distributed import gather
+    from ppctl.launch.distributed import gather
     from ppctl.errors import DamagedError, SaveError
 
     mesh = Mesh(np.array(jax.devices()), ("x",))
