@@ -3,29 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from support.cases import COMPILE_FAST, difference, make_params, make_stack, run_reference
-from support.mpmd_cases import LR_SCHEDULE, MpmdCase, make_engine, make_optimizer, run_mpmd
+from support.cases import COMPILE_FAST, make_params, make_stack
+from support.mpmd_cases import LR_SCHEDULE, MESHES, REMAT, MpmdCase, check, make_engine, make_optimizer, name_of
 
 from ppctl.executors.reference import reference
 from ppctl.schedule import FAMILIES
 from ppctl.training.train_step import init_state, train_step
-
-TOLERANCE = 1e-10
-REMAT = ("none", "layer", "full")
-MESHES = ((1, 4, 1), (2, 4, 1), (2, 2, 2))
-
-
-def name_of(case):
-    mesh = "x".join(map(str, case.mesh))
-    return f"{case.schedule} {mesh} L{case.num_layers} {case.remat} {case.model}" + " scan" * (case.unroll == 0)
-
-
-def check(case):
-    _, _, loss, grads = run_reference(case.model, case.num_layers, case.batch_size)
-    found_loss, found_grads = run_mpmd(case)
-    assert abs(found_loss - loss) <= TOLERANCE * abs(loss)
-    assert difference(found_grads, grads) <= TOLERANCE
-
 
 DEFAULT = [
     MpmdCase("1f1b", (2, 4, 1), remat="none", model="mlp"),

@@ -8,39 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import COMPILE_FAST, Case, difference, staged_step
+from support.normalizing import WIDTH, normalizing_inputs, normalizing_stack
 
 from ppctl.executors.reference import reference
-from ppctl.model.stack import Stack
-
-WIDTH = 4
-
-
-def normalizing_stack(num_layers):
-    def layer(w, x):
-        product = x @ w["kernel"]
-        return product / jnp.linalg.norm(product, axis=-1, keepdims=True)
-
-    def head(ends, x, targets):
-        errors = x @ ends["head"] - targets
-        return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
-
-    return Stack(
-        num_layers,
-        init_ends=lambda key: {name: jax.random.normal(key, (WIDTH, WIDTH)) for name in ("embed", "head")},
-        init_layer=lambda key, _: {"kernel": jax.random.normal(key, (WIDTH, WIDTH))},
-        embed=lambda ends, inputs: inputs @ ends["embed"],
-        layer=layer,
-        head=head,
-    )
-
-
-def setup(num_layers, batch_size):
-    rng = np.random.default_rng(0)
-    params = {
-        "ends": {name: rng.standard_normal((WIDTH, WIDTH)) for name in ("embed", "head")},
-        "layers": {"kernel": rng.standard_normal((num_layers, WIDTH, WIDTH))},
-    }
-    return params, {name: rng.standard_normal((batch_size, WIDTH)) for name in ("inputs", "targets")}
 
 
 def test_the_layer_gives_nan_for_what_an_empty_slot_or_padding_holds():
@@ -65,7 +35,7 @@ BY_DEFAULT = [(*SCHEDULES[0], "none", False), (*SCHEDULES[0], "full", False), (*
 )
 def test_nan_of_idle_ranks_and_empty_slots_goes_nowhere(schedule, pp, num_chunks, num_layers, remat, skip_idle):
     case = Case(schedule, (1, pp, 1), 4, num_chunks, num_layers, batch_size=8, remat=remat, skip_idle=skip_idle)
-    stack, (params, batch) = normalizing_stack(num_layers), setup(num_layers, 8)
+    stack, (params, batch) = normalizing_stack(num_layers), normalizing_inputs(num_layers, 8)
     expected_loss, expected = jax.jit(reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64))(
         params, batch
     )

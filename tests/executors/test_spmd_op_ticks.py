@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import COMPILE_FAST, Case, difference, run_reference, staged_step
-from test_spmd_equals_reference import TOLERANCE, check, name_of
-from test_spmd_idle_slots import normalizing_stack, setup
-from test_spmd_program import called, collectives, compiled, computations, sizes, temp_bytes
+from support.normalizing import normalizing_inputs, normalizing_stack
+from support.spmd_cases import SINGLE_OP, TOLERANCE, check, name_of
+from support.spmd_programs import called, collectives, compiled, computations, sizes, temp_bytes
 
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
@@ -18,18 +18,16 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.ticks import ticks
 
 REMATS = ("none", "layer", "full")
-SINGLES = tuple((name, 1 if name in ("zb_h1", "zb_h2") else 2) for name in ON_RING if name not in LOOPED_WHOLE)
-CHUNKS = dict(SINGLES)
 
 
 def case(schedule, mesh, *settings, **more):
-    return Case(schedule, mesh, *settings, num_chunks=CHUNKS[schedule], **({"model": "mlp"} | more))
+    return Case(schedule, mesh, *settings, num_chunks=SINGLE_OP[schedule], **({"model": "mlp"} | more))
 
 
 DEFAULT = [
     # every family, its remat setting taking turns
-    *(case(name, (1, 4, 1), remat=REMATS[i % 3]) for i, name in enumerate(CHUNKS)),
-    *(case(name, (2, 2, 1), remat=REMATS[(i + 1) % 3]) for i, name in enumerate(CHUNKS)),
+    *(case(name, (1, 4, 1), remat=REMATS[i % 3]) for i, name in enumerate(SINGLE_OP)),
+    *(case(name, (2, 2, 1), remat=REMATS[(i + 1) % 3]) for i, name in enumerate(SINGLE_OP)),
     case("zb_h1", (2, 2, 2), remat="none", gather_each_tick=True, model="tied swiglu"),
     case("zb_v", (2, 2, 2), remat="full", model="untied gelu"),
     # 10 layers on 4 x 2 stages, unrolled and scanned
@@ -41,15 +39,15 @@ DEFAULT = [
 SLOW = [  # `make exhaustive` has the whole product
     *(case("zb_h1", (1, 4, 1), remat=remat, model="untied swiglu grouped") for remat in REMATS),
     *(case("zb_v", (1, 4, 1), remat=remat, unroll=0) for remat in REMATS),
-    *(case(name, (1, 3, 1), 6, remat="none", num_layers=7, batch_size=60, unroll=0) for name in CHUNKS),
+    *(case(name, (1, 3, 1), 6, remat="none", num_layers=7, batch_size=60, unroll=0) for name in SINGLE_OP),
     *(case(name, (1, 8, 1), remat="full", num_layers=17, gather_each_tick=True) for name in ("v_min", "dualpipe_v")),
     *(case(name, (1, 2, 4), remat=remat) for name in ("zb_h1", "dualpipe_v") for remat in REMATS),
 ]
 
 
 def test_each_family_that_does_not_run_in_pairs_is_here():
-    assert set(CHUNKS) | set(LOOPED_WHOLE) == set(ON_RING)
-    assert all(case(name, (1, 4, 1)).program().num_chunks == V for name, V in SINGLES)
+    assert set(SINGLE_OP) | set(LOOPED_WHOLE) == set(ON_RING)
+    assert all(case(name, (1, 4, 1)).program().num_chunks == V for name, V in SINGLE_OP.items())
 
 
 @pytest.mark.parametrize("one", [*DEFAULT, *(pytest.param(slow, marks=pytest.mark.slow) for slow in SLOW)], ids=name_of)
@@ -69,9 +67,9 @@ def test_forwards_alone_give_the_loss_of_the_reference(name, remat):
 
 @pytest.mark.parametrize(("name", "remat"), [("dualpipe_v", "none"), ("zb_v", "full"), ("zb_h1", "layer")])
 def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
-    num_layers = 4 * CHUNKS[name] + 1  # one rank of the first chunk has two, the others padding
+    num_layers = 4 * SINGLE_OP[name] + 1  # one rank of the first chunk has two, the others padding
     one = case(name, (1, 4, 1), 4, num_layers=num_layers, batch_size=8, remat=remat)
-    stack, (params, batch) = normalizing_stack(num_layers), setup(num_layers, 8)
+    stack, (params, batch) = normalizing_stack(num_layers), normalizing_inputs(num_layers, 8)
     whole = reference(stack, num_microbatches=1, remat="none", unroll=16, dtype=jnp.float64)
     expected_loss, expected = jax.jit(whole)(params, batch)
     layout = one.layout()
@@ -99,7 +97,7 @@ def test_a_tick_moves_its_one_output_and_nothing_else(name, mesh, num_hops):
     ("name", "remat"), [("zb_h1", "none"), ("zb_h1", "full"), pytest.param("zb_v", "none", marks=pytest.mark.slow)]
 )
 def test_memory_does_not_grow_with_the_number_of_microbatches(name, remat):
-    few, many = (temp_bytes(name, CHUNKS[name], m, remat) for m in (16, 64))
+    few, many = (temp_bytes(name, SINGLE_OP[name], m, remat) for m in (16, 64))
     assert many <= 1.05 * few
     assert many < 0.5 * temp_bytes("gpipe", 1, 64, remat)
 

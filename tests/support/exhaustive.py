@@ -19,10 +19,9 @@ NUM_PROCESSES = 2
 
 def spmd_cases() -> Iterator[tuple[str, Any, Callable]]:
     from support.cases import make_stack, run_spmd
-    from test_spmd_equals_reference import FACTORS, case_of, name_of, possible
-    from test_spmd_singles import SINGLES
+    from support.spmd_cases import FACTORS, SINGLE_OP, case_of, name_of, possible
 
-    factors = FACTORS | {"schedule": [*FACTORS["schedule"], *SINGLES]}
+    factors = FACTORS | {"schedule": [*FACTORS["schedule"], *SINGLE_OP.items()]}
     free = ("schedule", "mesh", "remat", "layers")
     fixed = {"model": "untied swiglu grouped", "unroll": 16, "gather_each_tick": False, "skip_idle": True}
     product = (dict(zip(free, values, strict=True)) for values in itertools.product(*(factors[name] for name in free)))
@@ -32,8 +31,7 @@ def spmd_cases() -> Iterator[tuple[str, Any, Callable]]:
 
 
 def mpmd_cases() -> Iterator[tuple[str, Any, Callable]]:
-    from support.mpmd_cases import MpmdCase, run_mpmd
-    from test_mpmd_equals_reference import MESHES, REMAT, name_of
+    from support.mpmd_cases import MESHES, REMAT, MpmdCase, name_of, run_mpmd
 
     from ppctl.schedule import FAMILIES
 
@@ -44,7 +42,7 @@ def mpmd_cases() -> Iterator[tuple[str, Any, Callable]]:
 
 def errors(part: int) -> list[tuple[float, str]]:
     """(largest relative difference of loss and gradients, name) of every NUM_PROCESSES-th case."""
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "executors")]
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     import conftest  # noqa: F401  simulated devices and float64, before JAX starts
     from support.cases import difference, run_reference
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.cases import COMPILE_FAST, Case, make_batch, make_params, make_stack
+from support.cases import COMPILE_FAST, Case, difference, make_batch, make_params, make_stack, run_reference
 
 from ppctl.executors.layout import Layout
 from ppctl.executors.mesh import make_mesh
@@ -23,6 +23,9 @@ from ppctl.training.train_step import init_state
 KNOBS = {"interleaved": "num_chunks", "looped_bfs": "num_chunks", "interleaved_zb": "num_chunks", "gis": "num_chunks"}
 LR_SCHEDULE = optim.lr_schedule(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
 CLIP_NORM = 0.05
+TOLERANCE = 1e-10
+REMAT = ("none", "layer", "full")
+MESHES = ((1, 4, 1), (2, 4, 1), (2, 2, 2))
 
 
 @dataclass(frozen=True)
@@ -77,3 +80,15 @@ def run_mpmd(case):
     engine, batch = make_engine(case)
     loss, grads = engine.loss_and_grads(engine.new_state(), engine.put(batch))
     return float(loss), jax.tree.map(np.asarray, grads)
+
+
+def name_of(case):
+    mesh = "x".join(map(str, case.mesh))
+    return f"{case.schedule} {mesh} L{case.num_layers} {case.remat} {case.model}" + " scan" * (case.unroll == 0)
+
+
+def check(case):
+    _, _, loss, grads = run_reference(case.model, case.num_layers, case.batch_size)
+    found_loss, found_grads = run_mpmd(case)
+    assert abs(found_loss - loss) <= TOLERANCE * abs(loss)
+    assert difference(found_grads, grads) <= TOLERANCE

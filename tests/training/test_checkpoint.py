@@ -377,7 +377,7 @@ def test_saving_and_restoring_log_nothing(tmp_path, caplog):
 VICTIM = """
 import itertools, sys
 import jax, numpy
-from ppctl.checkpoint import Checkpoints
+from ppctl.training.checkpoint import Checkpoints
 with Checkpoints(sys.argv[1], keep=1) as checkpoints:
     for step in itertools.count(1):
         values = numpy.random.default_rng(step).random((4, 1 << 20), numpy.float32)  # 16 MB

@@ -151,8 +151,8 @@ TWO = textwrap.dedent(
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, shutdown_timeout_seconds=5)
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    from ppctl.checkpoint import Checkpoints
-    from ppctl.distributed import gather
+    from ppctl.training.checkpoint import Checkpoints
+    from ppctl.launch.distributed import gather
     from ppctl.errors import DamagedError, SaveError
 
     mesh = Mesh(np.array(jax.devices()), ("x",))
