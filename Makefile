@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test check lint smoke exhaustive chaos golden bench bench-plan clean
+.PHONY: help setup train test check lint smoke docs exhaustive chaos golden bench bench-plan clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ lint: $(INSTALLED) ## format, lint and types, without changing a file
 smoke: $(INSTALLED) ## a short run of each kind of schedule on simulated devices
 	rm -rf runs/smoke
 	$(BIN)/ppctl train --multirun recipes=tiny run.name=smoke schedule=gpipe,1f1b,eager_1f1b,interleaved,zb_h1,zb_v
+
+docs: $(INSTALLED) ## the pages of docs/ as a site in dist/docs; a broken link fails
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 exhaustive: $(INSTALLED) ## gradients of every schedule x mesh x chunks x remat x layers, not only of a covering selection
 	$(BIN)/python tests/support/exhaustive.py
