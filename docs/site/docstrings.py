@@ -1,4 +1,4 @@
-"""What mkdocstrings shows of ppctl's docstrings: doctests as code, and a field's comment as its documentation."""
+"""What mkdocstrings shows of ppctl's docstrings: doctests as code, and the comments behind fields."""
 
 import re
 
@@ -15,7 +15,10 @@ class Docstrings(griffe.Extension):
         if obj.docstring is not None:
             obj.docstring.value = DOCTEST.sub(lambda run: f"```pycon\n{run[0].rstrip()}\n```\n\n", obj.docstring.value)
 
-    def on_attribute(self, *, attr: griffe.Attribute, **_: object) -> None:
-        """Document a field by the comment behind it."""
-        if attr.docstring is None and attr.is_attribute and (comment := re.search(r"\s# (.*)$", "".join(attr.lines))):
-            attr.docstring = griffe.Docstring(comment[1].replace("[", r"\["), parent=attr)
+    def on_class_members(self, *, cls: griffe.Class, **_: object) -> None:
+        """Document the fields of a class in a table, by the comments behind them."""
+        fields = [member for member in cls.members.values() if member.is_attribute and not member.is_alias]
+        found = {field.name: re.search(r"\s# (.*)$", "".join(field.lines)) for field in fields}
+        rows = [f"    {name}: {comment[1]}" for name, comment in found.items() if comment]
+        if rows and cls.docstring is not None:
+            cls.docstring.value += "\n\nAttributes:\n" + "\n".join(rows) + "\n"
