@@ -108,7 +108,8 @@ def test_python_runs(page, tmp_path):
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | simulated | {"PYTHONPATH": paths}
     if page in NEEDS_A_RUN:
-        train = [sys.executable, "-m", "ppctl.cli", "train", "recipes=tiny"]
+        quick = ["run.num_steps=5", "run.eval_every=null", "run.tensorboard=false"]
+        train = [sys.executable, "-m", "ppctl.cli", "train", "recipes=tiny", *quick]
         subprocess.run(train, cwd=tmp_path, env=environment, check=True, capture_output=True)
     code = "\n".join(blocks(TEXTS[page], "python"))
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
