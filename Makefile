@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test check lint smoke exhaustive chaos golden bench bench-plan clean
+.PHONY: help setup train test check lint smoke docs exhaustive chaos golden bench bench-plan clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ smoke: $(INSTALLED) ## a short run of each kind of schedule on simulated devices
 	rm -rf runs/smoke
 	$(BIN)/ppctl train --multirun recipes=tiny run.name=smoke schedule=gpipe,1f1b,eager_1f1b,interleaved,zb_h1,zb_v
 
+docs: $(INSTALLED) ## the pages of docs/ as a site in dist/docs; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+
 exhaustive: $(INSTALLED) ## gradients of every schedule x mesh x chunks x remat x layers, not only of a covering selection
 	$(BIN)/python tests/support/exhaustive.py
 
@@ -42,11 +45,11 @@ chaos: $(INSTALLED) ## 200 times kill -9 of a random process of a run, at random
 golden: $(INSTALLED) ## rewrite the golden schedules and show what changed
 	$(BIN)/python tests/support/golden.py
 
-bench: $(INSTALLED) ## CPU seconds of a pipelined step beside the un-pipelined one, compile time, memory
+bench: $(INSTALLED) ## CPU seconds of a pipelined step compared with the un-pipelined one, compile time, memory
 	$(BIN)/ppctl bench recipes=bench
 
-bench-plan: $(INSTALLED) ## predicted beside taken steps of 25 layouts: errors, ranking, regret; about 10 minutes
+bench-plan: $(INSTALLED) ## predicted and measured steps of 25 layouts: errors, ranking, regret; about 10 minutes
 	$(BIN)/python tests/support/bench_plan.py
 
 clean: ## remove .venv and what runs left
-	rm -rf .venv runs
+	rm -rf .venv runs dist/docs

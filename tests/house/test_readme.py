@@ -1,11 +1,15 @@
-"""What the README shows is so: its commands compose, its tree is the tree, its charts are what ppctl draws."""
+"""What README and docs/ show is so: commands compose, Python runs, links lead somewhere, charts are as drawn."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import ppctl
 from ppctl.cli import main
 from ppctl.schedule import FAMILIES, build
 from ppctl.schedule.costs import Costs
@@ -13,39 +17,84 @@ from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import ticks
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-COMMANDS = sorted(set(re.findall(r"`(ppctl (?:train|verify|bench|plan|tune|inspect) [^`]*)`", README)))
+PAGES = {"README.md": ROOT / "README.md"} | {f"docs/{path.name}": path for path in sorted(ROOT.glob("docs/*.md"))}
+TEXTS = {name: path.read_text() for name, path in PAGES.items()}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OTHER_COMMANDS = {"schedule", "runs", "report", "examples", "init"}  # they compose no whole config
+NEEDS_A_RUN = ("docs/runs.md",)  # its Python reads what `ppctl train recipes=tiny` left
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_compose(command, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = [word for word in shlex.split(command)[1:] if word not in ("-m", "--help", "--cfg", "job")]
+def blocks(text, *languages):
+    return [code for language, code in FENCE.findall(text) if language in languages]
+
+
+def transcripts(text):
+    """(command, what it printed) of every console block."""
+    for block in blocks(text, "console"):
+        for shown in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, printed = shown.replace("\\\n", " ").partition("\n")
+            yield command, printed
+
+
+def commands(text):
+    """Every line of shell, and every command inside a sentence or table, that starts with ppctl."""
+    lines = [line for block in blocks(text, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    lines += [command for command, _ in transcripts(text)]
+    lines += re.findall(r"`(ppctl [^`]+)`", FENCE.sub("", text))
+    words = [shlex.split(command, comments=True) for line in lines for command in line.split(" && ")]
+    return sorted({shlex.join(line) for line in words if line[:1] == ["ppctl"] and "..." not in line})
+
+
+def fails(command):
+    """Whether a page shows the command with the message that it ends with."""
+    return any(shown == command and printed.startswith("ppctl: ") for shown, printed in ALL_TRANSCRIPTS)
+
+
+ALL_TRANSCRIPTS = list(dict.fromkeys(shown for text in TEXTS.values() for shown in transcripts(text)))
+
+
+def composable():
+    """Every command that composes a whole config, each once, whatever the page."""
+    for command in sorted({command for text in TEXTS.values() for command in commands(text)}):
+        _, name, *words = shlex.split(command)
+        of_a_project = "recipes=mine" in words  # which `ppctl init` writes
+        if name not in OTHER_COMMANDS and words and "--help" not in words and not of_a_project and not fails(command):
+            yield command
+
+
+@pytest.mark.parametrize("command", [*composable()])
+def test_commands_compose(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in shlex.split(command)[1:] if word not in ("-m", "--cfg", "job", "--json")]
     words = [word for word in words if not word.startswith("hydra")]
     words = [re.sub(r"=(?:tag\(log,interval\()?([\w-]+),.*", r"=\1", word) for word in words]  # a job of a sweep
     assert main([*words, "--cfg", "job"]) == 0
     assert "num_microbatches" in capsys.readouterr().out
 
 
-def test_the_tree_names_what_is_there_and_all_of_it():
-    block = re.search(r"## Where things are\n\n```\n(.*?)```", README, re.DOTALL)
-    assert block is not None
-    named = set()
-    for line in block[1].splitlines():
-        parent = "ppctl/" if line.startswith(" ") else ""
-        for column in re.split(r"\s{2,}", line.strip()):
-            if not re.fullmatch(r"\w+(\.\w+|/)?", column):  # what it is, in words
-                break
-            named.add(parent + column)
-    missing = {name for name in named if not (ROOT / name).exists()}
-    assert not missing
-    there = {f"ppctl/{path.name}{'/' * path.is_dir()}" for path in (ROOT / "ppctl").iterdir()}
-    hidden = {"ppctl/__init__.py", "ppctl/__pycache__/"}
-    assert there - hidden <= named
+def schedule_commands():
+    found = {command for text in TEXTS.values() for command in commands(text) if command.startswith("ppctl schedule ")}
+    slow = ("schedule=auto", "certify", "curves", ".csv")  # each has tests of its own
+    return sorted(command for command in found if not any(word in command for word in slow))
+
+
+@pytest.mark.parametrize("command", schedule_commands())
+def test_schedule_commands_run(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+
+
+def test_messages_are_what_ppctl_says(capsys):
+    shown = [(command, printed) for command, printed in ALL_TRANSCRIPTS if printed.startswith("ppctl: ")]
+    assert shown
+    for command, printed in shown:
+        assert main(shlex.split(command)[1:]) == 2
+        said = capsys.readouterr().err.strip()
+        assert re.fullmatch(re.escape(printed.strip()).replace(r"\.\.\.", ".*"), said), said
 
 
 def test_charts_are_what_ppctl_draws(capsys):
-    shown = re.findall(r"\$ (ppctl schedule show .*)\n((?:(?!```).*\n)*)", README)
+    shown = [(command, printed) for command, printed in ALL_TRANSCRIPTS if command.startswith("ppctl schedule show ")]
     assert shown
     for command, expected in shown:
         assert main(shlex.split(command)[1:]) == 0
@@ -53,12 +102,82 @@ def test_charts_are_what_ppctl_draws(capsys):
         assert [line for line in expected.splitlines() if line] == [line for line in drawn if line][:-1]  # no legend
 
 
+@pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if blocks(text, "python")])
+def test_python_runs(page, tmp_path):
+    simulated = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_ENABLE_X64": "0"}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | simulated | {"PYTHONPATH": paths}
+    if page in NEEDS_A_RUN:
+        quick = ["run.num_steps=5", "run.eval_every=null", "run.tensorboard=false"]
+        train = [sys.executable, "-m", "ppctl.cli", "train", "recipes=tiny", *quick]
+        subprocess.run(train, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    code = "\n".join(blocks(TEXTS[page], "python"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_first_example_is_short():
+    (example,) = blocks(TEXTS["README.md"], "python")
+    assert len([line for line in example.splitlines() if line]) <= 12
+
+
+def test_the_readme_is_read_in_two_minutes():
+    lines = TEXTS["README.md"].splitlines()
+    assert len(lines) <= 150
+    first_screen = "\n".join(lines[:30])
+    assert all(word in first_screen for word in ("docs/images/", "make train", "eval_loss", "verify"))
+
+
+def test_links_lead_somewhere():
+    dead = []
+    for page, text in TEXTS.items():
+        for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+            path, _, anchor = link.partition("#")
+            if "://" in link:
+                continue
+            target = (PAGES[page].parent / path) if path else PAGES[page]
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if target.suffix == ".md" else []
+            slugs = {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+            if not target.exists() or (anchor and anchor not in slugs):
+                dead.append(f"{page}: {link}")
+    assert not dead, "\n".join(dead)
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = re.findall(r"(\S+\.md)$", (ROOT / "docs/site/mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(f"docs/{page}" for page in navigation) == sorted(PAGES.keys() - {"README.md"})
+
+
+def test_architecture_names_every_room_and_folder():
+    named = set(re.findall(r"`(ppctl/[\w/.]+)`", TEXTS["docs/architecture.md"]))
+    folders = {path.parent for path in (ROOT / "ppctl").rglob("*.py")} - {ROOT / "ppctl"}
+    there = {f"{folder.relative_to(ROOT)}/" for folder in folders} | {"ppctl/errors.py"}
+    assert named == there
+
+
+def test_files_named_in_backticks_exist():
+    rooms = "|".join(path.name for path in (ROOT / "ppctl").iterdir() if path.is_dir())
+    named = rf"`((?:docs|conf|recipes|tests|ppctl|{rooms})/[\w/.]+)`"
+    missing = []
+    for page, text in TEXTS.items():
+        for name in re.findall(named, text):
+            if name == "recipes/tuned.yaml" or (ROOT / name).exists() or (ROOT / "ppctl" / name).exists():
+                continue
+            missing.append(f"{page}: {name}")
+    assert not missing, "\n".join(missing)
+
+
+def test_the_api_page_names_the_whole_api():
+    named = set(re.findall(r"`ppctl\.(\w+)`", TEXTS["docs/api.md"]))
+    assert named == set(ppctl.__all__)
+
+
 def test_every_family_stands_in_the_schedule_table():
-    assert set(re.findall(r"^\| `(\w+)`[^|]*\| ", README, re.MULTILINE)) >= set(FAMILIES)
+    assert set(re.findall(r"^\| `(\w+)`[^|]*\| ", TEXTS["docs/schedules.md"], re.MULTILINE)) >= set(FAMILIES)
 
 
 def test_the_schedule_table_says_what_lockstep_costs():
-    costs, found = Costs(), dict(re.findall(r"^\| `(\w+)`.* \| ([^|]+) \|$", README, re.MULTILINE))
+    costs, found = Costs(), dict(re.findall(r"^\| `(\w+)`.* \| ([^|]+) \|$", TEXTS["docs/schedules.md"], re.MULTILINE))
     for family in FAMILIES:
         schedule = build(family, 8, 32)
         stretch = ticks(schedule, costs).makespan_s(costs) / simulate(schedule, costs).makespan_s
@@ -67,4 +186,5 @@ def test_the_schedule_table_says_what_lockstep_costs():
 
 def test_make_targets_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"\bmake ([\w-]+)", README)) - {"help"} <= targets
+    named = {target for text in TEXTS.values() for target in re.findall(r"`make ([\w-]+)`", text)}
+    assert named - {"help"} <= targets
