@@ -11,7 +11,7 @@ from ppctl.planner.op_times import Prices, StepTime, stage_costs, step_time
 from ppctl.planner.step_timeline import step_timeline
 from ppctl.planner.timing import Timing
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.registry import build
+from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.partition.partition import stage_costs as stage_worth
 from ppctl.schedule.simulate import Timeline
 from ppctl.training.engines import Engine
@@ -23,7 +23,7 @@ STEPS = 5  # that are timed, after one that warms up
 def time_of(parts: Parts, prices: Prices) -> StepTime:
     """Seconds of a train step by these prices."""
     if parts.config.executor.name == "reference":
-        alone = build("gpipe", 1, parts.config.schedule.num_microbatches)
+        alone = build(BASELINE, 1, parts.config.schedule.num_microbatches)
         return step_time(prices, alone, None, stage_costs(prices, [parts.stack.num_layers], keeps_input=False), 1)
     return step_time(prices, parts.schedule, parts.ticks, *as_run(parts, prices), masked=_is_masked(parts))
 
