@@ -156,9 +156,11 @@ class _Search:
     may_split: bool
     by_period: bool
     makespan_s: Callable[[Schedule], float] | None = None
-    found: list[_Start] = field(default_factory=list)  # within the cap
-    priorities: list[tuple[str, Jobs]] = field(default_factory=list)  # what greedy runs start from, within it or not
-    bounds_s: list[float] = field(default_factory=list)
+    found: list[_Start] = field(default_factory=list[_Start])  # within the cap
+    priorities: list[tuple[str, Jobs]] = field(
+        default_factory=list[tuple[str, Jobs]]
+    )  # what greedy runs start from, within it or not
+    bounds_s: list[float] = field(default_factory=list[float])
     smallest: tuple[float, str] = (math.inf, "")  # peak of what holds least, and its label
     num_blocks: tuple[int, int] = (0, 0)
 
@@ -205,7 +207,7 @@ class _Search:
         few = min(num_microbatches, 2 * num_ranks)
         within, num_all = within[: PROBED_TASKS // (6 * num_ranks * few)], len(within)
         self.num_blocks = (len(within), num_all)
-        expected = []
+        expected: list[tuple[float, int, Block]] = []
         for number, block in enumerate(within):
             jobs = self._squeezed(block, few, 0.5)
             if jobs is not None:
