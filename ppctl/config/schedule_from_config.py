@@ -11,20 +11,21 @@ from typing import Any
 from ppctl import config as settings
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs, task_costs
-from ppctl.schedule.families.registry import build
+from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.search.auto import Choice, choose
 from ppctl.schedule.text import from_csv
 from ppctl.schedule.ticks import Ticks, keeping, ticks
 
-KINDS: dict[str, type[settings.Schedule]] = {  # of the families with knobs of their own
-    "eager_1f1b": settings.Eager1F1B,
-    "interleaved": settings.Interleaved,
-    "looped_bfs": settings.Chunked,
-    "interleaved_zb": settings.Chunked,
-    "gis": settings.Gis,
-    "hanayo": settings.Hanayo,
-}
+# the settings of a family are the class that has just its knobs
+CLASSES: tuple[type[settings.Schedule], ...] = (
+    settings.Schedule,
+    settings.Eager1F1B,
+    settings.Chunked,
+    settings.Interleaved,
+    settings.Gis,
+    settings.Hanayo,
+)
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,17 @@ def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Sched
     >>> named("interleaved", 8, 4)
     Interleaved(name='interleaved', num_microbatches=8, num_chunks=4, warmup_hops=2.0, group_size=None)
     """
-    kind = KINDS.get(family, settings.Schedule)
-    knobs = {"num_chunks": num_chunks} if issubclass(kind, settings.Chunked) else {}
-    return kind(name=family, num_microbatches=num_microbatches, **knobs)
+    knobs = FAMILIES[family].knobs_for(num_chunks)
+    return settings_of_family(family)(name=family, num_microbatches=num_microbatches, **knobs)
+
+
+def settings_of_family(family: str) -> type[settings.Schedule]:
+    """Return the class that holds the settings of a family.
+
+    >>> settings_of_family("looped_bfs").__name__
+    'Chunked'
+    """
+    return next(cls for cls in CLASSES if cls().knobs().keys() == FAMILIES[family].knobs.keys())
 
 
 def settled(asked: settings.Schedule) -> settings.Schedule:

@@ -12,12 +12,11 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.analytic import PlannedLayout
 from ppctl.planner.op_times import StepTime, stage_costs, ticking_s
 from ppctl.planner.sizes import held_bytes, workspace_bytes
-from ppctl.planner.space import CHUNKED, WHOLE, Bounds
+from ppctl.planner.space import Bounds
 from ppctl.schedule.activations import peak_activations
 from ppctl.schedule.bounds import makespan_bound_s
 from ppctl.schedule.costs import task_costs
-from ppctl.schedule.families.formulas import peak_formula
-from ppctl.schedule.families.registry import FAMILIES
+from ppctl.schedule.families.registry import FAMILIES, peak_formula
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep import Counted, Shape, rows_s
 from ppctl.schedule.partition.cut import divided_evenly as divided
@@ -91,7 +90,7 @@ class Pricer:
         layout = PlannedLayout(dp, pp, fsdp, most, largest)
         op_times = bounds.op_times_at(layout)
         worth = _worth(sizes, bounds.space.layer_worth)
-        costs = stage_costs(op_times, worth, keeps_input=microbatch.remat == "full", split=family not in WHOLE)
+        costs = stage_costs(op_times, worth, keeps_input=microbatch.remat == "full", split=placed.is_split)
         if makespan_bound_s(placed, costs, microbatch.number) + op_times.overhead_s > last_s:
             return None  # whatever the order of its tasks
         keys = [(family, pp, number, chunks) for number in shorter(pp, microbatch.number, chunks)]
@@ -132,7 +131,7 @@ class Pricer:
 def least_share(bounds: Bounds, family: str) -> float:
     """Of a stash, what stays until W at least: with executor=spmd only what I hands on."""
     stash, remat = bounds.work.stash_bytes[bounds.microbatch.remat], bounds.microbatch.remat
-    if bounds.space.executor != "spmd" or family in WHOLE or not stash:
+    if bounds.space.executor != "spmd" or not FAMILIES[family].is_split or not stash:
         return 1.0
     return min(1.0, bounds.work.pending_bytes[remat] / stash)
 
@@ -155,13 +154,13 @@ def _worth(sizes: Sequence[int], layers: tuple[float, ...] | None) -> Sequence[f
 
 
 def knobs_of(family: str, chunks: int) -> dict[str, int]:
-    return {"num_chunks": chunks} if family in CHUNKED else {}
+    return FAMILIES[family].knobs_for(chunks)
 
 
 @cache
 def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """Not validated: the families are proved elsewhere, and what is run is validated before."""
-    return FAMILIES[family](num_ranks, num_microbatches, **knobs_of(family, chunks))
+    return FAMILIES[family].generate(num_ranks, num_microbatches, **knobs_of(family, chunks))
 
 
 @lru_cache(maxsize=8)  # the cells are many

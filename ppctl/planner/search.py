@@ -16,9 +16,9 @@ from ppctl.planner.analytic import Machine, ParamBytes
 from ppctl.planner.candidate import Candidate, Pricer, knobs_of
 from ppctl.planner.roofline import ModelWork
 from ppctl.planner.sizes import Microbatch
-from ppctl.planner.space import WHOLE, Bounds, Space
+from ppctl.planner.space import Bounds, Space
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.formulas import makespan_formula_s
+from ppctl.schedule.families.registry import BASELINE, FAMILIES, makespan_formula_s
 from ppctl.schedule.partition.cut import improved
 from ppctl.schedule.partition.partition import Partition, explicit
 
@@ -55,7 +55,7 @@ class Search:
         opened, too_large = [], 0
         for number, (bounds, family, chunks) in enumerate(self._layouts()):
             if self.pricer.has_room(bounds.memory):
-                bound_s = bounds.step_s(is_whole=family in WHOLE)
+                bound_s = bounds.step_s(is_whole=not FAMILIES[family].is_split)
                 opened.append((self._expected_s(bounds, family, chunks), number, bound_s, bounds, family, chunks))
             else:
                 too_large += 1
@@ -111,7 +111,7 @@ class Search:
             formula_s = makespan_formula_s(
                 family, pp, number, replace(costs, transfer_s=0.0), **knobs_of(family, chunks)
             )
-        whole_s = makespan_formula_s("1f1b", pp, number, replace(costs, transfer_s=0.0))
+        whole_s = makespan_formula_s(BASELINE, pp, number, replace(costs, transfer_s=0.0))
         return op_times.overhead_s + (formula_s or whole_s or number * costs.seconds("F", 0, 1) * 3)
 
     def _layouts(self) -> Iterator[tuple[Bounds, str, int]]:

@@ -11,12 +11,10 @@ from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times
 from ppctl.planner.op_times import OpTimes
 from ppctl.planner.roofline import ModelWork
 from ppctl.planner.sizes import Microbatch, held_bytes
-from ppctl.schedule.families.registry import FAMILIES, ON_RING
+from ppctl.schedule.families.registry import BASELINE, FAMILIES
 
-CHUNKED = ("interleaved", "looped_bfs", "interleaved_zb", "gis")  # families that take a number of chunks
-V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v", "hanayo")  # these have two
-WHOLE = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "looped_bfs", "gis", "hanayo")  # of whole backwards
-PREFERRED = ("1f1b", *(name for name in FAMILIES if name != "1f1b"))  # where several do the same
+PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # where several do the same
+CHUNKS = (2, 4, 8)  # stages a rank, of the families that take a number of them
 
 
 @dataclass(frozen=True)
@@ -58,14 +56,12 @@ class Space:
 
     def kinds(self, pp: int) -> Iterator[tuple[str, int]]:
         """(family, stages a rank) of the schedules for pp ranks."""
-        for family in self.families:
-            if self.executor == "spmd" and family not in ON_RING:
+        for name in self.families if pp > 1 else [name for name in self.families if name == BASELINE]:
+            family = FAMILIES[name]
+            if self.executor == "spmd" and not family.runs_on_ring:
                 continue
-            several = [v for v in (2, 4, 8) if v <= self.max_chunks]
-            chunks = several if family in CHUNKED else [2] if family in V_SHAPED else [1]
-            if pp == 1 and family != "1f1b":
-                continue
-            yield from ((family, v) for v in chunks if v * pp <= self.num_layers and v <= max(1, self.max_chunks))
+            chunks = CHUNKS if family.knobs_for(1) else [family.num_chunks]
+            yield from ((name, v) for v in chunks if v * pp <= self.num_layers and v <= max(1, self.max_chunks))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ppctl.planner.op_times import OpTimes, StepTime, stage_costs, step_time
 from ppctl.planner.step_timeline import step_timeline
 from ppctl.planner.timing import Timing
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.registry import build
+from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.partition.partition import stage_costs as relative_stage_costs
 from ppctl.schedule.simulate import Timeline
 from ppctl.training.job import TrainingJob
@@ -23,7 +23,7 @@ STEPS = 5  # that are timed, after one that warms up
 def time_of(pipe: Pipeline, op_times: OpTimes) -> StepTime:
     """Return the seconds of a train step by these op times."""
     if not pipe.execution.is_pipelined:
-        alone = build("gpipe", 1, pipe.schedule.num_microbatches)
+        alone = build(BASELINE, 1, pipe.schedule.num_microbatches)
         return step_time(op_times, alone, None, stage_costs(op_times, [pipe.stack.num_layers], keeps_input=False), 1)
     return step_time(op_times, pipe.schedule, pipe.ticks, *as_run(pipe, op_times), masked=_is_masked(pipe))
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules as pure data: generated, validated, priced, lowered to ticks. Standard library only."""
+"""Pipeline schedules as pure data: generated, validated, simulated, lowered to ticks. Standard library only."""
 
 from ppctl.schedule.families.registry import FAMILIES, LOOPED_WHOLE, ON_RING, advice, build
 from ppctl.schedule.ir import Schedule, Task, Value, reads, writes

@@ -1,4 +1,4 @@
-"""What work costs: the seconds and bytes of one stage that simulator and planner use."""
+"""Costs of work: the seconds and bytes of one stage that simulator and planner use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 
 from ppctl.errors import ConfigError
+
+OfStages = float | tuple[float, ...]  # of one microbatch through 1/p of the model, or of each stage in model order
 
 
 @dataclass(frozen=True)
@@ -22,21 +24,22 @@ class Costs:
     3.0
     """
 
-    forward_s: float | tuple[float, ...] = 1.0  # F
-    input_grad_s: float | tuple[float, ...] = 1.0  # I
-    weight_grad_s: float | tuple[float, ...] = 1.0  # W
+    forward_s: OfStages = 1.0  # F
+    input_grad_s: OfStages = 1.0  # I
+    weight_grad_s: OfStages = 1.0  # W
     transfer_s: float = 0.0  # latency of one activation or gradient from a rank to the next
-    activation_bytes: float | tuple[float, ...] = 0.0  # what a forward keeps for its backward
+    activation_bytes: OfStages = 0.0  # what a forward keeps for its backward
     transfer_bytes: float = 0.0  # size of one activation or gradient that crosses ranks
     transfer_bytes_per_s: float | None = None  # bandwidth of a hop; None: no limit
 
     def __post_init__(self) -> None:
+        bandwidth = self.transfer_bytes_per_s
+        if bandwidth is not None and not 0 < bandwidth < math.inf:  # written so that NaN fails
+            raise ConfigError(f"transfer_bytes_per_s={bandwidth} is not a bandwidth. Use a number above 0, or None.")
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
             if field.name == "transfer_bytes_per_s":
-                if value is not None and not 0 < value < math.inf:  # written so that NaN fails
-                    raise ConfigError(f"{field.name}={value} is not a bandwidth. Use a number above 0, or None.")
                 continue
+            value: OfStages = getattr(self, field.name)
             what, unit = ("time", "seconds") if field.name.endswith("_s") else ("size", "bytes")
             for number in value if isinstance(value, tuple) else (value,):
                 if not 0 <= number < math.inf:  # written so that NaN fails
@@ -73,9 +76,9 @@ class Costs:
         return _of_stage(self.activation_bytes, stage, num_chunks)
 
     def check(self, num_stages: int) -> None:
-        """Nothing, or ConfigError where a tuple has not one entry a stage."""
+        """Raise ConfigError where a tuple has not one entry a stage."""
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value: OfStages | None = getattr(self, field.name)
             if isinstance(value, tuple) and len(value) != num_stages:
                 raise ConfigError(
                     f"{field.name} has {len(value)} entries for {num_stages} stages. Give one for each stage, or a "
@@ -83,7 +86,7 @@ class Costs:
                 )
 
 
-def _of_stage(cost: float | tuple[float, ...], stage: int, num_chunks: int) -> float:
+def _of_stage(cost: OfStages, stage: int, num_chunks: int) -> float:
     return cost[stage] if isinstance(cost, tuple) else cost / num_chunks
 
 

@@ -72,10 +72,10 @@ def pack(schedule: Schedule, shape: Shape) -> tuple[tuple[Cell, ...], ...]:
             written[base + m] = tick
         return True
 
-    at, rows = [0] * schedule.num_ranks, []
+    at, rows = [0] * schedule.num_ranks, list[tuple[Cell, ...]]()
     left = sum(map(len, schedule.ranks))
     while left:
-        row, before, tick = [], left, len(rows)
+        row, before, tick = list[Cell](), left, len(rows)
         for rank, tasks in enumerate(schedule.ranks):
             step, cell = at[rank], IDLE
             if step < len(tasks) and runs(tasks[step], tick):

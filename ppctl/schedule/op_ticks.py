@@ -112,7 +112,7 @@ def assign_slots(
     if trains and head_in_forward:
         sends(last, "F", last, grad[last + 1])
 
-    table = []
+    table: list[tuple[tuple[int, ...], ...]] = []
     for row in cells:
         tasks = [forward or backward for forward, backward in row]
         # within a tick: all tasks, then the transfers

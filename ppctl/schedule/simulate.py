@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ppctl.schedule.activations import memory_steps, peak_activations, peak_bytes
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import KINDS, Schedule, Task, Value, reads, writes
+from ppctl.schedule.ir import KINDS, Kind, Schedule, Task, Value, reads, writes
 from ppctl.schedule.walk import timed_walk
 
 __all__ = ["Timeline", "duration_s", "peak_activations", "simulate"]
@@ -88,7 +88,7 @@ class Timeline:
     def critical_path(self) -> tuple[Task, ...]:
         """A chain of tasks from 0 to the makespan, each waiting for the one before it."""
         task: Task | None = max(self.end_s, key=self.end_s.__getitem__)
-        path = []
+        path: list[Task] = []
         while task is not None:
             path.append(task)
             task = self.waits_for(task)
@@ -122,7 +122,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     num_chunks = schedule.num_chunks
     start_s: dict[Task, float] = {}
     end_s: dict[Task, float] = {}
-    seconds = lambda kind, stage: costs.seconds(kind, stage, num_chunks)  # noqa: E731
+
+    def seconds(kind: Kind, stage: int) -> float:
+        return costs.seconds(kind, stage, num_chunks)
+
     for _, _, task, start, end in timed_walk(schedule, seconds, costs.hop_s):
         start_s[task], end_s[task] = start, end
     return Timeline(schedule, costs, start_s, end_s)

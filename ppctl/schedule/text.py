@@ -34,9 +34,9 @@ def from_csv(text: str, name: str) -> Schedule:
     >>> from_csv("0F0,,0B0\\n1F0,1B0\\n", "mine").rank_of
     (0, 1)
     """
-    ranks = []
+    ranks: list[tuple[Task, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        tasks = []
+        tasks: list[Task] = []
         for column, cell in enumerate(line.split(","), start=1):
             if not cell.strip():
                 continue
@@ -46,8 +46,8 @@ def from_csv(text: str, name: str) -> Schedule:
                 raise ScheduleError(f"{name}: line {number}, column {column}: {error}") from None
         ranks.append(tuple(tasks))
     rank_of: dict[int, int] = {}
-    for rank, tasks in enumerate(ranks):
-        for task in tasks:
+    for rank, program in enumerate(ranks):
+        for task in program:
             rank_of.setdefault(task.stage, rank)
     if not rank_of:
         raise ScheduleError(f"{name}: the text has no tasks. Write one line a rank, cells such as 2F0.")
@@ -87,7 +87,7 @@ def task_names(tasks: Sequence[Task], num_stages: int) -> list[str]:
 
 def task_lists(schedule: Schedule) -> str:
     """For each rank a heading with its stages, and the list of its tasks in JaxPP's words."""
-    lines = []
+    lines: list[str] = []
     for rank, (tasks, stages) in enumerate(zip(schedule.ranks, schedule.stages_of, strict=True)):
         held = f"stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}"
         names = task_names(tasks, schedule.num_stages)

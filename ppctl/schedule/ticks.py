@@ -79,7 +79,7 @@ class Ticks:
         if apart:
             forwards, backwards = ([t for t, run in enumerate(runs) if run[kind]] for kind in (0, 1))
             cuts |= {*backwards[:1], *(t + 1 for t in forwards[-1:])}
-        found = []
+        found: list[tuple[range, bool, bool]] = []
         for low, high in pairwise(sorted(cuts)):
             forward, backward = map(any, zip(*runs[low:high], strict=True))
             found.append((range(low, high), forward, backward))
@@ -168,7 +168,7 @@ def _assign_slots(schedule: Schedule, packing: Packing, keep_input: bool, head_i
     else:
         keep_stash = not keep_input
     acts, grads, stashes = ([Slots() for _ in range(num_ranks)] for _ in range(3))
-    table = []
+    table: list[tuple[tuple[int, ...], ...]] = []
     for row in packing.cells:
         lines: list[dict[str, int]] = [{} for _ in range(num_ranks)]
         # within a tick: all forwards, then all backwards, then the transfers

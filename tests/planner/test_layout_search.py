@@ -11,10 +11,13 @@ import pytest
 from ppctl.planner import candidate as candidates
 from ppctl.planner.analytic import Machine, ParamBytes
 from ppctl.planner.candidate import Pricer, along
+from ppctl.planner.op_times import stage_costs
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.search import Search, uncollected
-from ppctl.planner.space import WHOLE, Bounds, Space
-from ppctl.schedule.families.formulas import peak_formula
+from ppctl.planner.sizes import Microbatch
+from ppctl.planner.space import Bounds, Space
+from ppctl.schedule import FAMILIES, build
+from ppctl.schedule.families.registry import peak_formula
 
 EPSILON = 1 + 1e-9
 
@@ -115,7 +118,7 @@ def test_where_nothing_fits_the_smallest_is_named(seed):
 @seeds
 def test_bounds_are_not_above_what_they_bound(seed):
     for candidate, bounds in all_of(seed):
-        bound_s = bounds.step_s(is_whole=candidate.family in WHOLE)
+        bound_s = bounds.step_s(is_whole=not FAMILIES[candidate.family].is_split)
         assert bound_s <= candidate.time.total_s * EPSILON, candidate
         assert sum(bounds.memory.values()) <= candidate.total_bytes, candidate
         knobs = candidates.knobs_of(candidate.family, candidate.num_chunks)
@@ -123,6 +126,25 @@ def test_bounds_are_not_above_what_they_bound(seed):
         if peak is not None:
             share = candidates.least_share(bounds, candidate.family)
             assert sum(bounds.with_stashes(share * peak).values()) <= candidate.total_bytes, candidate
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_priced_with_split_backwards_exactly_where_its_tasks_are_split(family, monkeypatch):
+    space, work, params, machine = some(0)
+    space = replace(space, num_layers=16, executor="mpmd", families=(family,))
+    bounds = Bounds(space, work, params, machine, (1, 4, 1), Microbatch(1, 8, space.row_bytes, "layer"))
+    splits = []
+
+    def recorded(*args, split, **kwargs):
+        splits.append(split)
+        return stage_costs(*args, split=split, **kwargs)
+
+    monkeypatch.setattr(candidates, "stage_costs", recorded)
+    for _, chunks in space.kinds(4):
+        assert Pricer().candidate(bounds, family, chunks) is not None
+        schedule = build(family, 4, 8, **candidates.knobs_of(family, chunks))
+        assert splits.pop() == any(task.kind == "W" for tasks in schedule.ranks for task in tasks)
+    assert not splits
 
 
 # --- partitions found by simulation ----------------------------------------------------------------------------------

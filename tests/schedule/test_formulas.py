@@ -5,7 +5,7 @@ from support.all_families import COSTS, REAL, UNIT, cases, make
 
 from ppctl.schedule import FAMILIES
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.formulas import makespan_formula_s, peak_formula
+from ppctl.schedule.families.registry import makespan_formula_s, peak_formula
 from ppctl.schedule.simulate import peak_activations, simulate
 
 HOPS = [Costs(1, 1, 1, 0.1), Costs(1, 0.5, 0.5, 0.3), Costs(0.7, 0.4, 0.3, 0.21), Costs(1, 1, 1, 0.9)]

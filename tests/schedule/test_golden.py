@@ -1,7 +1,7 @@
 """Schedules equal those of the published figures, cell by cell."""
 
-import golden
 import pytest
+from support import golden
 
 
 @pytest.mark.parametrize("name", golden.CASES)

@@ -8,7 +8,7 @@ from support.sizes import random_programs
 
 from ppctl.schedule import build, validate
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.blocks import blocks, held
+from ppctl.schedule.families.blocks import blocks, steady_peak
 from ppctl.schedule.families.passes import split_backward
 from ppctl.schedule.search.climb import climb
 from ppctl.schedule.search.greedy import fill
@@ -129,14 +129,14 @@ def test_the_blocks_of_the_paper_are_among_them():
     found = {tuple(tuple(tick - block[0][0] for tick in row) for row in block) for block in blocks(p)}
     assert least in found
     assert any(block[:2] == half[:2] or block == half for block in found)
-    assert held(least) < held(half) < p
+    assert steady_peak(least) < steady_peak(half) < p
 
 
 @pytest.mark.parametrize("costs", [UNIT, REAL])
 def test_a_squeezed_block_is_a_valid_schedule_within_the_cap(costs):
     for block in list(blocks(4))[::7]:
         for cap in (4, 6, 8):
-            if held(block) > cap / 2:
+            if steady_peak(block) > cap / 2:
                 continue
             schedule = validate(squeeze_pattern("block", block, 8, cap, costs, 0.5))
             assert max(peak_activations(schedule)) <= cap / 2

@@ -1,6 +1,5 @@
 """Tiny models, and one step of each by the spmd executor and by the reference, for the tests beside this file."""
 
-import inspect
 from dataclasses import dataclass
 from functools import cache
 
@@ -91,8 +90,7 @@ class Case:
         return Options(self.remat, self.skip_idle, self.gather_each_tick, self.unroll, jnp.float64)
 
     def program(self):
-        has_knob = "num_chunks" in inspect.signature(FAMILIES[self.schedule]).parameters
-        knobs = {"num_chunks": self.num_chunks} if has_knob else {}
+        knobs = FAMILIES[self.schedule].knobs_for(self.num_chunks)
         return build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
 
     def layout(self):

@@ -12,7 +12,7 @@ from pathlib import Path
 from ppctl.cli.choices import DRAWN, did_you_mean, options, schema_of, settings_of
 from ppctl.cli.help import setting_table
 from ppctl.cli.options import Parser, refuse_unknown
-from ppctl.config import Auto, Costs, Csv, ScheduleConfig
+from ppctl.config import Costs, ScheduleConfig
 from ppctl.errors import ConfigError
 
 ABOUT = "draw, list, compare, certify and check schedules from costs alone; starts no JAX"
@@ -228,12 +228,13 @@ def _knobs(family: str) -> set[str] | None:
 
 
 def _families(config: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
-    """The request with each shipped schedule in turn: what was given of its settings, else its defaults."""
-    found = []
-    for family in options("schedule"):
-        cls = schema_of("schedule", family)
-        if cls in (Auto, Csv):  # neither is a family
-            continue
+    """Return the request with each family in turn: what was given of its settings, else its defaults."""
+    from ppctl.config.schedule_from_config import settings_of_family
+    from ppctl.schedule import FAMILIES
+
+    found: list[ScheduleConfig] = []
+    for family in FAMILIES:
+        cls = settings_of_family(family)
         same = {"schedule.num_microbatches"} | (given & set(settings_of("schedule", cls)))
         values = {key.partition(".")[2]: getattr(config.schedule, key.partition(".")[2]) for key in same}
         found.append(ScheduleConfig(mesh=config.mesh, schedule=cls(name=family, **values), costs=config.costs))

@@ -26,8 +26,7 @@ from ppctl.reports.charts.text_chart import show_gantt, show_summary
 from ppctl.reports.terminal import write_file
 from ppctl.schedule.bounds import split_makespan_bound_s, whole_makespan_bound_s
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.formulas import makespan_formula_s, peak_formula
-from ppctl.schedule.families.registry import FAMILIES, advice, build
+from ppctl.schedule.families.registry import FAMILIES, advice, build, makespan_formula_s, peak_formula
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.search.auto import Choice
 from ppctl.schedule.search.extrapolate import MOST_TASKS, extrapolate
@@ -215,7 +214,7 @@ def formulas(family: str) -> str:
     >>> formulas("gpipe")
     'Bubble (p-1)(F+B); bubble fraction (p-1)/(m+p-1); peak activations m on every rank'
     """
-    text = inspect.getdoc(FAMILIES[family]) or ""
+    text = inspect.getdoc(FAMILIES[family].generate) or ""
     paragraph = " ".join(text.split("\n\n")[1].partition("\nSource:")[0].split())
     found = re.match(r".*?peak activations.*?(?=[.;] |\.$|$)", paragraph, re.IGNORECASE)
     return found[0] if found else paragraph

@@ -8,7 +8,7 @@ from ppctl.config import Config
 from ppctl.errors import ScheduleError
 from ppctl.schedule import FAMILIES, build
 from ppctl.schedule.costs import task_costs
-from ppctl.schedule.families.formulas import makespan_formula_s
+from ppctl.schedule.families.registry import makespan_formula_s
 from ppctl.schedule.search.extrapolate import MOST_TASKS
 from ppctl.schedule.simulate import simulate
 

@@ -25,7 +25,7 @@ def blocks(num_ranks: int) -> Iterator[Block]:
     >>> len(list(blocks(8)))
     480
     """
-    seen = set()
+    seen: set[Block] = set()
     for later in permutations(STEPS, 3):
         for steps in _steps(num_ranks):
             down = tuple(accumulate(steps, initial=0))
@@ -39,7 +39,7 @@ def blocks(num_ranks: int) -> Iterator[Block]:
                 yield block
 
 
-def held(block: Block) -> float:
+def steady_peak(block: Block) -> float:
     """The most activations that a rank holds in the steady state, in units of one microbatch through 1/p of the model.
 
     From the start of F to the end of W, which comes right after I at the earliest.

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from ppctl.schedule.families.family import Family
+from ppctl.schedule.families.formulas import forward_trip_s, only_if
 from ppctl.schedule.families.rank_of import v_shape
-from ppctl.schedule.families.rank_program import Program
-from ppctl.schedule.ir import Schedule
+from ppctl.schedule.families.rank_program import RankProgram
+from ppctl.schedule.ir import Schedule, Task
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -15,10 +17,10 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     github.com/deepseek-ai/DualPipe, whose eight steps these are.
     """
     full = max(2 * num_ranks, num_microbatches)
-    ranks = []
+    ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         below = num_ranks - 1 - r  # ranks between this one and the turn
-        program = Program(down=r, up=2 * num_ranks - 1 - r)
+        program = RankProgram(down=r, up=2 * num_ranks - 1 - r)
         # 1-3: fill the pipeline, down, then both ways, then up with the first backwards
         program.add(2 * below, "F down")
         program.add(r + 1, "F down", "F up")
@@ -34,3 +36,14 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         program.add(r + 1, "W")
         ranks.append(tuple(task for task in program.tasks if task.microbatch < num_microbatches))
     return Schedule("dualpipe_v", tuple(ranks), v_shape(num_ranks), num_microbatches)
+
+
+FAMILIES = (
+    Family(
+        "dualpipe_v",
+        dualpipe_v,
+        published="2024-12",
+        bubble_s=only_if(lambda s: s.is_equal and s.m >= 2 * s.p, lambda s: forward_trip_s(s) / 2),
+        peak=only_if(lambda s: s.m >= 2 * s.p, lambda s: s.p + 0.5),
+    ),
+)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from ppctl.schedule.families.family import Family
+from ppctl.schedule.families.formulas import fill_and_drain_s
 from ppctl.schedule.families.rank_of import loop
 from ppctl.schedule.ir import Schedule, Task
 
@@ -19,3 +21,6 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         for r in range(num_ranks)
     )
     return Schedule("gpipe", ranks, loop(num_ranks), num_microbatches)
+
+
+FAMILIES = (Family("gpipe", gpipe, published="2018-11", bubble_s=fill_and_drain_s, peak=lambda s: s.m),)

@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import heapq
 
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.advice import where_slower
+from ppctl.schedule.families.family import Family
+from ppctl.schedule.families.formulas import FormulaInputs, only_if, peak_of_1f1b
+from ppctl.schedule.families.interleaved import interleaved
 from ppctl.schedule.families.rank_of import waves
-from ppctl.schedule.families.size_checks import at_least
+from ppctl.schedule.families.size_checks import require_at_least
 from ppctl.schedule.ir import Schedule, Task
 
 
@@ -15,7 +20,7 @@ def hanayo(num_ranks: int, num_microbatches: int, *, num_waves: int = 1) -> Sche
     Source: Liu et al. 2023, arXiv 2308.15762, section 3 (placement and rule; the paper prints no order). The order is
     what ranks do that all take one tick for a task and prefer backwards to forwards and old microbatches to new ones.
     """
-    at_least("hanayo", "num_waves", num_waves, 1)
+    require_at_least("hanayo", "num_waves", num_waves, 1)
     rank_of = waves(num_ranks, num_waves)
     last = len(rank_of) - 1
     ready: list[list[tuple[bool, int, Task]]] = [[] for _ in range(num_ranks)]  # heaps: backwards, then oldest, first
@@ -41,3 +46,31 @@ def _run_tick(ready: list[list[tuple[bool, int, Task]]], ranks: list[list[Task]]
     for r, task in ran:
         ranks[r].append(task)
     return [task for _, task in ran]
+
+
+def interleaved_is_faster(schedule: Schedule, costs: Costs) -> str | None:
+    """Advise interleaved 1F1B on as many chunks where it is faster."""
+    if schedule.num_microbatches % schedule.num_ranks:
+        return None
+    rival = interleaved(schedule.num_ranks, schedule.num_microbatches, num_chunks=schedule.num_chunks)
+    remedy = f"schedule={rival.name} schedule.num_chunks={schedule.num_chunks}"
+    return where_slower(schedule, rival, costs, "at these costs", remedy)
+
+
+def _has_backwards_of_a_forward(s: FormulaInputs) -> bool:
+    """Whether F = B, transfers are free and rounds of p microbatches are full."""
+    f, i, w = s.fiw
+    return s.is_free and f == i + w and s.m % s.p == 0
+
+
+FAMILIES = (
+    Family(
+        "hanayo",
+        hanayo,
+        published="2023-08",
+        bubble_s=only_if(_has_backwards_of_a_forward, lambda s: (s.p - 1) * s.work_s / (2 * s.num_waves)),
+        peak=peak_of_1f1b,
+        advise=interleaved_is_faster,
+        searched_knobs=lambda max_chunks: [{"num_waves": w} for w in range(1, max_chunks // 2 + 1)],
+    ),
+)

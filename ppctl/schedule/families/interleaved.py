@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ppctl.errors import ScheduleError
+from ppctl.schedule.families.family import WARMUP_HOPS, Family, KnobValues
+from ppctl.schedule.families.formulas import looped_bubble_s, only_if
 from ppctl.schedule.families.rank_of import loop
-from ppctl.schedule.families.size_checks import at_least, hops_floor, multiple_of_ranks
+from ppctl.schedule.families.size_checks import hops_floor, require_at_least, require_multiple_of_ranks
 from ppctl.schedule.ir import Kind, Schedule, Task
 
 
@@ -27,11 +29,11 @@ def interleaved(
     microbatch_group_size_per_vp_stage.
     """
     name = "interleaved"
-    at_least(name, "num_chunks", num_chunks, 1)
+    require_at_least(name, "num_chunks", num_chunks, 1)
     if group_size is None:
         group_size = num_ranks
-        multiple_of_ranks(name, num_microbatches, num_ranks)
-    at_least(name, "group_size", group_size, num_ranks)
+        require_multiple_of_ranks(name, num_microbatches, num_ranks)
+    require_at_least(name, "group_size", group_size, num_ranks)
     if num_microbatches < group_size or 0 < num_microbatches % group_size < num_ranks:
         raise ScheduleError(
             f"num_microbatches={num_microbatches} in groups of group_size={group_size} leaves a group of "
@@ -39,7 +41,7 @@ def interleaved(
             f"Use {group_size}, {2 * group_size}, ... or group_size={num_ranks}."
         )
     task, total = task_order(num_ranks, num_microbatches, num_chunks, group_size)
-    ranks = []
+    ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         warmup = min(total, hops_floor(name, warmup_hops, num_ranks - 1 - r) + (num_chunks - 1) * group_size)
         tasks = [task(r, "F", k) for k in range(warmup)]
@@ -76,3 +78,22 @@ def chunk_order(num_microbatches: int, num_chunks: int, group_size: int) -> list
     """
     groups = [range(m, min(m + group_size, num_microbatches)) for m in range(0, num_microbatches, group_size)]
     return [(chunk, m) for group in groups for chunk in range(num_chunks) for m in group]
+
+
+def _searched_knobs(max_chunks: int) -> list[KnobValues]:
+    return [{"num_chunks": v, "warmup_hops": hops} for v in range(2, max_chunks + 1) for hops in WARMUP_HOPS]
+
+
+FAMILIES = (
+    Family(
+        "interleaved",
+        interleaved,
+        published="2021-04",
+        bubble_s=only_if(lambda s: s.is_free, looped_bubble_s),
+        peak=only_if(
+            lambda s: s.group_size in (None, s.p),
+            lambda s: min(s.m, s.p + (s.warmup - (s.p - 1)) / s.num_chunks),
+        ),
+        searched_knobs=_searched_knobs,
+    ),
+)

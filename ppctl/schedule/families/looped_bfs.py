@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from ppctl.schedule.families.family import Family, each_num_chunks
+from ppctl.schedule.families.formulas import looped_bubble_s, only_if
 from ppctl.schedule.families.rank_of import loop
-from ppctl.schedule.families.size_checks import at_least
+from ppctl.schedule.families.size_checks import require_at_least
 from ppctl.schedule.ir import Schedule, Task
 
 
@@ -12,11 +14,23 @@ def looped_bfs(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2) ->
     the V-1 turns to the next chunk waits (p-m)(F+B)/V more. Peak activations m. p = num_ranks, V = num_chunks.
     Source: Lamy-Poirier 2023, arXiv 2211.05953, figure 2d.
     """
-    at_least("looped_bfs", "num_chunks", num_chunks, 1)
-    ranks = []
+    require_at_least("looped_bfs", "num_chunks", num_chunks, 1)
+    ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         stages = range(r, num_ranks * num_chunks, num_ranks)
         forwards = [Task(s, "F", m) for s in stages for m in range(num_microbatches)]
         backwards = [Task(task.stage, "B", task.microbatch) for task in reversed(forwards)]
         ranks.append((*forwards, *backwards))
     return Schedule("looped_bfs", tuple(ranks), loop(num_ranks, num_chunks), num_microbatches)
+
+
+FAMILIES = (
+    Family(
+        "looped_bfs",
+        looped_bfs,
+        published="2022-11",
+        bubble_s=only_if(lambda s: s.is_free and s.m >= s.p, looped_bubble_s),
+        peak=lambda s: s.m,
+        searched_knobs=each_num_chunks,
+    ),
+)

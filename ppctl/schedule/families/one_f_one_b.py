@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from ppctl.schedule.families.family import WARMUP_HOPS, Family
+from ppctl.schedule.families.formulas import FormulaInputs, fill_and_drain_s, only_if, peak_of_1f1b
 from ppctl.schedule.families.rank_of import loop
 from ppctl.schedule.families.size_checks import hops_floor
 from ppctl.schedule.ir import Schedule, Task
@@ -25,7 +27,7 @@ def eager_1f1b(num_ranks: int, num_microbatches: int, *, warmup_hops: float = 2)
 
 
 def _alternating(name: str, num_ranks: int, num_microbatches: int, warmup_hops: float) -> Schedule:
-    ranks = []
+    ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         warmup = min(num_microbatches, hops_floor(name, warmup_hops, num_ranks - 1 - r))
         tasks = [Task(r, "F", m) for m in range(warmup)]
@@ -34,3 +36,32 @@ def _alternating(name: str, num_ranks: int, num_microbatches: int, warmup_hops: 
         tasks += [Task(r, "B", m) for m in range(num_microbatches - warmup, num_microbatches)]
         ranks.append(tuple(tasks))
     return Schedule(name, tuple(ranks), loop(num_ranks), num_microbatches)
+
+
+def _alternation_s(s: FormulaInputs) -> float:
+    """The bubble of 1F1B: latency counts in a trip there and back, and once more in every round of p that follows."""
+    trips = (s.p - 1) + (s.m - 1) * (s.p - 1) // s.p
+    return (s.p - 1) * s.work_s + 2 * s.costs.hop_s * trips
+
+
+def _hides_latency(s: FormulaInputs) -> bool:
+    return s.is_free or (s.has_small_hop and s.warmup_hops == 2 and s.m >= 2 * s.p - 1)
+
+
+FAMILIES = (
+    Family(
+        "1f1b",
+        one_f_one_b,
+        published="2020-06",
+        bubble_s=only_if(lambda s: s.has_small_hop, _alternation_s),
+        peak=peak_of_1f1b,
+    ),
+    Family(
+        "eager_1f1b",
+        eager_1f1b,
+        published="2022-11",
+        bubble_s=only_if(_hides_latency, fill_and_drain_s),
+        peak=lambda s: min(s.m, s.warmup + 1),
+        searched_knobs=lambda max_chunks: [{"warmup_hops": hops} for hops in WARMUP_HOPS if hops > 1],  # 1 is 1F1B
+    ),
+)

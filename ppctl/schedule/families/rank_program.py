@@ -7,10 +7,10 @@ from collections import Counter
 from ppctl.schedule.ir import Task
 
 
-class Program:
+class RankProgram:
     """The tasks of a rank with one stage on the way `down` and one on the way `up`; microbatches count themselves.
 
-    >>> program = Program(down=0, up=3)
+    >>> program = RankProgram(down=0, up=3)
     >>> program.add(2, "F down")
     >>> program.add(1, "F up", "I up")
     >>> [str(task) for task in program.tasks]
@@ -24,7 +24,7 @@ class Program:
         self.tasks: list[Task] = []
 
     def add(self, times: int, *steps: str) -> None:
-        """Nothing; appends `steps`, such as "F down", `times` over. The next microbatch of each is taken.
+        """Append `steps`, such as "F down", `times` over. The next microbatch of each is taken.
 
         "W" alone is the weight gradient that has waited longest, whichever way.
         """

@@ -7,14 +7,14 @@ import math
 from ppctl.errors import ScheduleError
 
 
-def at_least(name: str, what: str, value: int, least: int) -> None:
-    """Nothing, or ScheduleError for a count below `least`."""
+def require_at_least(name: str, what: str, value: int, least: int) -> None:
+    """Raise ScheduleError for a count below `least`."""
     if value < least:
         raise ScheduleError(f"{what}={value} is below {least} ({name}). Use {what}={least} or more.")
 
 
-def multiple_of_ranks(name: str, num_microbatches: int, num_ranks: int) -> None:
-    """Nothing, or ScheduleError for microbatches that do not fill groups of p."""
+def require_multiple_of_ranks(name: str, num_microbatches: int, num_ranks: int) -> None:
+    """Raise ScheduleError for microbatches that do not fill groups of p."""
     if num_microbatches % num_ranks:
         raise ScheduleError(
             f"num_microbatches={num_microbatches} is not a multiple of num_ranks={num_ranks} ({name}). "
@@ -33,4 +33,9 @@ def hops_floor(name: str, warmup_hops: float, hops: int) -> int:
             f"warmup_hops={warmup_hops} is outside [1, 2] ({name}). "
             "Use 1 for the fewest activations, 2 to hide the latency of transfers."
         )
-    return math.floor(warmup_hops * hops + 1e-9)  # 1.2 * 5 is 6, also where floats say 5.999...
+    return floor_hops(warmup_hops, hops)
+
+
+def floor_hops(warmup_hops: float, hops: int) -> int:
+    """floor(warmup_hops * hops), exact for decimals: 1.2 * 5 is 6, also where floats say 5.999..."""
+    return math.floor(warmup_hops * hops + 1e-9)

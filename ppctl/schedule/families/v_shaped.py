@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.advice import where_slower
+from ppctl.schedule.families.family import Family
+from ppctl.schedule.families.formulas import only_if
+from ppctl.schedule.families.one_f_one_b import one_f_one_b
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.search.squeeze import squeeze_pattern
 
@@ -28,3 +33,38 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     wait = 2 if p % 3 == 0 else 0  # keeps the four lines of a rank on different ticks of the period
     starts = [[r, 2 * p - 1 - r, 2 * p + wait + r, 4 * p - 1 + wait - r] for r in range(p)]
     return squeeze_pattern("v_min", starts, num_microbatches, cap=2 * ((p + 4) // 3))
+
+
+def needs_split_backward(schedule: Schedule, costs: Costs) -> str | None:
+    """Advise 1F1B where no weight gradients can fill the gaps."""
+    has_whole = any(task.kind == "B" for tasks in schedule.ranks for task in tasks)
+    if not has_whole and costs.weight_grad_s != 0:
+        return None
+    if isinstance(costs.forward_s, tuple) or isinstance(costs.input_grad_s, tuple):
+        return None  # costs of these stages say nothing of another placement
+    rival = one_f_one_b(schedule.num_ranks, schedule.num_microbatches)
+    return where_slower(schedule, rival, costs, "without weight gradients of their own", f"schedule={rival.name}")
+
+
+FAMILIES = (
+    Family(
+        "v_half",
+        v_half,
+        published="2024-05",
+        bubble_s=only_if(
+            lambda s: s.is_equal and s.p % 2 == 0 and s.m >= s.p >= 4, lambda s: (3 * s.p - 7) / 2 * s.fiw[0]
+        ),
+        peak=only_if(lambda s: s.m >= s.p >= 4, lambda s: (s.p + 2) // 2),
+        advise=needs_split_backward,
+    ),
+    Family(
+        "v_min",
+        v_min,
+        published="2024-05",
+        bubble_s=only_if(
+            lambda s: s.is_equal and s.m >= s.p >= 4, lambda s: (2 * s.p - (2.5 if s.p % 3 else 3.5)) * s.fiw[0]
+        ),
+        peak=only_if(lambda s: s.m >= s.p >= 4, lambda s: (s.p + 4) // 3),
+        advise=needs_split_backward,
+    ),
+)

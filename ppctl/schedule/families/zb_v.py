@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from ppctl.schedule.families.family import Family
+from ppctl.schedule.families.formulas import forward_trip_s, only_if, peak_of_1f1b
 from ppctl.schedule.families.rank_of import v_shape
-from ppctl.schedule.families.rank_program import Program
+from ppctl.schedule.families.rank_program import RankProgram
 from ppctl.schedule.ir import Kind, Schedule, Task
 from ppctl.schedule.search.squeeze import squeeze
 
@@ -23,7 +25,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def _steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ...]:
     """Rank r's program for at least 2p-1 microbatches."""
-    program = Program(down=r, up=2 * num_ranks - 1 - r)
+    program = RankProgram(down=r, up=2 * num_ranks - 1 - r)
     back_down, up = ("I down", "W down"), ("F up", "I up", "W up")
     # warm-up: forwards on the way down until the first comes back, then as many both ways, then the way up alone
     program.add(2 * (num_ranks - r) - 1, "F down")
@@ -42,10 +44,21 @@ def _steps(r: int, num_ranks: int, num_microbatches: int) -> tuple[Task, ...]:
 
 def _priority(ranks: tuple[tuple[Task, ...], ...], num_microbatches: int) -> list[list[list[int]]]:
     """The step of each F and I, by rank, line of `squeeze` and microbatch."""
-    found = []
+    found: list[list[list[int]]] = []
     for r, tasks in enumerate(ranks):
         step = {task: t for t, task in enumerate(tasks)}
         up = 2 * len(ranks) - 1 - r
         lines: tuple[tuple[int, Kind], ...] = ((r, "F"), (up, "F"), (up, "I"), (r, "I"))
         found.append([[step[Task(stage, kind, m)] for m in range(num_microbatches)] for stage, kind in lines])
     return found
+
+
+FAMILIES = (
+    Family(
+        "zb_v",
+        zb_v,
+        published="2023-11",
+        bubble_s=only_if(lambda s: s.is_equal and s.m >= s.p, lambda s: forward_trip_s(s) / 2),
+        peak=peak_of_1f1b,
+    ),
+)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from ppctl.schedule.families.family import Family, each_num_chunks
+from ppctl.schedule.families.formulas import forward_trip_s, only_if, peak_of_1f1b, zero_bubble_s
 from ppctl.schedule.families.interleaved import task_order
 from ppctl.schedule.families.rank_of import loop
-from ppctl.schedule.families.size_checks import at_least, multiple_of_ranks
-from ppctl.schedule.ir import Schedule
+from ppctl.schedule.families.size_checks import require_at_least, require_multiple_of_ranks
+from ppctl.schedule.ir import Schedule, Task
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -34,15 +36,15 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, *, num_chunks: int = 2
     Source: section 2.1 of arXiv 2401.10241 on the order of 2104.04473, as in PyTorch's ScheduleInterleavedZeroBubble;
     closed form by simulation.
     """
-    at_least("interleaved_zb", "num_chunks", num_chunks, 1)
-    multiple_of_ranks("interleaved_zb", num_microbatches, num_ranks)
+    require_at_least("interleaved_zb", "num_chunks", num_chunks, 1)
+    require_multiple_of_ranks("interleaved_zb", num_microbatches, num_ranks)
     return _split_1f1b("interleaved_zb", num_ranks, num_microbatches, num_chunks, hops=1)
 
 
 def _split_1f1b(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, hops: int) -> Schedule:
     """Interleaved 1F1B of I and W: rank r's warm-up is hops(p-1-r) + (V-1)p chunks, its W lag hops*r behind its I."""
     task, total = task_order(num_ranks, num_microbatches, num_chunks, group_size=num_ranks)
-    ranks = []
+    ranks: list[tuple[Task, ...]] = []
     for r in range(num_ranks):
         warmup = min(total, hops * (num_ranks - 1 - r) + (num_chunks - 1) * num_ranks)
         # with few microbatches a longer delay than r only puts W off past the end of the others' work
@@ -57,3 +59,29 @@ def _split_1f1b(name: str, num_ranks: int, num_microbatches: int, num_chunks: in
         tasks += [task(r, "W", k) for k in range(max(0, total - delay), total)]
         ranks.append(tuple(tasks))
     return Schedule(name, tuple(ranks), loop(num_ranks, num_chunks), num_microbatches)
+
+
+FAMILIES = (
+    Family(
+        "zb_h1",
+        zb_h1,
+        published="2023-11",
+        bubble_s=only_if(lambda s: s.is_free and s.m >= s.p, zero_bubble_s),
+        peak=peak_of_1f1b,
+    ),
+    Family(
+        "zb_h2",
+        zb_h2,
+        published="2023-11",
+        bubble_s=only_if(lambda s: s.is_equal and s.m >= 2 * s.p - 1, forward_trip_s),
+        peak=lambda s: min(s.m, 2 * s.p - 1),
+    ),
+    Family(
+        "interleaved_zb",
+        interleaved_zb,
+        published="2023-11",
+        bubble_s=only_if(lambda s: s.is_free, zero_bubble_s),
+        peak=lambda s: s.p,
+        searched_knobs=each_num_chunks,
+    ),
+)

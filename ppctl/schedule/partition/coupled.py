@@ -215,7 +215,7 @@ class Search:
 
 def _steps(work: Work) -> list[_Step]:
     """The order in which bounds are placed: those of rank 0's stages, then what is left of rank 1's, and so on."""
-    known, steps = {0, work.num_stages}, []
+    known, steps = {0, work.num_stages}, list[_Step]()
     for k in (k for stages in work.stages_of for s in stages for k in (s, s + 1)):
         if k in known:
             continue

@@ -108,7 +108,7 @@ class Work:
     def first_start(self, s: int) -> list[int]:
         """For each end b the first start a with which stage s fits in its room; b + 1 where none does."""
         sums, room = self.byte_sums[s], self.room[s] - self.end_bytes[s]
-        starts, a = [], 0
+        starts, a = list[int](), 0
         for b in range(self.num_layers + 1):
             while a <= b and sums[b] - sums[a] > room:
                 a += 1
@@ -117,7 +117,7 @@ class Work:
 
     def last_end(self, s: int, cap: float, room: float) -> list[int]:
         """For each start a the last end b with which stage s is within cap and room; a - 1 where none is."""
-        cap_s, room_bytes, ends, b = cap, room - self.end_bytes[s], [], -1
+        cap_s, room_bytes, ends, b = cap, room - self.end_bytes[s], list[int](), -1
         seconds, sizes, end_s = self.s_sums, self.byte_sums[s], self.end_s[s]
         for a in range(self.num_layers + 1):
             b = max(b, a - 1)

@@ -17,9 +17,9 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.activations import peak_activations
 from ppctl.schedule.bounds import makespan_bound_s, period_bound_s
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.families.blocks import Block, blocks, held
+from ppctl.schedule.families.blocks import Block, blocks, steady_peak
 from ppctl.schedule.families.passes import merge_backward, split_backward
-from ppctl.schedule.families.registry import build
+from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.search.climb import climb, length_s
 from ppctl.schedule.search.greedy import fill
@@ -36,7 +36,6 @@ NUM_SQUEEZED, NUM_FILLED, NUM_CLIMBED = 32, 12, 6  # of the best so far: blocks 
 CLIMBED_TASKS = 4_000_000  # priced by one climb, about 1 s
 SQUEEZE_PATIENCE = (0.0, 0.35, 0.5, 0.75)
 GREEDY_PATIENCE = (0.0, 0.5, 1.0)
-WARMUP_HOPS = (1.0, 1.5, 2.0)
 NO_GAP = 1e-9
 
 
@@ -128,23 +127,14 @@ def choose(
 
 
 def published(num_ranks: int, num_microbatches: int, max_chunks: int) -> Iterator[tuple[str, Schedule]]:
-    """(label, schedule) of every family with its knobs that serves these sizes."""
-    chunks = range(2, max_chunks + 1)
-    knobs = {
-        "eager_1f1b": [{"warmup_hops": hops} for hops in WARMUP_HOPS[1:]],
-        "interleaved": [{"num_chunks": v, "warmup_hops": hops} for v, hops in product(chunks, WARMUP_HOPS)],
-        "looped_bfs": [{"num_chunks": v} for v in chunks],
-        "interleaved_zb": [{"num_chunks": v} for v in chunks],
-        "gis": [{"num_chunks": v} for v in chunks],
-        "hanayo": [{"num_waves": w} for w in range(1, max_chunks // 2 + 1)],
-    }
-    single = ("gpipe", "1f1b", "zb_h1", "zb_h2")
-    folded = ("zb_v", "v_half", "v_min", "dualpipe_v") if max_chunks >= 2 else ()
-    for family in (*single, *folded, *knobs):
-        for chosen in knobs.get(family, [{}]):
+    """Yield (label, schedule) of every family with its knobs that serves these sizes, the simple ones first."""
+    for family in sorted(FAMILIES.values(), key=lambda family: (bool(family.knobs), family.num_chunks > 1)):
+        for knobs in family.searched_knobs(max_chunks):
             with suppress(ScheduleError):  # sizes that the family refuses
-                told = ", ".join(f"{key}={value:g}" for key, value in chosen.items())
-                yield f"{family} ({told})" if told else family, build(family, num_ranks, num_microbatches, **chosen)
+                schedule = build(family.name, num_ranks, num_microbatches, **knobs)
+                if schedule.num_chunks <= max_chunks:
+                    shown = ", ".join(f"{key}={value:g}" for key, value in knobs.items())
+                    yield f"{family.name} ({shown})" if shown else family.name, schedule
 
 
 @dataclass
@@ -166,9 +156,11 @@ class _Search:
     may_split: bool
     by_period: bool
     makespan_s: Callable[[Schedule], float] | None = None
-    found: list[_Start] = field(default_factory=list)  # within the cap
-    priorities: list[tuple[str, Jobs]] = field(default_factory=list)  # what greedy runs start from, within it or not
-    bounds_s: list[float] = field(default_factory=list)
+    found: list[_Start] = field(default_factory=list[_Start])  # within the cap
+    priorities: list[tuple[str, Jobs]] = field(
+        default_factory=list[tuple[str, Jobs]]
+    )  # what greedy runs start from, within it or not
+    bounds_s: list[float] = field(default_factory=list[float])
     smallest: tuple[float, str] = (math.inf, "")  # peak of what holds least, and its label
     num_blocks: tuple[int, int] = (0, 0)
 
@@ -210,12 +202,12 @@ class _Search:
             self.costs.check(2 * num_ranks)
         except ConfigError:  # costs of each stage of another number of stages
             return
-        within = [block for block in blocks(num_ranks) if held(block) <= self.cap + 1]
-        within.sort(key=lambda block: (abs(held(block) - self.cap), block))
+        within = [block for block in blocks(num_ranks) if steady_peak(block) <= self.cap + 1]
+        within.sort(key=lambda block: (abs(steady_peak(block) - self.cap), block))
         few = min(num_microbatches, 2 * num_ranks)
         within, num_all = within[: PROBED_TASKS // (6 * num_ranks * few)], len(within)
         self.num_blocks = (len(within), num_all)
-        expected = []
+        expected: list[tuple[float, int, Block]] = []
         for number, block in enumerate(within):
             jobs = self._squeezed(block, few, 0.5)
             if jobs is not None:

@@ -58,7 +58,10 @@ def certify(schedule: Schedule, costs: Costs, cap: float | None = None, *, time_
     unit_s = _common_unit([*(duration_s(task, costs, schedule.num_chunks) for task in tasks), costs.hop_s])
     if known.makespan_s / unit_s > MOST_TICKS:
         raise ConfigError(f"the costs have no common unit of time above {unit_s:g} s. Round them to fewer digits.")
-    ticks = lambda seconds: round(seconds / unit_s)  # noqa: E731
+
+    def ticks(seconds: float) -> int:
+        return round(seconds / unit_s)
+
     horizon = ticks(known.makespan_s)
 
     model = cp_model.CpModel()

@@ -29,7 +29,7 @@ class Run:
     def critical_path(self, task: int | None = None) -> list[int]:
         """A chain of tasks from 0 to the end of `task` (of the last one), each waiting for the one before it."""
         task = max(range(len(self.end_s)), key=self.end_s.__getitem__) if task is None else task
-        path = []
+        path: list[int] = []
         while task != NONE:
             path.append(task)
             task = self.waits_for[task]

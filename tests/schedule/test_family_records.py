@@ -1,0 +1,126 @@
+"""One record a family: adding a file to families/ is all that tables, formulas, searches and config need."""
+
+import ast
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import ppctl
+from ppctl.config.schedule_from_config import settings_of_family
+from ppctl.schedule import FAMILIES, build
+from ppctl.schedule.search.auto import published
+
+ROOT = Path(ppctl.__file__).parent
+TOY = """
+from ppctl.schedule.families.family import Family, each_num_chunks
+from ppctl.schedule.families.formulas import looped_bubble_s
+from ppctl.schedule.families.looped_bfs import looped_bfs
+from ppctl.schedule.families.passes import split_backward
+from dataclasses import replace
+
+
+def toy(num_ranks, num_microbatches, *, num_chunks=2):
+    \"\"\"Toy: breadth first with split backwards.
+
+    Bubble (p-1)(F+B)/V; peak activations m. Source: this test.
+    \"\"\"
+    return replace(split_backward(looped_bfs(num_ranks, num_microbatches, num_chunks=num_chunks)), name="toy")
+
+
+FAMILIES = (
+    Family("toy", toy, published="2026-01", bubble_s=looped_bubble_s, peak=lambda s: s.m,
+           searched_knobs=each_num_chunks),
+)
+"""
+USES = """
+import contextlib, importlib, io, json, sys
+import ppctl.schedule
+from ppctl.schedule.families import registry
+
+ppctl.schedule.families.__path__.append(sys.argv[1])
+importlib.reload(registry)
+importlib.reload(ppctl.schedule)
+from ppctl.cli import main
+from ppctl.config.schedule_from_config import named
+from ppctl.planner.space import Space
+from ppctl.schedule import FAMILIES, ON_RING, LOOPED_WHOLE
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.families.registry import makespan_formula_s, peak_formula
+from ppctl.schedule.search.auto import published
+
+def printed(*words):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["schedule", *words, "mesh=1x4", "schedule.num_microbatches=8", "--json"]) == 0
+    return json.loads(out.getvalue())
+
+print(json.dumps({
+    "last": list(FAMILIES)[-1],
+    "is_split": FAMILIES["toy"].is_split,
+    "on_ring": "toy" in ON_RING,
+    "forward_backward": "toy" in LOOPED_WHOLE,
+    "settings": type(named("toy", 8, 3)).__name__,
+    "formulas": [makespan_formula_s("toy", 4, 8, Costs(), num_chunks=3), peak_formula("toy", 4, 8)],
+    "space": [chunks for family, chunks in Space(4, 16, 8, 1).kinds(4) if family == "toy"],
+    "auto": [label for label, _ in published(4, 8, 3) if label.startswith("toy")],
+    "listed": [row["schedule"] for row in printed("list")["schedules"]],
+    "compared": [row["label"] for row in printed("compare", "1f1b", "toy", "--config-dir", sys.argv[2])],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """What a process says in which a file stands in families/ that ppctl does not ship."""
+    code, conf = tmp_path_factory.mktemp("families"), tmp_path_factory.mktemp("conf")
+    (code / "toy.py").write_text(textwrap.dedent(TOY))
+    (conf / "schedule").mkdir()
+    (conf / "schedule/toy.yaml").write_text("defaults:\n  - /schema_chunked@_here_\n\nname: toy\n")
+    command = [sys.executable, "-c", USES, str(code), str(conf)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_file_in_families_is_all_that_a_new_family_needs(toy):
+    assert toy["last"] == "toy"
+    assert toy["listed"] == [*FAMILIES, "toy"]
+    assert toy["compared"] == ["1f1b", "toy (num_chunks=2)"]
+    assert toy["settings"] == "Chunked"
+    assert toy["formulas"] == [8 * 3 + 3 * 3 / 3, 8]
+    assert toy["space"] == [2, 4]
+    assert toy["auto"] == ["toy (num_chunks=2)", "toy (num_chunks=3)"]
+
+
+def test_what_a_schedule_shows_is_derived_from_it(toy):
+    assert (toy["is_split"], toy["on_ring"], toy["forward_backward"]) == (True, True, False)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_record_says_what_its_schedules_show(family):
+    for size in ((2, 4), (3, 6), (4, 4), (8, 16)):
+        schedule = build(family.name, *size)
+        assert schedule.is_split == family.is_split
+        assert schedule.num_chunks == family.num_chunks
+    assert settings_of_family(family.name)(name=family.name).knobs() == family.knobs
+    for knobs in family.searched_knobs(4):
+        assert knobs.keys() <= family.knobs.keys()
+
+
+def test_searches_try_no_more_chunks_than_they_may():
+    for max_chunks in (1, 2, 3):
+        assert max(schedule.num_chunks for _, schedule in published(4, 8, max_chunks)) == max_chunks
+
+
+def test_no_family_is_named_outside_families():
+    found = []
+    for file in ROOT.rglob("*.py"):
+        place = str(file.relative_to(ROOT))
+        if place.startswith("schedule/families/") or place == "config/schedule.py":  # the latter: defaults of settings
+            continue
+        strings = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+        found += [(place, name) for name in FAMILIES if name in strings]
+    assert found == []
