@@ -24,7 +24,7 @@ BY_USER = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES
 # A process that runs a group of small scripts and prints how it ended; the last line of its stderr is that.
 STARTER = """
 import json, sys
-from ppctl.supervise import Child, run_group, stop_requests
+from ppctl.launch.supervise import Child, run_group, stop_requests
 
 scripts, settings = json.loads(sys.argv[1])
 with stop_requests() as events:
@@ -35,7 +35,7 @@ sys.exit(ending.code)
 # Each child holds a lock on a file as long as it lives, whoever is to reap it.
 CHILD = """
 import fcntl, os, signal, sys, time
-from ppctl.supervise import end_with_starter
+from ppctl.launch.supervise import end_with_starter
 end_with_starter()
 lock = open({path!r}, "w")
 fcntl.flock(lock, fcntl.LOCK_EX)
