@@ -382,7 +382,8 @@ def train(config, words, *, as_json):
     run_dir = pathlib.Path(config.run.dir)
     start = len(list(run_dir.glob("checkpoints/*")))
     (run_dir / "checkpoints" / str(10 * (start + 1))).mkdir(parents=True)
-    print(json.dumps({"resume": config.run.resume, "launch": vars(config.launch)}), flush=True)
+    facts = {"resume": config.run.resume, "launch": vars(config.launch), "words": words}
+    print(json.dumps(facts), flush=True)
     if start < 2:
         os.kill(os.getpid(), 9)
     return 0
@@ -406,6 +407,7 @@ def test_the_command_starts_again_from_its_own_checkpoints_and_loads_no_jax(tmp_
     printed = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["resume"] for each in printed] == ["never", "auto", "auto"]
     assert all(each["launch"] == vars(c.Launch()) for each in printed)
+    assert [each["words"] for each in printed] == [words[1:-1]] * 3  # those of the launcher, to be stored
     assert done.stderr.splitlines() == [
         "ppctl: process 0 of 1 was killed by SIGKILL.",
         "ppctl: restart 1 of 2, from the checkpoint of step 10.",

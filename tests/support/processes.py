@@ -51,7 +51,7 @@ class Process:
 
 @contextmanager
 def processes(count, run_dir, *words, of=None, programs=None):
-    """Start `count` processes of one run; of: further words by process; programs: other programs than ppctl's by process."""
+    """Start `count` processes of one run; of: further words, programs: other programs than ppctl's, by process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

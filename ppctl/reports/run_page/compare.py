@@ -49,8 +49,8 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
 
 def _names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield the settings and choices of a composed config, `mesh` as one."""
-    for key, value in config.items():
-        name = f"{prefix}{key}"
+    for word, value in config.items():
+        name = f"{prefix}{word}"
         if name == "mesh" or not isinstance(value, dict):
             yield name.removesuffix(".name") if name != "run.name" else name
         else:
