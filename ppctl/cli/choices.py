@@ -1,4 +1,4 @@
-"""What may be asked for, and what to say of a name or value that may not be.
+"""The options and settings that there are, and messages on a name or value that is none of them.
 
 Read from `conf/`, `recipes/` and the dataclasses of `config/`, so that a new option or setting needs no line here.
 Standard library only: `ppctl --help` loads no Hydra.
@@ -36,6 +36,7 @@ KINDS = {
     dict: "values by name",
     type(None): "null",
 }
+PLAIN_TEXT = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)  # needs no quotes in Hydra
 REQUIRED = "???"  # as Hydra writes that a setting has no default
 
 
@@ -43,11 +44,11 @@ class Setting(NamedTuple):
     key: str
     kind: Any  # type of its values
     default: object
-    about: str  # the comment beside it in config/
+    about: str  # its comment in config/
 
 
 def options(group: str) -> list[str]:
-    """The options of `group` that ppctl ships, the default first."""
+    """Return the options of `group` that ppctl ships, the default first."""
     if group == "mesh":
         names = list(MESH_EXAMPLES)
     else:
@@ -57,7 +58,7 @@ def options(group: str) -> list[str]:
 
 
 def default_option(group: str) -> str:
-    """The option that conf/config.yaml names for `group`.
+    """Return the option that conf/config.yaml names for `group`.
 
     >>> default_option("mesh")
     '2x4'
@@ -68,13 +69,13 @@ def default_option(group: str) -> str:
 
 
 def schemas() -> dict[str, type]:
-    """The dataclasses of config/ by the name that files in conf/ give them."""
+    """Return the dataclasses of config/ by the name that files in conf/ give them."""
     classes = inspect.getmembers(config, inspect.isclass)
     return {name.lower(): cls for name, cls in classes if dataclasses.is_dataclass(cls)}
 
 
 def schema_of(group: str, option: str) -> type:
-    """The dataclass behind a shipped option of a part.
+    """Return the dataclass behind a shipped option of a part.
 
     >>> schema_of("schedule", "1f1b").__name__
     'Schedule'
@@ -87,7 +88,7 @@ def schema_of(group: str, option: str) -> type:
 
 
 def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
-    """Everything a user may set in a part, nested parts included. `name` is left out: the choice of the part sets it.
+    """Return the settings of a part, nested parts included. `name` is left out: the choice of the part sets it.
 
     >>> settings_of("mesh", Mesh)["mesh.pp"].default
     1
@@ -112,7 +113,7 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def all_settings() -> dict[str, Setting]:
-    """Every setting of every shipped option; where options share a key, the default option's."""
+    """Return every setting of every shipped option; where options share a key, the default option's."""
     found: dict[str, Setting] = {}
     for part, cls in PLAIN.items():
         found |= settings_of(part, cls)
@@ -122,11 +123,11 @@ def all_settings() -> dict[str, Setting]:
     return found
 
 
-# --- what to say -----------------------------------------------------------------------------------------------------
+# --- messages --------------------------------------------------------------------------------------------------------
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """Those of `names` that look like `word`, nearest first.
+    """Return those of `names` that look like `word`, nearest first.
 
     >>> nearest("layrs", ["num_layers", "d_model"])
     ['num_layers']
@@ -135,7 +136,7 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
 
 
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
-    """' Did you mean ...?' with the nearest of `names`, or nothing.
+    """Return ' Did you mean ...?' with the nearest of `names`, or nothing.
 
     >>> did_you_mean("trian", ["train", "verify"])
     ' Did you mean train?'
@@ -145,7 +146,7 @@ def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
 
 
 def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
-    """What to say of an option that `group` does not have; `names` are those it has.
+    """Return the message on an option that `group` does not have; `names` are those it has.
 
     >>> wrong_option("optim", "adam", ["adamw"])
     'optim=adam is not an option of optim. Did you mean optim=adamw? (optim: adamw)'
@@ -164,7 +165,7 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
-    """What to say of a key that no chosen part has; `chosen` maps a part to its option and dataclass.
+    """Return the message on a key that no chosen part has; `chosen` maps a part to its option and dataclass.
 
     >>> unknown_key("mesh.pq", {"mesh": ("2x4", Mesh)})
     'mesh.pq is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, fsdp)'
@@ -204,7 +205,7 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
 
 
 def _either(names: list[str]) -> str:
-    """The first of many names, or all of a few.
+    """Return the first of many names, or all of a few.
 
     >>> _either(["a", "b"]), _either(["a", "b", "c", "d"])
     ('a or b', 'a or one of 3 others')
@@ -213,7 +214,7 @@ def _either(names: list[str]) -> str:
 
 
 def _like_elsewhere(key: str) -> str:
-    """' Did you mean ...?' with the setting of any part whose last word is much like the key's, or nothing."""
+    """Return ' Did you mean ...?' with the setting of any part whose last word is much like the key's, or nothing."""
     words = _last_words(all_settings())
     found = nearest(key.split(".")[-1], words, cutoff=0.75)
     return f" Did you mean {words[found[0]]}?" if found else ""
@@ -223,14 +224,14 @@ def _last_words(keys: Iterable[str]) -> dict[str, str]:
     return {key.split(".")[-1]: key for key in keys}
 
 
-def wrong_value(key: str, said: str | None = None, known: Mapping[str, Setting] | None = None) -> str:
-    """What to say of a value that the type of `key` does not take; `said` is `key=value` if the user typed that.
+def wrong_value(key: str, line: str | None = None, known: Mapping[str, Setting] | None = None) -> str:
+    """Return the message on a value that the type of `key` does not take; `line` is `key=value` if the user typed that.
 
     >>> wrong_value("mesh.pp", "mesh.pp=null")
     'mesh.pp=null: mesh.pp takes a whole number (default 1).'
     """
     known = all_settings() if known is None else known
-    before = f"{said}: " if said else ""
+    before = f"{line}: " if line else ""
     if key not in known:
         below = [name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}.")]
         if not below:
@@ -246,9 +247,26 @@ def wrong_value(key: str, said: str | None = None, known: Mapping[str, Setting] 
 
 
 def shown(value: object) -> str:
-    """A value as one types it.
+    """Return a value as one types it.
 
     >>> shown(None), shown(True), shown(0.5)
     ('null', 'true', '0.5')
     """
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def value_text(value: object) -> str:
+    """Return a value in Hydra's grammar.
+
+    >>> value_text(None), value_text("a b"), value_text([1, "x"]), value_text("3"), value_text(1e-05)
+    ('null', '"a b"', '[1,x]', '"3"', '1e-05')
+    """
+    if value is None or isinstance(value, bool):
+        return shown(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(value_text, value))}]"
+    if not isinstance(value, str) or PLAIN_TEXT.fullmatch(value):
+        return str(value)
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)  # only before a quote is a backslash special
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return '"' + escaped.replace("${", r"\${") + '"'

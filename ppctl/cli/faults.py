@@ -34,13 +34,13 @@ from ppctl.cli.choices import (
     wrong_option,
     wrong_value,
 )
-from ppctl.cli.launchers import refuse_way, way_of, wrong_way
+from ppctl.cli.launchers import refuse_sweep_setting, sweep_group_of, wrong_sweep_setting
 from ppctl.config import Costs, Measure, Mesh
 from ppctl.errors import ConfigError
 
 
 def parse_override(text: str) -> Override:
-    """One override as Hydra reads it; ConfigError if it cannot."""
+    """Return one override as Hydra reads it; ConfigError if it cannot."""
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -61,7 +61,7 @@ def parse_override(text: str) -> Override:
 
 
 def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
-    """ConfigError for an override that Hydra would take, but that ppctl cannot serve or can explain better.
+    """Raise ConfigError for an override that Hydra would take, but that ppctl cannot serve or can explain better.
 
     drawing: the request is one of `ppctl schedule`.
     """
@@ -76,7 +76,7 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
     if line.startswith("+") and (key in GROUPS or key in all_settings()):
         raise ConfigError(f"{line}: {key} is there already. Drop the +: {line.lstrip('+')}")
     if override.is_sweep_override() and drawing:
-        raise ConfigError(f"{line} gives several values. `ppctl schedule compare` shows schedules beside each other.")
+        raise ConfigError(f"{line} gives several values. `ppctl schedule compare` shows schedules together.")
     if override.is_sweep_override() and not multirun:
         raise ConfigError(
             f"{line} gives several values. Add --multirun for a run of each, or quote the value if it is one: "
@@ -88,12 +88,14 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
                 raise ConfigError(wrong_option(key, shown(value), options(key)))
     if group in PARTS and key == f"{group}.name":
         raise ConfigError(f"{line}: the choice of {group} sets its name. Use {line.replace('.name', '', 1)}.")
+    if key == "hydra.mode":
+        raise ConfigError(f"{line}: add --multirun for a sweep, or leave it out.")
     is_swept = override.is_sweep_override()
-    refuse_way(key, None if is_swept else override.value(), line, is_swept=is_swept, multirun=multirun)
+    refuse_sweep_setting(key, None if is_swept else override.value(), line, is_swept=is_swept, multirun=multirun)
 
 
 def _refuse_for_drawing(group: str, line: str) -> None:
-    """ConfigError for an override of what no schedule depends on, and which would be ignored."""
+    """Raise ConfigError for an override of what no schedule depends on, and which would be ignored."""
     parts = (*DRAWN, "recipes")
     if group in (*PARTS, *PLAIN) and group not in parts:
         raise ConfigError(f"{line}: no schedule depends on {group}. Leave it out (parts: {', '.join(parts)}).")
@@ -102,7 +104,7 @@ def _refuse_for_drawing(group: str, line: str) -> None:
 
 
 def _values(override: Override) -> list[Any]:
-    """The value, or each value of a sweep that lists them."""
+    """Return the value, or each value of a sweep that lists them."""
     if not override.is_sweep_override():
         return [override.value()]
     if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
@@ -111,7 +113,7 @@ def _values(override: Override) -> list[Any]:
 
 
 def check_keys(cfg: DictConfig) -> None:
-    """ConfigError for a key that its part does not have; Hydra lets `+key=1` slip through."""
+    """Raise ConfigError for a key that its part does not have; Hydra lets `+key=1` slip through."""
 
     def walk(node: DictConfig, prefix: str) -> None:
         cls = OmegaConf.get_type(node)
@@ -134,7 +136,7 @@ def check_keys(cfg: DictConfig) -> None:
 
 
 def check_names(cfg: DictConfig, choices: dict[str, Any]) -> None:
-    """ConfigError when a file sets a part's `name`, which would ask for one option with another's settings."""
+    """Raise ConfigError when a file sets a part's `name`, which would ask for one option with another's settings."""
     for part in PARTS:
         option, name = choices[part], cfg[part].get("name")
         if name not in (option, None) and option in options(part):
@@ -145,19 +147,19 @@ def check_names(cfg: DictConfig, choices: dict[str, Any]) -> None:
 
 
 def check_costs(costs: Any, *, drawing: bool) -> None:
-    """ConfigError for costs of `ppctl schedule` in another command, and the other way round."""
+    """Raise ConfigError for costs of `ppctl schedule` in another command, and the other way round."""
     if isinstance(costs, Costs) != drawing:
         raise ConfigError(_wrong_costs(f"costs={costs.name}", drawing=drawing))
 
 
-def _wrong_costs(said: str, *, drawing: bool) -> str:
+def _wrong_costs(choice: str, *, drawing: bool) -> str:
     if drawing:
-        return f"{said}: `ppctl schedule` assumes costs, for it knows no model. Use costs=unit and its settings."
-    return f"{said}: such costs are assumed by `ppctl schedule` alone. Use costs=analytic, or leave it out."
+        return f"{choice}: `ppctl schedule` assumes costs, for it knows no model. Use costs=unit and its settings."
+    return f"{choice}: such costs are assumed by `ppctl schedule` alone. Use costs=analytic, or leave it out."
 
 
 def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
-    """The option and dataclass of each part of a composed config, as far as it got."""
+    """Return the option and dataclass of each part of a composed config, as far as it got."""
     found: dict[str, tuple[str, type]] = {part: ("", cls) for part, cls in PLAIN.items()}
     for part in PARTS:
         node = None if part not in cfg or OmegaConf.is_missing(cfg, part) else cfg.get(part)
@@ -168,7 +170,7 @@ def _chosen(cfg: Any) -> dict[str, tuple[str, type]]:
 
 
 def explain(error: Exception, parsed: list[Override]) -> str:
-    """What is wrong in one line: from the exception's fields where it has them, else from its text."""
+    """Return what is wrong in one line: from the exception's fields where it has them, else from its text."""
     if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return wrong_option(group, option, error.options or ()) + _origin(group, parsed)
@@ -182,14 +184,14 @@ def explain(error: Exception, parsed: list[Override]) -> str:
 
 
 def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]) -> str:
-    """What is wrong with the setting `key`: there is none such, it has no value, or the value is of a wrong type."""
+    """Return what is wrong with a setting: there is none such, it has no value, or one of a wrong type."""
     chosen = _chosen(error.parent_node._get_root()) if error.parent_node is not None else {}
     override = _override_of(key, parsed)
     line = str(override.input_line) if override else None
     reason = str(error.msg).partition("\n")[0]
-    if (way := way_of(key)) is not None:
-        chosen = next((str(one.value()) for one in reversed(parsed) if one.key_or_group == way), "ppctl")
-        return wrong_way(key, line, chosen)
+    if (group := sweep_group_of(key)) is not None:
+        option = next((str(one.value()) for one in reversed(parsed) if one.key_or_group == group), "ppctl")
+        return wrong_sweep_setting(key, line, option)
     if isinstance(error, MissingMandatoryValue):
         part = key.split(".")[0]
         return f"{key} has no value. {part}={chosen[part][0]} needs one: add {key}=..."
@@ -204,11 +206,11 @@ def _explain_key(error: OmegaConfBaseException, key: str, parsed: list[Override]
 
 
 def _origin(key: str, parsed: list[Override]) -> str:
-    """' (in recipes=x)' if no override on the command line set `key` and a recipe may have, else nothing."""
+    """Return ' (in recipes=x)' if no override on the command line set `key` and a recipe may have, else nothing."""
     recipe = _override_of("recipes", parsed)
     return f" (in {recipe.input_line})" if recipe and not _override_of(key, parsed) else ""
 
 
 def _override_of(key: str, parsed: list[Override]) -> Override | None:
-    """The last override of `key` or of what it lies in."""
+    """Return the last override of `key` or of what it lies in."""
     return next((o for o in reversed(parsed) if f"{key}.".startswith(f"{o.key_or_group}.")), None)

@@ -1,9 +1,9 @@
-"""The commands of ppctl, and what `--help` says of them, of groups and of settings."""
+"""What `--help` says of commands, groups and settings."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ppctl.cli.choices import (
     GROUPS,
@@ -19,19 +19,11 @@ from ppctl.cli.choices import (
     shown,
     wrong_option,
 )
-from ppctl.cli.launchers import WAYS, way_help
+from ppctl.cli.commands import COMMANDS
+from ppctl.cli.launchers import SWEEP_GROUPS, sweep_group_help
 from ppctl.config import Costs
 from ppctl.errors import ConfigError
 
-COMMANDS = {  # commands that compose a whole config, each served by a file of cli/commands
-    "train": "train a model; metrics and checkpoints go to run.dir, and the same line resumes",
-    "verify": "show that the pipelined gradients equal those of the un-pipelined model",
-    "doctor": "check that a request would train here, and measure the links between devices",
-    "plan": "say what a request takes before it trains: stages, bubble and memory of each rank",
-    "tune": "find the fastest mesh, schedule, partition, microbatches and remat for so many devices",
-    "inspect": "show the programs that would run: ticks or tasks of each rank, collectives, jaxpr, StableHLO, HLO",
-    "bench": "time the training step beside its prediction and the un-pipelined model",
-}
 EXAMPLES = {
     "train": (
         "ppctl train recipes=tiny",
@@ -75,7 +67,7 @@ FIRST_EXAMPLES = (  # what to try first
     "ppctl schedule show schedule=interleaved mesh=1x4",
     "ppctl plan mesh=2x4 schedule=1f1b hardware=h100",
 )
-HEEDED_BY = {  # the commands that heed a part; any other part is heeded by all of them
+APPLIES_TO = {  # the commands that a part applies to; any other part applies to all of them
     "hardware": ("train", "plan", "tune"),
     "costs": ("train", "plan", "tune"),
     "launch": ("train", "doctor"),
@@ -137,9 +129,8 @@ EXIT_CODES = """\
   130, 143  interrupted (Ctrl-C, SIGTERM), after saving a checkpoint if training had begun"""
 
 
-def overview(others: Mapping[str, str]) -> str:
-    """What `ppctl --help` prints; `others` are the commands besides COMMANDS, and what they do."""
-    abouts = COMMANDS | dict(others)
+def overview() -> str:
+    """Return what `ppctl --help` prints."""
     return "\n".join(
         [
             "Pipeline-parallel training in JAX.",
@@ -147,7 +138,7 @@ def overview(others: Mapping[str, str]) -> str:
             "Usage: ppctl COMMAND [GROUP=OPTION ...] [SETTING=VALUE ...]",
             "",
             "Commands:",
-            *(f"  {name:8} {about}" for name, about in abouts.items()),
+            *(f"  {name:8} {about}" for name, about in COMMANDS.items()),
             "",
             "Examples (`ppctl examples` has more):",
             *(f"  {line}" for line in FIRST_EXAMPLES),
@@ -158,8 +149,8 @@ def overview(others: Mapping[str, str]) -> str:
     )
 
 
-def help_text(command: str, words: Sequence[str]) -> str:
-    """The help of a command, or all settings of the parts named by `words` (`model`, `model=mlp`, `run`)."""
+def command_help(command: str, words: Sequence[str]) -> str:
+    """Return the help of a command, or all settings of the parts named by `words` (`model`, `model=mlp`, `run`)."""
     if words:
         return "\n\n".join(_part_help(word) for word in words)
     known = all_settings()
@@ -195,9 +186,9 @@ def help_text(command: str, words: Sequence[str]) -> str:
 
 
 def _is_for(command: str, key: str) -> bool:
-    """Whether a command heeds a part or setting."""
+    """Return whether a part or setting applies to a command."""
     part = key.partition(".")[0]
-    return part not in HEEDED_BY or command in HEEDED_BY[part]
+    return part not in APPLIES_TO or command in APPLIES_TO[part]
 
 
 def _options_text(group: str) -> str:
@@ -209,11 +200,15 @@ def _options_text(group: str) -> str:
 
 
 def _part_help(word: str) -> str:
-    """All settings of a part, for each of its options unless `word` names one."""
+    """Return all settings of a part, for each of its options unless `word` names one."""
     key, _, option = word.partition("=")
     part = key.split(".")[0]
-    if (way := part.replace(".", "/")) in WAYS or (way := ".".join(key.split(".")[:2]).replace(".", "/")) in WAYS:
-        return "\n\n".join(f"{about}\n{setting_table(settings)}" for about, settings in way_help(way).values())
+    if (group := part.replace(".", "/")) in SWEEP_GROUPS or (
+        group := ".".join(key.split(".")[:2]).replace(".", "/")
+    ) in SWEEP_GROUPS:
+        return "\n\n".join(
+            f"{about}\n{setting_table(settings)}" for about, settings in sweep_group_help(group).values()
+        )
     if part in PLAIN:
         return f"{part}: {PLAIN[part].__doc__}\n{setting_table(settings_of(part, PLAIN[part]).values())}"
     if part not in PARTS:
@@ -237,7 +232,7 @@ def _part_help(word: str) -> str:
 
 
 def setting_table(settings: Iterable[Setting]) -> str:
-    """A line for each setting: name, default and what it is."""
+    """Return a line for each setting: name, default and what it is."""
     rows = [
         (f"{s.key}={'...' if s.default == '???' else shown(s.default)}", s.about.replace("None", "null"))
         for s in settings

@@ -31,37 +31,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """The options and overrides in `words`, in any order; ConfigError for options that there are not."""
-    asked, unknown = _parser().parse_known_intermixed_args(words)
-    refuse_unknown(unknown, option_names())
-    modes = [f"--{name}" for name in ("cfg", "info", "multirun") if getattr(asked, name)]
+    """Return the options and overrides in `words`, in any order; ConfigError for options that there are not."""
+    options, unknown = _parser().parse_known_intermixed_args(words)
+    refuse_unknown(unknown, general_options())
+    modes = [f"--{name}" for name in ("cfg", "info", "multirun") if getattr(options, name)]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} exclude each other.")
-    if asked.resolve and asked.cfg is None:
+    if options.resolve and options.cfg is None:
         raise ConfigError("--resolve only goes with --cfg.")
-    return asked
+    return options
 
 
 def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:
-    """ConfigError if there are unknown options."""
+    """Raise ConfigError if there are unknown options."""
     if unknown:
         bad = unknown[0].partition("=")[0]
         raise ConfigError(f"{bad} is not an option.{did_you_mean(bad, known)} ({', '.join(known)})")
 
 
-def hydra_flags(asked: argparse.Namespace) -> list[str]:
-    flags = ["--multirun"] * asked.multirun + ["--resolve"] * asked.resolve
+def hydra_flags(options: argparse.Namespace) -> list[str]:
+    """Return the options that are Hydra's."""
+    flags = ["--multirun"] * options.multirun + ["--resolve"] * options.resolve
     for name in ("cfg", "info", "config_dir"):
-        if getattr(asked, name) is not None:
-            flags += [f"--{name.replace('_', '-')}", getattr(asked, name)]
+        if getattr(options, name) is not None:
+            flags += [f"--{name.replace('_', '-')}", getattr(options, name)]
     return flags
 
 
-def job_flags(asked: argparse.Namespace) -> list[str]:
-    """The options that each job of a sweep shares with the sweep."""
-    return ["--json"] * asked.json + (["--config-dir", asked.config_dir] if asked.config_dir else [])
+def job_flags(options: argparse.Namespace) -> list[str]:
+    """Return the options that each job of a sweep shares with the sweep."""
+    return ["--json"] * options.json + (["--config-dir", options.config_dir] if options.config_dir else [])
 
 
-def option_names() -> list[str]:
-    """Every option, for completion and for what looks like it."""
+def general_options() -> list[str]:
+    """Return every option of a command that composes a config, for completion and for what looks like it."""
     return [name for action in _parser()._actions for name in action.option_strings]

@@ -1,38 +1,38 @@
-"""What is added to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and sweeps that are only composed by it."""
+"""What is added to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and the schemas of ppctl's settings.
+
+Hydra takes launchers and sweepers only from modules below `hydra_plugins`, which it scans in every Hydra program of the
+same environment. ppctl needs none: Hydra composes, and `ppctl.cli.sweeps` reads `hydra/launcher` and `hydra/sweeper` as
+the settings that they are. Sources and search paths have no such rule and are registered here.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import re
-import sys
-import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
+from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 
 from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
-from ppctl.cli.launchers import LAUNCHERS
+from ppctl.cli.launchers import LAUNCHERS, SWEEPERS
 from ppctl.config import Config, Mesh
 from ppctl.config.files import ROOT
-from ppctl.config.sweep import Search
-from ppctl.errors import ConfigError
-from ppctl.launch.sweep.jobs import Choices, Span
 
 MESH_CHOICE = re.compile(r"mesh/[1-9]\d*x[1-9]\d*(x[1-9]\d*)?")
+CONFIG = "config"  # conf/config.yaml, where every composition starts
 
 
 class PpctlSource(ConfigSource):
@@ -76,155 +76,68 @@ def _is_recipe(config_path: str) -> bool:
 
 
 class PpctlSearchPath(SearchPathPlugin):
+    """Searches conf/, then ppctl's own source, then the directory of --config-dir."""
+
+    config_dir: ClassVar[Path | None] = None  # Hydra makes the instances, without arguments
+
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("ppctl", "ppctl://")
-
-
-@dataclasses.dataclass
-class Asked:
-    """One combination of a sweep's values, composed."""
-
-    overrides: list[str]  # all of them
-    swept: list[Override]  # those that the sweep varies, with the value of this combination
-    composed: DictConfig
-    choices: dict[str, Any]
-
-
-@dataclasses.dataclass
-class Searched:
-    """What a search chooses from."""
-
-    space: dict[str, Choices | Span]
-    fixed: list[str]  # overrides that all its jobs share
-    search: Search
-    compose: Callable[[list[str]], Asked]  # of all overrides of a job
-
-
-@dataclasses.dataclass
-class Request:
-    """Hydra's task function. It only takes the composed config: the command runs outside Hydra, after all checks."""
-
-    composed: DictConfig | None = None
-    choices: dict[str, Any] = dataclasses.field(default_factory=dict)
-    sweep: DictConfig | None = None  # what all jobs of a sweep share, Hydra's own settings included
-    jobs: list[Asked] = dataclasses.field(default_factory=list)
-    searched: Searched | None = None  # jobs are chosen one after another
-
-    def __call__(self, cfg: DictConfig) -> None:
-        self.composed, self.choices = cfg, dict(HydraConfig.get().runtime.choices)
-
-
-class Composer(Sweeper):
-    """Composes jobs of a sweep, and like a command runs none: nothing is written before all checks are done."""
-
-    def __init__(self, params: dict[str, str] | None = None) -> None:
-        self.params = params or {}  # as overrides, for a file that describes a sweep
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        assert isinstance(task_function, Request)
-        self.request, self.loader = task_function, hydra_context.config_loader
-        self.request.sweep = self.common = config
-
-    def parse(self, arguments: list[str]) -> dict[str, Override]:
-        """The last override of each key; ConfigError where none has several values."""
-        self.parser = OverridesParser.create(config_loader=self.loader)
-        said = [f"{key}={value}" for key, value in self.params.items()] + arguments
-        by_key = {override.get_key_element(): override for override in self.parser.parse_overrides(said)}
-        self.varied = {key for key, override in by_key.items() if override.is_sweep_override()}
-        if not self.varied:
-            raise ConfigError(
-                "--multirun runs every combination of KEY=A,B,..., but nothing here has several values. "
-                "Give some, or leave it out."
-            )
-        return by_key
-
-    def compose(self, overrides: list[str]) -> Asked:
-        composed = self.loader.load_sweep_config(self.common, overrides)
-        choices = dict(composed.hydra.runtime.choices)
-        with read_write(composed), open_dict(composed):
-            del composed["hydra"]
-        parsed = self.parser.parse_overrides(overrides)
-        swept = [one for one in parsed if one.get_key_element() in self.varied]
-        return Asked(overrides, swept, composed, choices)
-
-
-class Combinations(Composer):
-    """hydra/sweeper=ppctl: a job for every combination of values."""
-
-    def sweep(self, arguments: list[str]) -> None:
-        by_key = self.parse(arguments)
-        for words in itertools.product(*(_each(key, override) for key, override in by_key.items())):
-            self.request.jobs.append(self.compose(list(words)))
-
-
-class Trials(Composer):
-    """hydra/sweeper=optuna: jobs whose values are chosen one after another."""
-
-    def __init__(self, params: dict[str, str] | None = None, **settings: Any) -> None:
-        super().__init__(params)
-        self.search = Search(**settings)
-
-    def sweep(self, arguments: list[str]) -> None:
-        by_key = self.parse(arguments)
-        fixed = [_one(key, override) for key, override in by_key.items() if key not in self.varied]
-        space = {key: _range(by_key[key]) for key in by_key if key in self.varied}
-        self.request.searched = Searched(space, fixed, self.search, self.compose)
-
-
-def _each(key: str, override: Override) -> list[str]:
-    """The override for each of its values."""
-    if not override.is_sweep_override():
-        return [_one(key, override)]
-    if not override.is_discrete_sweep():
-        raise ConfigError(
-            f"{override.input_line}: a sweep over {key} needs a list of values: {key}=a,b. Or let values be chosen: "
-            "hydra/sweeper=optuna."
-        )
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
-
-
-def _one(key: str, override: Override) -> str:
-    return f"{key}={override.get_value_element_as_str()}"
-
-
-def _range(override: Override) -> Choices | Span:
-    """The values of `a,b`, `choice(a,b)`, `range(1,9)`, `interval(0,1)` and `tag(log,interval(0.1,1))`."""
-    values = override.value()
-    if isinstance(values, IntervalSweep):
-        assert values.start is not None
-        assert values.end is not None
-        return Span(values.start, values.end, is_log="log" in values.tags)
-    texts = tuple(override.sweep_string_iterator())
-    if not isinstance(values, RangeSweep) or len(texts) < 2:
-        return Choices(texts)
-    kind = int if all(isinstance(each, int) for each in (values.start, values.step)) else float
-    return Span(kind(texts[0]), kind(texts[-1]), step=kind(values.step), is_log="log" in values.tags)
-
-
-@dataclasses.dataclass
-class _Optuna(Search):
-    _target_: str = "hydra_plugins.ppctl.Trials"
+        if self.config_dir is not None:
+            search_path.append("command-line", f"file://{self.config_dir.absolute()}")
 
 
 def register() -> None:
-    """Makes schemas, source, search path and launcher known to Hydra. Twice is once."""
+    """Make schemas, source, search path, launchers and sweepers known to Hydra. Twice is once."""
     store = ConfigStore.instance()
     for name, cls in schemas().items():
         store.store(name=f"schema_{name}", node=cls, provider="ppctl")
     # The parts are missing rather than config's defaults, so that a group that was not chosen cannot hide.
     missing: dict[str, Any] = dict.fromkeys(PARTS, MISSING)
     store.store(name="schema_config", node=Config(**missing), provider="ppctl")
-    plugins = Plugins.instance()  # imports the hydra_plugins package if some other plugin brought it
-    # Hydra takes sweepers from importable modules of the hydra_plugins package only.
-    package = sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
-    package.__path__ = getattr(package, "__path__", [])
-    sys.modules["hydra_plugins.ppctl"] = package.ppctl = sys.modules[__name__]  # type: ignore[attr-defined]
-    for sweeper in (Combinations, Trials):
-        sweeper.__module__ = "hydra_plugins.ppctl"
-    target = {"_target_": "hydra_plugins.ppctl.Combinations", "params": None}
-    store.store(group="hydra/sweeper", name="ppctl", node=target, provider="ppctl")
-    store.store(group="hydra/sweeper", name="optuna", node=_Optuna, provider="ppctl")
-    for name, launcher in LAUNCHERS.items():
-        store.store(group="hydra/launcher", name=name, node=launcher, provider="ppctl")
-    for plugin in (PpctlSource, PpctlSearchPath, Combinations, Trials):
-        plugins.register(plugin)
+    for group, options in (("hydra/launcher", LAUNCHERS), ("hydra/sweeper", SWEEPERS)):
+        for name, cls in options.items():
+            store.store(group=group, name=name, node=cls, provider="ppctl")
+    for plugin in (PpctlSource, PpctlSearchPath):
+        Plugins.instance().register(plugin)
+
+
+@contextmanager
+def config_loader(config_dir: Path | None) -> Iterator[ConfigLoader]:
+    """Open Hydra's loader of conf/, of recipes/ and of a directory of the user's."""
+    register()
+    PpctlSearchPath.config_dir = config_dir
+    try:
+        with initialize_config_dir(str(ROOT / "conf"), job_name="ppctl", version_base="1.3"):
+            yield GlobalHydra.instance().config_loader()
+    finally:
+        PpctlSearchPath.config_dir = None
+
+
+class Composed(NamedTuple):
+    """A composed config."""
+
+    config: DictConfig  # without Hydra's own settings
+    choices: dict[str, Any]  # the option of each group
+
+
+def load_one(loader: ConfigLoader, overrides: list[str]) -> Composed:
+    """Return the config that the overrides of one run ask for."""
+    return without_hydra(loader.load_configuration(CONFIG, overrides, RunMode.RUN))
+
+
+def load_common(loader: ConfigLoader, overrides: list[str]) -> DictConfig:
+    """Return what all jobs of a sweep share, Hydra's own settings included."""
+    return loader.load_configuration(CONFIG, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
+
+
+def load_job(loader: ConfigLoader, common: DictConfig, overrides: list[str]) -> Composed:
+    """Return the config of one job of a sweep, by all its overrides."""
+    return without_hydra(loader.load_sweep_config(common, overrides))
+
+
+def without_hydra(config: DictConfig) -> Composed:
+    """Return a composed config and its choices, Hydra's own settings dropped from it."""
+    choices = dict(config.hydra.runtime.choices)
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    return Composed(config, choices)

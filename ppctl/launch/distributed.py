@@ -26,7 +26,7 @@ COUNTED_BY = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # where JAX's own cluster
 def join(
     coordinator: str | None, num_processes: int | None, process_id: int | None, *, join_s: int, heartbeat_s: int
 ) -> None:
-    """Nothing, once all processes have joined; before JAX looks for devices. ConfigError where they do not.
+    """Join all processes, before JAX looks for devices. ConfigError where they do not come.
 
     None: what JAX finds out about the cluster. On the CPU, collectives between processes are Gloo's.
     """
@@ -72,7 +72,7 @@ def join(
 
 
 def _checked(coordinator: str, *, listens: bool) -> str | None:
-    """The address to listen at: None for JAX's own choice, every interface; a loopback address stays what it is.
+    """Return the address to listen at: None for JAX's own choice, every interface; a loopback address stays what it is.
 
     ConfigError when the host is unknown or, for the process that listens, the port is taken.
     """
@@ -99,7 +99,7 @@ def _checked(coordinator: str, *, listens: bool) -> str | None:
 
 
 def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
-    """The number of processes, from the setting or the cluster, before JAX has started.
+    """Return the number of processes, from the setting or the cluster, before JAX has started.
 
     Where neither tells it: ConfigError if it is_cpu for sure, else None.
     """
@@ -117,22 +117,22 @@ def known_count(num_processes: int | None, *, is_cpu: bool) -> int | None:
 
 
 def is_joined() -> bool:
-    """Whether this process is one of several, or joined as one."""
+    """Return whether this process is one of several, or joined as one."""
     return jax.distributed.is_initialized()
 
 
 def is_lead() -> bool:
-    """Whether this process prints and records: the only one, or process 0."""
+    """Return whether this process prints and records: the only one, or process 0."""
     return jax.process_index() == 0
 
 
-def asked_to_leave(finished: int) -> bool:
-    """Whether some process got SIGTERM, and all are now at the same step; to be asked after each step by all."""
+def stop_requested(finished: int) -> bool:
+    """Return whether some process got SIGTERM and all are now at the same step; all must call it after each step."""
     return multihost_utils.reached_preemption_sync_point(finished)
 
 
 def gather(text: str) -> list[str]:
-    """The text of each process, by its number. Every process must call this; so it is a barrier too."""
+    """Return the text of each process, by its number. Every process must call this; so it is a barrier too."""
     if not is_joined():
         return [text]
     first: dict[int, Any] = {}
@@ -147,7 +147,7 @@ def gather(text: str) -> list[str]:
 
 
 def _all_rows(first: dict[int, Any], row: np.ndarray) -> np.ndarray:
-    """The row of every process [processes, len(row)]; one device of each takes part, however many it has."""
+    """Return the row of every process [processes, len(row)]; one device of each takes part, however many it has."""
     mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
     here = jax.device_put(row[None], first[jax.process_index()])
     shape, divided = (len(first), len(row)), NamedSharding(mesh, P("process"))
@@ -156,5 +156,5 @@ def _all_rows(first: dict[int, Any], row: np.ndarray) -> np.ndarray:
 
 
 def leave() -> None:
-    """Nothing, once every process has called this, or LEAVE_S later."""
+    """Leave, once every process has called this, or LEAVE_S later."""
     jax.distributed.shutdown()

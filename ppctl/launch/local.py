@@ -5,6 +5,7 @@ The processes are `ppctl train` with the same overrides; each learns its number 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -19,31 +20,37 @@ from ppctl.launch.supervise import LEFT, Child, Ending, run_group, stop_requests
 from ppctl.reports.run_files import checkpoint_steps, last_record
 
 HOST = "127.0.0.1"
+STARTED_WITH = "PPCTL_STARTED_WITH"  # tells each process the words that the launcher was started with, as JSON
 # A restart would meet these again: done or stopped, a request that is refused, numbers that are not finite.
 FINAL = (*LEFT, ConfigError.exit_code, NonFiniteError.exit_code)
-SAID_BY_CHILD = (ConfigError.exit_code, NonFiniteError.exit_code)  # in one line that needs no other
+EXPLAINED_BY_CHILD = (ConfigError.exit_code, NonFiniteError.exit_code)  # in one line that needs no other
 
 
-def launch(config: Config, words: Sequence[str], *, as_json: bool) -> int:
-    """The exit code of the run: that of the process which ended it, 130 or 143 when it was asked to stop.
+def launch(config: Config, words: Sequence[str], started_with: Sequence[str], *, as_json: bool) -> int:
+    """Run the processes; return the exit code of the one that ended the run, 130 or 143 after a request to stop.
 
     words: the command line without the program's name, as the user typed it: command, options and overrides.
+    started_with: those of them that a run stores, which resume it.
     """
     settings, run_dir = config.launch, Path(config.run.dir)
     groups = device_groups(config, os.environ)
     found = newest_checkpoint(run_dir)
+    env = {STARTED_WITH: json.dumps([*started_with])}
 
     def start(restart: int) -> Ending:
         began_s = time.time()
         ending = run_group(
-            children(config, words, groups, is_own=restart > 0 and found is None),
+            [
+                child._replace(env={**child.env, **env})
+                for child in children(config, words, groups, is_own=restart > 0 and found is None)
+            ],
             events,
             crash_grace_s=settings.crash_grace_s,
             exit_grace_s=settings.exit_grace_s,
             symptoms=(LostError.exit_code,),
             raw_lead=as_json,
         )
-        if ending.cause is not None and ending.code not in SAID_BY_CHILD:
+        if ending.cause is not None and ending.code not in EXPLAINED_BY_CHILD:
             step = last_step(run_dir, since_s=began_s)
             _say(ending.cause + ("" if step is None else f" (last step logged: {step})"))
         return ending
@@ -58,7 +65,7 @@ def with_restarts(
     newest: Callable[[], int | None],
     say: Callable[[str], None],
 ) -> int:
-    """The exit code of the last of at most 1 + max_restarts starts; only a crash is followed by another.
+    """Start at most 1 + max_restarts times, only after a crash again; return the exit code of the last start.
 
     newest: the step of the newest checkpoint, which the next start goes on from.
     """
@@ -79,7 +86,7 @@ def with_restarts(
 
 
 def children(config: Config, words: Sequence[str], groups: Sequence[str | None], *, is_own: bool) -> list[Child]:
-    """The processes of one start.
+    """Return the processes of one start.
 
     is_own: the checkpoints in run.dir, if there are any, are this launch's. run.resume=never, which keeps a run from
     going on with another's, then no longer keeps it from its own.
@@ -98,38 +105,43 @@ def children(config: Config, words: Sequence[str], groups: Sequence[str | None],
 
 
 def device_groups(config: Config, environ: Mapping[str, str]) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each process: equal runs of this process's devices; None: it is left as it is.
+    """Return CUDA_VISIBLE_DEVICES of each process: equal runs of this process's devices; None: it is left as it is.
 
     Which devices there are is not known here, only how many the mesh has; where there are no GPUs nobody reads it.
     """
     number, num_devices = config.launch.processes, config.mesh.num_devices
-    said = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
     # an empty list, or one that starts with -1, hides all GPUs
-    if config.run.platform == "cpu" or number == 1 or (said is not None and said.split(",")[0].strip() in ("", "-1")):
+    if (
+        config.run.platform == "cpu"
+        or number == 1
+        or (visible is not None and visible.split(",")[0].strip() in ("", "-1"))
+    ):
         return [None] * number
-    devices = [str(i) for i in range(num_devices)] if said is None else [name.strip() for name in said.split(",")]
+    devices = [str(i) for i in range(num_devices)] if visible is None else [name.strip() for name in visible.split(",")]
     if len(devices) < num_devices:
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={said} names {len(devices)} devices, but mesh={config.mesh.text} has {num_devices} "
-            f"to share among launch.processes={number}. Name {num_devices}, or use run.platform=cpu or a smaller mesh."
+            f"CUDA_VISIBLE_DEVICES={visible} names {len(devices)} devices, but mesh={config.mesh.text} has "
+            f"{num_devices} to share among launch.processes={number}. Name {num_devices}, or use run.platform=cpu or a "
+            "smaller mesh."
         )
     each = num_devices // number
     return [",".join(devices[i * each : (i + 1) * each]) for i in range(number)]
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
-    """The step that a run in run_dir goes on from; as `Checkpoints.latest`, which needs JAX."""
+    """Return the step that a run in run_dir goes on from; as `Checkpoints.latest`, which needs JAX."""
     return max(checkpoint_steps(run_dir / "checkpoints"), default=None)
 
 
 def last_step(run_dir: Path, *, since_s: float) -> int | None:
-    """The last step in metrics.jsonl if that was written to since then."""
+    """Return the last step in metrics.jsonl if that was written to since then."""
     record = last_record(run_dir, since_s=since_s)
     return None if record is None else record["step"]
 
 
 def _free_port() -> int:
-    """A port that nobody listens on now. Another process may take it first: the start then fails and says so."""
+    """Return a port that nobody listens on now. Another process may take it first: the start then fails and says so."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]

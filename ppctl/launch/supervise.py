@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -49,7 +49,7 @@ class Ending(NamedTuple):
 
 @contextmanager
 def stop_requests() -> Iterator[Events]:
-    """The events of groups. While it is open, SIGINT and SIGTERM to this process are events and nothing else."""
+    """Yield the events of groups. While it is open, SIGINT and SIGTERM to this process are events and nothing else."""
     events: Events = queue.SimpleQueue()
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -61,7 +61,7 @@ def stop_requests() -> Iterator[Events]:
 
 @contextmanager
 def handling(numbers: Collection[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """While it is open, `handle` answers these signals; then what answered them before."""
+    """Let `handle` answer these signals while this is open."""
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
@@ -79,7 +79,7 @@ def run_group(
     symptoms: Collection[int] = (),
     raw_lead: bool = False,
 ) -> Ending:
-    """How the group ended, after all of it has.
+    """Run a group; return how it ended, after all of it has.
 
     A stop request is passed on as SIGTERM, once; a second one kills. The first child that ends starts a clock for the
     others, which are killed when it runs out. One child alone keeps this process's stdout and stderr.
@@ -90,7 +90,7 @@ def run_group(
         symptoms: Exit codes of a child that only noticed another's end. The cause is looked for elsewhere.
         raw_lead: Child 0's stdout is forwarded as it is, and the others' stdout goes to stderr.
     """
-    output = _Output(events, raw_lead)
+    output = GroupOutput(events, raw_lead)
     processes: list[subprocess.Popen[bytes]] = []
     pumps: list[threading.Thread] = []
     ended: dict[int, int] = {}  # child: exit code, in the order in which they ended
@@ -127,17 +127,15 @@ def run_group(
             process.wait()
         os.close(alive)
         os.close(held)
-        drained_s = time.monotonic() + DRAIN_S
-        for pump in pumps:
-            pump.join(max(0.0, drained_s - time.monotonic()))
-    output.say_who_said_the_same()
+        drain(pumps)
+    output.say_who_repeated()
     return _ending(ended, killed, stop, {-signal.SIGABRT, *symptoms})
 
 
 def start(
     child: Child, alive: int, *, stdout: IO[bytes] | int | None, stderr: IO[bytes] | int | None
 ) -> subprocess.Popen[bytes]:
-    """The process, in a session of its own: Ctrl-C on a terminal reaches this process alone.
+    """Start a process, in a session of its own: Ctrl-C on a terminal reaches this process alone.
 
     alive: the end to read of a pipe to which nobody writes; the process ends when its other end closes with this one.
     """
@@ -157,7 +155,7 @@ def _report(index: int, process: subprocess.Popen[bytes], events: Events) -> Non
 
 
 def _next(events: Events, deadline_s: float) -> Exit | Stop | None:
-    """The next event, or None at the deadline."""
+    """Return the next event, or None at the deadline."""
     try:
         return events.get(timeout=max(0.0, min(deadline_s - time.monotonic(), threading.TIMEOUT_MAX)))
     except queue.Empty:
@@ -165,7 +163,7 @@ def _next(events: Events, deadline_s: float) -> Exit | Stop | None:
 
 
 def _ending(ended: dict[int, int], killed: set[int], stop: int | None, symptoms: Collection[int]) -> Ending:
-    """What the exit codes of all children, in the order in which they ended, mean for the group.
+    """Return what the exit codes of all children, in the order in which they ended, mean for the group.
 
     >>> _ending({0: 75, 2: -9, 1: -9}, killed={1}, stop=None, symptoms={75})
     Ending(code=137, is_stopped=False, cause='process 2 of 3 was killed by SIGKILL; process 1 had to be killed')
@@ -185,12 +183,12 @@ def _ending(ended: dict[int, int], killed: set[int], stop: int | None, symptoms:
 
 
 def shell_code(code: int) -> int:
-    """Popen's exit code as a shell gives it."""
+    """Return Popen's exit code as a shell gives it."""
     return code if code >= 0 else 128 - code
 
 
 def how(code: int) -> str:
-    """How a process with Popen's exit code ended.
+    """Return how a process with Popen's exit code ended, in words.
 
     >>> how(-9), how(1)
     ('was killed by SIGKILL', 'ended with exit code 1')
@@ -214,16 +212,16 @@ def _named(children: Sequence[int]) -> str:
 
 
 @dataclass
-class _Output:
+class GroupOutput:
     """Forwards what children print in whole lines, each with its child's number before it."""
 
     events: Events
     raw_lead: bool
     lock: threading.Lock = field(default_factory=threading.Lock)
-    errors: dict[bytes, list[int]] = field(default_factory=dict)  # a line of ppctl's own: the children that said it
+    errors: dict[bytes, list[int]] = field(default_factory=dict)  # a line of ppctl's own: the children that printed it
 
     def pumps(self, child: int, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        """Started threads that end with the child's output."""
+        """Start threads that forward the child's output and end with it."""
         streams = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
         threads = [
             threading.Thread(target=self._pump, args=(child, pipe, target), daemon=True)
@@ -239,7 +237,7 @@ class _Output:
         out = sys.stderr if self.raw_lead and child != 0 else target
         with pipe:
             for line in pipe:
-                if target is sys.stderr and self._was_said(child, line):
+                if target is sys.stderr and self._is_repeated(child, line):
                     continue
                 if not self._write(out, line if is_raw else prefixed(line, b"[%d] " % child)):
                     return
@@ -255,25 +253,32 @@ class _Output:
             return False
         return True
 
-    def _was_said(self, child: int, line: bytes) -> bool:
-        """Whether another child has said this line of ppctl's own, an error that all of them meet."""
+    def _is_repeated(self, child: int, line: bytes) -> bool:
+        """Return whether another child has printed this line of ppctl's own, an error that all of them meet."""
         if not line.startswith(b"ppctl: "):
             return False
         with self.lock:
-            said = self.errors.setdefault(line, [])
-            is_new = child in said or not said
-            said.append(child)
+            printed_by = self.errors.setdefault(line, [])
+            is_new = child in printed_by or not printed_by
+            printed_by.append(child)
         return not is_new
 
-    def say_who_said_the_same(self) -> None:
+    def say_who_repeated(self) -> None:
         for first, *others in self.errors.values():
             same = sorted(set(others) - {first})
             if same:
                 print(f"ppctl: {_named(same)} said the same as process {first}.", file=sys.stderr, flush=True)
 
 
+def drain(pumps: Iterable[threading.Thread]) -> None:
+    """Wait up to DRAIN_S for the threads that forward the output of ended processes."""
+    until_s = time.monotonic() + DRAIN_S
+    for pump in pumps:
+        pump.join(max(0.0, until_s - time.monotonic()))
+
+
 def prefixed(line: bytes, prefix: bytes) -> bytes:
-    """A whole line with the prefix wherever a terminal would begin it: what returns the carriage keeps it too.
+    """Return a whole line with the prefix wherever a terminal would begin it: what returns the carriage keeps it too.
 
     >>> prefixed(b"10%\\r20%\\r\\n", b"[1] ")
     b'[1] 10%\\r[1] 20%\\n'
@@ -286,7 +291,7 @@ def prefixed(line: bytes, prefix: bytes) -> bytes:
 
 
 def end_with_starter() -> None:
-    """Nothing; if `run_group` started this process, it ends when the one that did is gone, killed or not."""
+    """End this process when the one whose `run_group` started it is gone, killed or not."""
     alive = os.environ.pop(ALIVE_FD, None)
     if alive is not None:
         threading.Thread(target=_end_when_closed, args=(int(alive),), daemon=True).start()

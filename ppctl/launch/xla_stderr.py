@@ -26,7 +26,7 @@ GONE = re.compile(r"tasks are unhealthy[^:]*:\s*([\s\S]*?)\s*The tasks have cras
 
 
 def divert(process: int | str) -> None:
-    """Nothing; from now on what is written past Python to standard output or error goes through `readable`."""
+    """Let what is written past Python to standard output or error go through `readable` from now on."""
     if os.environ.get("PPCTL_DEBUG", "0") not in ("", "0"):
         return
     sys.stdout.flush()
@@ -43,12 +43,12 @@ def divert(process: int | str) -> None:
 
 
 def tell_lost(what: str) -> None:
-    """Nothing; lets the line about a lost process begin with `what`, should XLA end this process."""
+    """Let the line about a lost process begin with `what`, should XLA end this process."""
     os.write(2, f"{LOST}{what}\n".encode())
 
 
 def readable(lines: Iterable[str], process: str) -> Iterator[str]:
-    """The lines that are for people.
+    """Yield the lines that are for people.
 
     >>> list(readable(["[Gloo] Rank [Gloo] Rank 1\\n", "0 ... connected peer ranks is : 1\\n", "hello\\n"], "1"))
     ['hello\\n']
@@ -74,12 +74,12 @@ def readable(lines: Iterable[str], process: str) -> Iterator[str]:
 
 
 def _is_rest(line: str) -> bool:
-    """Whether a line may be the rest of a message of the service."""
+    """Return whether a line may be the rest of a message of the service."""
     return REST.match(line) is not None
 
 
 def _cause(last_words: str) -> str:
-    """What the service's last words say of the reason."""
+    """Return what the service's last words say of the reason."""
     gone = GONE.search(last_words)
     if gone is not None:
         listed = sorted({int(number) for number in re.findall(r"(?:^|task:)(\d+)\b", gone[1], re.MULTILINE)})

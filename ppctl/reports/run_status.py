@@ -18,6 +18,7 @@ from typing import Any
 
 FILE = "status.jsonl"
 STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "failed"
+OVERRIDES = "overrides"  # key of a start: the words it was asked for with, which resume the run
 LOCK_S = 1.0  # `is_held` locks the file too, for microseconds
 
 

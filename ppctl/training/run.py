@@ -27,7 +27,7 @@ from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
 from ppctl.reports.charts.drawing import priced
 from ppctl.reports.run_files import MEMORY_FILE
-from ppctl.reports.run_status import FINISHED, INTERRUPTED, NoRunStatus, RunStatus, held_by
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, OVERRIDES, NoRunStatus, RunStatus, held_by
 from ppctl.reports.terminal import replace_file
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.simulate import peak_activations, simulate
@@ -52,7 +52,7 @@ LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by mor
 def train(config: Config, words: Sequence[str], *, predict: Predict, as_json: bool) -> int:
     """The exit code: 0 trained to run.num_steps, 130 or 143 interrupted after saving.
 
-    words: what the config asks for beside the defaults. predict: step time and memory before anything is compiled.
+    words: what the run was started with, as typed. predict: step time and memory before anything is compiled.
 
     Raises PpctlError for what the user asked wrong, NonFiniteError when the loss or a gradient is not finite.
     """
@@ -95,7 +95,7 @@ def _train(
         for line in (*describe(job, start), prediction.line()):
             say(line)
         where = environment(job.pipe.mesh)
-        with _recorded(config, start, where) if is_lead else NoRunStatus() as standing:
+        with _recorded(config, start, {**where, OVERRIDES: [*words]}) if is_lead else NoRunStatus() as standing:
             footprint, compile_time_s = compile_steps(job, console)
             say(f"compiled in {compile_time_s:.1f} s")
             if is_lead:
@@ -328,7 +328,7 @@ def _stop_requests(console: Console) -> Iterator[Callable[[int], int | None]]:
 
     def asked_to_leave(finished: int) -> int | None:
         if is_joined:
-            return signal.SIGTERM if distributed.asked_to_leave(finished) else None
+            return signal.SIGTERM if distributed.stop_requested(finished) else None
         return received[0] if received else None
 
     numbers = (signal.SIGINT,) if is_joined else STOP_SIGNALS

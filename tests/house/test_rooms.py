@@ -22,8 +22,8 @@ ROOMS = (  # from the top down: a room may import from itself and from those aft
 )
 NO_JAX = ("cli.commands.schedule_show", "reports", "config", "schedule", "errors")  # and all that they import
 STANDARD_LIBRARY_ONLY = ("schedule", "config", "errors")
-HYDRA = ("hydra", "omegaconf", "hydra_plugins")
-HYDRA_SIDE = ("cli.compose", "cli.plugins", "cli.faults")
+HYDRA = ("hydra", "omegaconf")
+HYDRA_SIDE = ("cli.compose", "cli.plugins", "cli.faults", "cli.sweeps", "cli.searches")
 MATPLOTLIB_SIDE = ("reports.charts.image",)
 PRIVATE = ("jax._src", "jax.interpreters", "jax.lib", "jax.core", "jaxlib")
 CONFIG_STOPS_AT = ("executors", "model", "data", "schedule", "errors")  # these take ints, tuples, arrays, callables

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from test_processes import processes
+from support.processes import processes
 
 NUM_STEPS = 8
 SETTINGS = (  # each process saves megabytes; the records of steps are far from 100 kB
@@ -16,7 +16,7 @@ SETTINGS = (  # each process saves megabytes; the records of steps are far from 
 FULL = """
 import resource
 from ppctl import cli
-from ppctl.checkpoint import Checkpoints
+from ppctl.training.checkpoint.checkpoint import Checkpoints
 
 hard, save = resource.getrlimit(resource.RLIMIT_FSIZE)[1], Checkpoints.save
 
@@ -31,7 +31,7 @@ cli.console_script()
 READ_ONLY = """
 import errno, os
 from ppctl import cli
-from ppctl.checkpoint import Checkpoints
+from ppctl.training.checkpoint.checkpoint import Checkpoints
 
 def probe(self):
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -24,7 +24,7 @@ BY_USER = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES
 # A process that runs a group of small scripts and prints how it ended; the last line of its stderr is that.
 STARTER = """
 import json, sys
-from ppctl.supervise import Child, run_group, stop_requests
+from ppctl.launch.supervise import Child, run_group, stop_requests
 
 scripts, settings = json.loads(sys.argv[1])
 with stop_requests() as events:
@@ -35,7 +35,7 @@ sys.exit(ending.code)
 # Each child holds a lock on a file as long as it lives, whoever is to reap it.
 CHILD = """
 import fcntl, os, signal, sys, time
-from ppctl.supervise import end_with_starter
+from ppctl.launch.supervise import end_with_starter
 end_with_starter()
 lock = open({path!r}, "w")
 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -382,7 +382,8 @@ def train(config, words, *, as_json):
     run_dir = pathlib.Path(config.run.dir)
     start = len(list(run_dir.glob("checkpoints/*")))
     (run_dir / "checkpoints" / str(10 * (start + 1))).mkdir(parents=True)
-    print(json.dumps({"resume": config.run.resume, "launch": vars(config.launch)}), flush=True)
+    facts = {"resume": config.run.resume, "launch": vars(config.launch), "words": words}
+    print(json.dumps(facts), flush=True)
     if start < 2:
         os.kill(os.getpid(), 9)
     return 0
@@ -406,6 +407,7 @@ def test_the_command_starts_again_from_its_own_checkpoints_and_loads_no_jax(tmp_
     printed = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["resume"] for each in printed] == ["never", "auto", "auto"]
     assert all(each["launch"] == vars(c.Launch()) for each in printed)
+    assert [each["words"] for each in printed] == [words[1:-1]] * 3  # those of the launcher, to be stored
     assert done.stderr.splitlines() == [
         "ppctl: process 0 of 1 was killed by SIGKILL.",
         "ppctl: restart 1 of 2, from the checkpoint of step 10.",

@@ -7,26 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager
 
 import pytest
+from support.processes import BY_USER, WORDS, Process, processes
 
 from ppctl import cli
 from ppctl.launch.xla_stderr import LOST, readable
 from ppctl.training.heartbeat import FAILED, Watch, late_text
 
-TINY = (
-    "model=mlp model.num_layers=4 model.d_model=8 data=regression data.batch_size=8 data.num_rows=1024 "
-    "data.num_features=5 data.num_targets=3 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
-    "run.dtype=float64 run.eval_every=null run.checkpoint.every=null run.tensorboard=false run.log_every=1 "
-    "optim.warmup_steps=0 optim.min_lr_fraction=1"  # the learning rate does not depend on where the run is to end
-)
-WORDS = TINY.split()
 TWO = ("mesh=1x2", "model.num_layers=2", "run.num_steps=1000000")
-BY_USER = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PPCTL_"))}
-PATIENCE_S = 240  # of a test that waits on a busy machine
 
 # A process whose data are gone at its third step.
 FAILING = """
@@ -45,56 +35,6 @@ def failing(self, batch):
 OneProgram.put = failing
 cli.console_script()
 """
-
-
-class Process:
-    """One of the processes of a run; `lines` grows as it prints."""
-
-    def __init__(self, words, program=("-m", "ppctl.cli"), env=()):
-        self.lines = []
-        self.popen = subprocess.Popen(
-            [sys.executable, *program, "train", *WORDS, *words],
-            env=BY_USER | {"PYTHONUNBUFFERED": "1"} | dict(env),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        self._reader = threading.Thread(target=lambda: self.lines.extend(iter(self.popen.stdout.readline, "")))
-        self._reader.start()
-
-    def wait_for(self, pattern):
-        """Nothing, once a line matches; fails if the process ends first."""
-        while not any(re.match(pattern, line) for line in self.lines):
-            assert self.popen.poll() is None, "".join(self.lines)
-            time.sleep(0.01)
-
-    def end(self, timeout_s=PATIENCE_S):
-        """The exit code."""
-        code = self.popen.wait(timeout_s)
-        self._reader.join()
-        self.popen.stdout.close()
-        return code
-
-
-@contextmanager
-def processes(count, run_dir, *words, of=None, programs=None):
-    """`count` processes of one run; of: further words by process; programs: other programs than ppctl's by process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    joined = [f"run.dir={run_dir}", "run.distributed=explicit", f"run.coordinator=127.0.0.1:{port}", *words]
-    started = []
-    try:
-        for i in range(count):
-            own = [f"run.num_processes={count}", f"run.process_id={i}", *(of or {}).get(i, ())]
-            program = ("-c", programs[i]) if programs and i in programs else ("-m", "ppctl.cli")
-            started.append(Process([*joined, *own], program))
-        yield started
-    finally:
-        for process in started:
-            process.popen.kill()
-        for process in started:
-            process.end()
 
 
 def losses(run_dir):

@@ -21,10 +21,10 @@ from ppctl.config import Config, Run
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import processes
 from ppctl.launch.sweep.finished import has_ended, other_settings
-from ppctl.launch.sweep.jobs import LOG, Job, Outcome, Sweep, check
-from ppctl.launch.sweep.live_table import Board, show_end
+from ppctl.launch.sweep.jobs import LOG, Job, Outcome, Sweep, check_sweep
+from ppctl.launch.sweep.live_table import LiveTable, show_end
 from ppctl.launch.sweep.runner import run_jobs
-from ppctl.launch.sweep.sweep import serve
+from ppctl.launch.sweep.sweep import run_sweep
 
 NUM_STEPS = 20
 FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
@@ -48,14 +48,14 @@ def sweep_of(number, *, side=1, **more):
 
 def programs(monkeypatch, *texts):
     """What the processes of the jobs run instead of ppctl, the last one for all others too."""
-    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]])
+    monkeypatch.setattr(processes, "job_command", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]])
 
 
 def told(sweep):
     """(outcomes, signal, what the terminal was told)."""
     out = io.StringIO()
-    with Board(sweep, Console(file=out, width=200)) as board:
-        outcomes, stop = run_jobs(sweep, board)
+    with LiveTable(sweep, Console(file=out, width=200)) as table:
+        outcomes, stop = run_jobs(sweep, table)
     return outcomes, stop, out.getvalue()
 
 
@@ -106,10 +106,10 @@ def test_a_finished_run_of_other_settings_is_refused_and_stays(changed, message)
     sweep = sweep_of(2)
     saved(sweep.jobs[0], **changed)
     if message is None:
-        check(sweep)
+        check_sweep(sweep)
         return
     with pytest.raises(ConfigError, match=re.escape(f"holds a finished run of other settings ({message})")):
-        serve(sweep)
+        run_sweep(sweep)
     assert not Path("runs/s/multirun.yaml").exists()
 
 
@@ -154,11 +154,11 @@ def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):
 
 def test_the_exit_code_is_1_if_a_job_failed_and_the_summary_is_there(monkeypatch, capfd):
     programs(monkeypatch, "raise SystemExit(3)", "")
-    assert serve(sweep_of(2)) == 1
+    assert run_sweep(sweep_of(2)) == 1
     assert [each["status"] for each in json.loads(Path("runs/s/sweep.json").read_text())] == ["failed", "finished"]
     assert "ended with exit code 3" in Path("runs/s/sweep.html").read_text()
     programs(monkeypatch, "")
-    assert serve(sweep_of(2)) == 0
+    assert run_sweep(sweep_of(2)) == 0
 
 
 WAITS = """
@@ -254,9 +254,11 @@ def test_the_live_table_shows_states_and_the_newest_numbers(monkeypatch):
     saved(sweep.jobs[0])
     programs(monkeypatch, "", f"{write}\nimport time; time.sleep(2.5)", "raise SystemExit(1)")
     out = io.StringIO()
-    with Board(sweep, Console(file=out, width=100, height=40, force_terminal=True, force_interactive=True)) as board:
-        assert board.is_live
-        run_jobs(sweep, board)
+    with LiveTable(
+        sweep, Console(file=out, width=100, height=40, force_terminal=True, force_interactive=True)
+    ) as table:
+        assert table.is_live
+        run_jobs(sweep, table)
     shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue())
     assert re.search(r"0: run.seed=0 +skipped", shown)
     assert re.search(r"1: run.seed=1 +running +7/20 +2.5000 +0.125 +\d", shown)
@@ -266,7 +268,7 @@ def test_the_live_table_shows_states_and_the_newest_numbers(monkeypatch):
 
 def test_a_table_larger_than_the_terminal_says_what_it_leaves_out():
     sweep = sweep_of(30, side=2)
-    board = Board(sweep, Console(file=io.StringIO(), height=18, force_terminal=True))
+    board = LiveTable(sweep, Console(file=io.StringIO(), height=18, force_terminal=True))
     out = io.StringIO()
     Console(file=out, width=100).print(board._table([Outcome("waiting")] * 29 + [Outcome("running")]))
     assert "and 20 more" in out.getvalue()
@@ -278,5 +280,5 @@ def test_a_summary_of_something_else_is_not_overwritten():
     sweep.directory.mkdir(parents=True)
     (sweep.directory / "sweep.csv").write_text("mine")
     with pytest.raises(ConfigError, match=r"runs/s/sweep\.csv is not of a sweep and stays"):
-        serve(sweep)
+        run_sweep(sweep)
     assert (sweep.directory / "sweep.csv").read_text() == "mine"

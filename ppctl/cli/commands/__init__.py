@@ -1,1 +1,30 @@
-"""One file a command."""
+"""One file a command, which opens with what `ppctl --help` says of it: "`ppctl NAME`: what it does."
+
+A command that composes a whole config is a function of its own name: `NAME(config, *, as_json) -> exit code`. Its
+module imports JAX, so it is imported when the request is known to be right, and its help is read from the file.
+
+Any other command has `serve(words) -> exit code`, `option_names()`, and `completions(words)`: what may follow these
+words in bash, or None where the overrides of a config may.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+COMPOSED = ("train", "verify", "doctor", "plan", "tune", "inspect", "bench")  # in the order of `ppctl --help`
+OTHERS = ("schedule", "runs", "report", "examples", "init")
+
+
+def about(name: str) -> str:
+    """Return what a command does, from the first line of its file.
+
+    >>> about("verify")
+    'show that the pipelined gradients equal those of the un-pipelined model'
+    """
+    with (Path(__file__).parent / f"{name}.py").open(encoding="utf-8") as file:
+        head, _, text = file.readline().partition("`: ")
+    assert head == f'"""`ppctl {name}', f"{name}.py does not open with its help"
+    return text.rstrip().removesuffix('"""').removesuffix(".")
+
+
+COMMANDS = {name: about(name) for name in (*COMPOSED, *OTHERS)}

@@ -1,4 +1,4 @@
-"""`ppctl bench`: what a pipelined step costs beside the un-pipelined one, and how its program grows.
+"""`ppctl bench`: time the training step, compared with its prediction and the un-pipelined model.
 
 Machines are shared and noisy, so: CPU seconds of the process, steps of all candidates in turn, ratios taken round by
 round, medians.
@@ -27,7 +27,7 @@ GROWTH = (8, 16, 64)  # microbatches at which programs are compared
 
 
 @dataclass
-class Candidate:
+class BenchStep:
     """An engine with a compiled train step and its state, ready to run again and again."""
 
     name: str
@@ -40,7 +40,7 @@ class Candidate:
 
 
 def bench(config: Config, *, as_json: bool) -> int:
-    """The exit code 0. Times the config's executor with every remat setting beside the reference, on one batch."""
+    """Time the config's executor with every remat setting, and the reference, on one batch; return 0."""
     requests = {"reference": without_pipeline(config)}
     if config.executor.IS_PIPELINED:
         for remat in config.executor.REMAT:
@@ -84,45 +84,50 @@ def bench(config: Config, *, as_json: bool) -> int:
     return 0
 
 
-def prepare(name: str, config: Config) -> Candidate:
-    """The compiled step of `config` and what it runs on."""
+def prepare(name: str, config: Config) -> BenchStep:
+    """Return the compiled step of `config` and what it runs on."""
     job = assemble(config)
     engine = job.pipe.engine
     temp_bytes, compile_cpu_s = _compile(job)
     batch = engine.put(next(job.data.batches()))
     num_tasks = sum(map(len, job.pipe.schedule.ranks)) if job.pipe.execution.dispatches_tasks else None
-    return Candidate(name, engine, engine.new_state(), batch, compile_cpu_s, temp_bytes, num_tasks)
+    return BenchStep(name, engine, engine.new_state(), batch, compile_cpu_s, temp_bytes, num_tasks)
 
 
-def time_steps(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """For each candidate medians of CPU and wall seconds a step, of the dispatching thread's CPU seconds, and of its
-    CPU ratio to the first, round by round."""
+def time_steps(candidates: Sequence[BenchStep]) -> list[dict[str, Any]]:
+    """Return for each candidate medians over all rounds.
+
+    They are of CPU and wall seconds a step, of the dispatching thread's CPU seconds, and of the CPU ratio to the first
+    candidate in the same round.
+    """
     times: list[list[tuple[float, float, float]]] = [[] for _ in candidates]
     for _ in range(ROUNDS + 1):
-        for candidate, taken in zip(candidates, times, strict=True):
+        for candidate, measured in zip(candidates, times, strict=True):
             cpu, wall, host = time.process_time(), time.perf_counter(), time.thread_time()
             candidate.state, _ = running = candidate.engine.step(candidate.state, candidate.batch)
             host = time.thread_time() - host
             jax.block_until_ready(running)
-            taken.append((time.process_time() - cpu, time.perf_counter() - wall, host))
+            measured.append((time.process_time() - cpu, time.perf_counter() - wall, host))
     first = times[0][1:]  # the first round warms up
     return [
         {
             "name": candidate.name,
-            "cpu_s": statistics.median(cpu for cpu, _, _ in taken[1:]),
-            "cpu_ratio": statistics.median(cpu / base for (cpu, *_), (base, *_) in zip(taken[1:], first, strict=True)),
-            "wall_s": statistics.median(wall for _, wall, _ in taken[1:]),
-            "dispatch_s": (host_s := statistics.median(host for _, _, host in taken[1:])),
+            "cpu_s": statistics.median(cpu for cpu, _, _ in measured[1:]),
+            "cpu_ratio": statistics.median(
+                cpu / base for (cpu, *_), (base, *_) in zip(measured[1:], first, strict=True)
+            ),
+            "wall_s": statistics.median(wall for _, wall, _ in measured[1:]),
+            "dispatch_s": (host_s := statistics.median(host for _, _, host in measured[1:])),
             "dispatch_us_per_task": None if candidate.num_tasks is None else host_s / candidate.num_tasks * 1e6,
             "compile_cpu_s": candidate.compile_cpu_s,
             "temp_bytes": candidate.temp_bytes,
         }
-        for candidate, taken in zip(candidates, times, strict=True)
+        for candidate, measured in zip(candidates, times, strict=True)
     ]
 
 
 def grow(config: Config, family: str) -> dict[str, Any]:
-    """How trace-and-compile CPU seconds and temp memory of a family grow with the number of microbatches."""
+    """Return how trace-and-compile CPU seconds and temp memory of a family grow with the number of microbatches."""
     rows = config.data.batch_size // config.schedule.num_microbatches
     compiled = {}
     for num_microbatches in GROWTH:
@@ -138,7 +143,7 @@ def grow(config: Config, family: str) -> dict[str, Any]:
 
 
 def _compile(job: TrainingJob) -> tuple[int, float]:
-    """(bytes of temporaries on one device, as the compiler planned them; CPU seconds of trace and compile)."""
+    """Return (bytes of temporaries on one device, as the compiler planned them; CPU seconds of trace and compile)."""
     began = time.process_time()
     footprint = job.pipe.engine.compile(evaluate=False)
     return footprint.temp_bytes, time.process_time() - began

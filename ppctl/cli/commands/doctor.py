@@ -1,4 +1,4 @@
-"""`ppctl doctor`: whether this request would train here, and how fast the devices talk to each other.
+"""`ppctl doctor`: check that a request would train here, and measure the links between devices.
 
 Takes the request of `ppctl train` and does all of it short of compiling the step: joins the processes, makes the mesh,
 opens the data, builds the model, writes where the run would write. Then it measures the links between devices, which a

@@ -1,4 +1,4 @@
-"""`ppctl examples`: what people want to do, and the commands that do it."""
+"""`ppctl examples`: commands for what people want to do, to copy and to change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 
 from ppctl.errors import ConfigError
 
-ABOUT = "commands for what people want to do, to copy and to change"
 EXAMPLES = (  # a test composes each
     ("train a small model on this machine, without an accelerator, in seconds", "ppctl train recipes=tiny"),
     ("go on with it after Ctrl-C or a crash, or for more steps", "ppctl train recipes=tiny run.num_steps=60"),
@@ -38,7 +37,7 @@ EXAMPLES = (  # a test composes each
         "ppctl train recipes=tiny launch.processes=2 launch.max_restarts=3",
     ),
     (
-        "look into the program before it runs: what each rank does in every tick, and what they say to each other",
+        "look into the program before it runs: what each rank does in every tick, and what they send to each other",
         "ppctl inspect mesh=1x4 schedule=eager_1f1b",
     ),
     ("record what every rank does when, for xprof and Perfetto", "ppctl train recipes=tiny run.profile.start=10"),
@@ -46,7 +45,7 @@ EXAMPLES = (  # a test composes each
 
 
 def serve(words: list[str]) -> int:
-    """The exit code of `ppctl examples WORDS`."""
+    """Print the examples; return 0."""
     if words == ["--json"]:
         print(json.dumps([{"want": want, "command": command} for want, command in EXAMPLES]))
         return 0
@@ -57,5 +56,11 @@ def serve(words: list[str]) -> int:
 
 
 def option_names() -> list[str]:
-    """Every option of `ppctl examples`."""
+    """Return every option of `ppctl examples`."""
     return ["--json", "--help"]
+
+
+def completions(words: list[str]) -> list[str]:
+    """Return no candidates: nothing follows but options."""
+    del words
+    return []

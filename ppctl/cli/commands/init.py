@@ -1,21 +1,22 @@
-"""`ppctl init DIR`: a project of one's own to start from: a model, a data set and a recipe that runs."""
+"""`ppctl init`: write a project to start from: your own model, your own data, a recipe that runs."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
+from ppctl.cli.commands import COMMANDS
 from ppctl.config.files import ROOT
 from ppctl.errors import ConfigError
 
-ABOUT = "write a project to start from: your own model, your own data, a recipe that runs"
 STARTER = ROOT / "recipes/starter"
 
 
 def serve(words: list[str]) -> int:
-    """0 once the files are written; ConfigError where they cannot be, or would replace others."""
+    """Write the files; return 0. ConfigError where they cannot be, or would replace others."""
     if words in (["-h"], ["--help"]):
-        print(f"Usage: ppctl init DIR\n\n{ABOUT[0].upper()}{ABOUT[1:]}: {', '.join(map(str, _files()))}.")
+        about = COMMANDS["init"]
+        print(f"Usage: ppctl init DIR\n\n{about[0].upper()}{about[1:]}: {', '.join(map(str, _files()))}.")
         return 0
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError(f"ppctl init {' '.join(words)}".rstrip() + " is not `ppctl init DIR`: name one directory.")
@@ -36,10 +37,16 @@ def serve(words: list[str]) -> int:
 
 
 def option_names() -> list[str]:
-    """Every option of `ppctl init`."""
+    """Return every option of `ppctl init`."""
     return ["--help"]
 
 
+def completions(words: list[str]) -> list[str]:
+    """Return no candidates: the directory is a new one."""
+    del words
+    return []
+
+
 def _files() -> list[Path]:
-    """What is written, below the directory."""
+    """Return what is written, below the directory."""
     return sorted(file.relative_to(STARTER) for file in STARTER.rglob("*") if file.suffix in (".py", ".yaml"))

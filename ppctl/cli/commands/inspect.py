@@ -1,4 +1,4 @@
-"""`ppctl inspect`: the programs that would run: what ranks do and say to each other, and the compiler's texts.
+"""`ppctl inspect`: show the programs that would run: ticks or tasks of each rank, collectives, jaxpr, StableHLO, HLO.
 
 Nothing is run. A summary counts the collectives in the compiled programs; the program is the table of ticks that one
 XLA program reads (executor=spmd), or the list that the host dispatches (executor=mpmd).

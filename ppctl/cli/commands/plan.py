@@ -1,4 +1,4 @@
-"""`ppctl plan`."""
+"""`ppctl plan`: say what a request takes before it trains: stages, bubble and memory of each rank."""
 
 from ppctl.planner.plan import plan
 

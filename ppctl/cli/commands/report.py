@@ -1,4 +1,4 @@
-"""`ppctl report RUN [RUN ...]`: words in, handed to `ppctl.reports.run_page`."""
+"""`ppctl report`: one run, or several compared, as an html page to look at and to send; starts no JAX."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl.cli.choices import schema_of
+from ppctl.cli.commands import COMMANDS, runs
 from ppctl.cli.commands.runs import DEFAULT_DIR
 from ppctl.cli.options import Parser, refuse_unknown
 from ppctl.config import Mesh
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
     from ppctl.config.schedule_from_config import Pipeline
     from ppctl.reports.run_page.read import Run
 
-ABOUT = "one run, or several compared, as an html page to look at and to send; starts no JAX"
 EXAMPLES = ("ppctl report tiny", "ppctl report tiny runs/other --out both.html", "ppctl report runs/sweep/*/ --json")
 HELP = f"""\
-ppctl report: {ABOUT}.
+ppctl report: {COMMANDS["report"]}.
 
-Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predicted beside taken
+Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predicted vs. measured
        ppctl report RUN RUN ... [--out FILE.html] [--json]   up to 8 runs: what differs, curves drawn together
 
 RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has. The page holds all it shows: it
@@ -41,34 +41,34 @@ Examples:
 
 
 def serve(words: list[str]) -> int:
-    """The exit code of `ppctl report WORDS`."""
-    asked, unknown = _parser().parse_known_intermixed_args(words)
+    """Write the page of a run or of several; return the exit code."""
+    options, unknown = _parser().parse_known_intermixed_args(words)
     refuse_unknown(unknown, option_names())
-    if asked.help:
+    if options.help:
         print(HELP)
         return 0
-    if not asked.words:
+    if not options.words:
         raise ConfigError("`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them.")
     from ppctl.reports.run_page import write_report as report
 
-    if len(asked.words) > report.MOST_RUNS:
+    if len(options.words) > report.MOST_RUNS:
         raise ConfigError(
-            f"{len(asked.words)} runs are too many for one page ({report.MOST_RUNS} at most). Name fewer; "
+            f"{len(options.words)} runs are too many for one page ({report.MOST_RUNS} at most). Name fewer; "
             "`ppctl runs` lists any number."
         )
-    found = [_find(word) for word in asked.words]
+    found = [_find(word) for word in options.words]
     places: dict[Path, str] = {}
-    for word, (_, path) in zip(asked.words, found, strict=True):
+    for word, (_, path) in zip(options.words, found, strict=True):
         if path.resolve() in places:
             raise ConfigError(f"{places[path.resolve()]} and {word} are the same run. Name each once.")
         places[path.resolve()] = word
-    file = report.place_of(asked.out, [path for _, path in found])
-    runs = [_read(*each, is_alone=len(found) == 1) for each in found]
-    return report.serve(runs, file, as_json=asked.json)
+    file = report.place_of(options.out, [path for _, path in found])
+    read = [_read(*each, is_alone=len(found) == 1) for each in found]
+    return report.serve(read, file, as_json=options.json)
 
 
 def write(run_dir: Path) -> None:
-    """Nothing; writes the report of a run in its directory, if there is a run and the file is not another's."""
+    """Write the report of a run in its directory, if there is a run and the file is not another's."""
     from ppctl.reports.run_files import is_run
     from ppctl.reports.run_page import page
     from ppctl.reports.run_page import write_report as report
@@ -81,7 +81,7 @@ def write(run_dir: Path) -> None:
 
 
 def _find(word: str) -> tuple[str, Path]:
-    """(name, directory) of the run that a word means."""
+    """Return (name, directory) of the run that a word means."""
     from ppctl.reports import runs_table
     from ppctl.reports.run_files import find_runs, is_run
 
@@ -92,16 +92,16 @@ def _find(word: str) -> tuple[str, Path]:
 
 
 def _read(name: str, path: Path, *, is_alone: bool) -> Run:
-    from ppctl.cli.overrides import resuming
+    from ppctl.cli.overrides import resumption
     from ppctl.reports.run_page.read import read
 
-    config, (words, notes), command = resuming(path)
-    pipeline = _pipeline(config, words) if is_alone else "Not drawn beside other runs."
-    return read(name, path, config, words, command, notes, pipeline)
+    found = resumption(path)
+    pipeline = _pipeline(found.config, found.words) if is_alone else "Not drawn of several runs."
+    return read(name, path, found.config, found.words, found.command, found.notes, pipeline)
 
 
 def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
-    """The schedule of a run as its settings have it, or why it cannot be drawn."""
+    """Return the schedule of a run as its settings have it, or why it cannot be drawn."""
     from ppctl.config.schedule_from_config import pipeline_of
     from ppctl.reports.run_page.gantt import too_large
 
@@ -120,15 +120,14 @@ def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str
         return "The schedule cannot be drawn: the settings of the run are not such as there are now."
 
 
-def completions() -> list[str]:
-    """The runs that may follow `ppctl report`."""
-    from ppctl.cli.commands import runs
-
+def completions(words: list[str]) -> list[str]:
+    """Return the runs that may follow `ppctl report`."""
+    del words
     return runs.completions(["show"])
 
 
 def option_names() -> list[str]:
-    """Every option of `ppctl report`."""
+    """Return every option of `ppctl report`."""
     return [name for action in _parser()._actions for name in action.option_strings]
 
 

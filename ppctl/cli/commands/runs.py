@@ -1,18 +1,18 @@
-"""`ppctl runs [DIR ...]` and `ppctl runs show NAME [DIR ...]`: words in, handed to `ppctl.reports.runs_table`."""
+"""`ppctl runs`: list past and present runs, how they stand and ended; show one, and what resumes it; starts no JAX."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from ppctl.cli.commands import COMMANDS
 from ppctl.cli.options import Parser, refuse_unknown
 from ppctl.errors import ConfigError
 
-ABOUT = "list past and present runs, how they stand and ended; show one, and what resumes it; starts no JAX"
 DEFAULT_DIR = "runs"  # what run.dir lies in by default
 EXAMPLES = ("ppctl runs", "ppctl runs show tiny", "ppctl runs show tiny /scratch/runs --json")
 HELP = f"""\
-ppctl runs: {ABOUT}.
+ppctl runs: {COMMANDS["runs"]}.
 
 Usage: ppctl runs [DIR ...] [--json]             every run below DIR, sweeps included, the newest record first
        ppctl runs show NAME [DIR ...] [--json]   one run: settings, losses, speed, checkpoints, what resumes it
@@ -38,35 +38,35 @@ Examples:
 
 
 def serve(words: list[str]) -> int:
-    """The exit code of `ppctl runs WORDS`."""
-    asked, unknown = _parser().parse_known_intermixed_args(words)
+    """List runs or show one; return the exit code."""
+    options, unknown = _parser().parse_known_intermixed_args(words)
     refuse_unknown(unknown, option_names())
-    if asked.help:
+    if options.help:
         print(HELP)
         return 0
-    if asked.words[:1] == ["show"]:
-        if len(asked.words) < 2:
+    if options.words[:1] == ["show"]:
+        if len(options.words) < 2:
             raise ConfigError("`ppctl runs show` needs the name of a run; `ppctl runs` lists them.")
-        return _show(asked.words[1], _tops(asked.words[2:]), as_json=asked.json)
+        return _show(options.words[1], _tops(options.words[2:]), as_json=options.json)
     from ppctl.reports import runs_table
 
-    return runs_table.list_runs(_tops(asked.words), as_json=asked.json)
+    return runs_table.list_runs(_tops(options.words), as_json=options.json)
 
 
 def _show(name: str, tops: list[Path], *, as_json: bool) -> int:
-    from ppctl.cli.overrides import resuming
+    from ppctl.cli.overrides import resumption
     from ppctl.reports import runs_table
 
     name, path = runs_table.find(name, tops)
-    _, (words, notes), command = resuming(path)
-    return runs_table.show_run(name, path, words, command, notes, as_json=as_json)
+    found = resumption(path)
+    return runs_table.show_run(name, path, found.words, found.command, found.notes, as_json=as_json)
 
 
-def completions(before: list[str]) -> list[str]:
-    """What may follow `ppctl runs` and the words `before`, options aside."""
-    if not before:
+def completions(words: list[str]) -> list[str]:
+    """Return what may follow `ppctl runs` and these words, options aside."""
+    if not words:
         return ["show"]
-    if before != ["show"] or not Path(DEFAULT_DIR).is_dir():
+    if words != ["show"] or not Path(DEFAULT_DIR).is_dir():
         return []
     from ppctl.reports.run_files import find_runs
 
@@ -74,7 +74,7 @@ def completions(before: list[str]) -> list[str]:
 
 
 def option_names() -> list[str]:
-    """Every option of `ppctl runs`."""
+    """Return every option of `ppctl runs`."""
     return [name for action in _parser()._actions for name in action.option_strings]
 
 

@@ -1,4 +1,7 @@
-"""`ppctl schedule show|list|compare|...`: words in, requests composed, handed to `ppctl.cli.commands.schedule_show`."""
+"""`ppctl schedule`: draw, list, compare, certify and check schedules from costs alone; starts no JAX.
+
+Words in, requests composed, handed to `ppctl.cli.commands.schedule_show` and `schedule_curves`.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.cli.choices import DRAWN, did_you_mean, options, schema_of, settings_of
+from ppctl.cli.commands import COMMANDS
 from ppctl.cli.help import setting_table
 from ppctl.cli.options import Parser, refuse_unknown
 from ppctl.config import Costs, ScheduleConfig
 from ppctl.errors import ConfigError
 
-ABOUT = "draw, list, compare, certify and check schedules from costs alone; starts no JAX"
 SUBCOMMANDS = {
     "show": "one schedule: chart, bubble and memory of each rank",
-    "list": "every family at one size, with its makespan, bubble and memory beside the lower bound",
+    "list": "every family at one size, with its makespan, bubble and memory vs. the lower bound",
     "compare": "several schedules in one table; their charts below each other in html",
     "curves": "bubble, speedup and memory over ranks and microbatches, as tables or figures",
     "certify": "how short any order of a small schedule's tasks can be, proven by CP-SAT (ppctl[certify])",
@@ -54,7 +57,7 @@ FLAGS = """\
   --microbatches M  curves: sizes likewise (default 1,2,4,8,16,32,64)
   --over AXIS       curves: ranks or microbatches along the x axis (default: whichever has more sizes)
   --kept-mb MB      curves: MB that a rank keeps of a microbatch, for memory in MB instead of activations; several, as
-                    in 30,10 (all of it, or the stage's input alone), are drawn beside each other
+                    in 30,10 (all of it, or the stage's input alone), are drawn together
   --seconds S       how long certify may search (default 60)
   --out FILE        write to FILE instead of stdout; its ending chooses the format if --format does not
   --config-dir DIR  look for groups (DIR/costs/x.yaml is costs=x) and recipes in DIR too
@@ -65,59 +68,59 @@ MOST_SIZES = 1024  # of an axis of curves
 
 
 def serve(words: list[str]) -> int:
-    """The exit code of `ppctl schedule WORDS`."""
-    asked = _parse(words)
-    if asked.help or not words:
-        print(help_text())
+    """Do what the words say; return the exit code."""
+    args = _parse(words)
+    if args.help or not words:
+        print(schedule_help())
         return 0
-    if not asked.words or asked.words[0] not in SUBCOMMANDS:
-        what = f"{asked.words[0]} is not something that `ppctl schedule` does" if asked.words else "Say what to do"
-        hint = did_you_mean(asked.words[0], SUBCOMMANDS) if asked.words else ""
+    if not args.words or args.words[0] not in SUBCOMMANDS:
+        what = f"{args.words[0]} is not something that `ppctl schedule` does" if args.words else "Say what to do"
+        hint = did_you_mean(args.words[0], SUBCOMMANDS) if args.words else ""
         raise ConfigError(f"{what}.{hint} ({', '.join(SUBCOMMANDS)})")
-    subcommand, *rest = asked.words
+    subcommand, *rest = args.words
     overrides = [word for word in rest if re.match(r"[^:=]+=|=", word)]
     names = [word for word in rest if word not in overrides]
     for option, owner in OWNED.items():
-        if getattr(asked, option) is not None and subcommand != owner:
+        if getattr(args, option) is not None and subcommand != owner:
             raise ConfigError(f"--{option.replace('_', '-')} only goes with `ppctl schedule {owner}`.")
-    out = None if asked.out is None else Path(asked.out)
-    return _SERVE[subcommand](asked, names, overrides, out)
+    out = None if args.out is None else Path(args.out)
+    return _SERVE[subcommand](args, names, overrides, out)
 
 
-def _show(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+def _show(args: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
     from ppctl.cli.commands import schedule_show
     from ppctl.config.schedule_from_config import read_valid
 
-    form = _format(asked, schedule_show.SHOW_FORMATS, out)
+    form = _format(args, schedule_show.SHOW_FORMATS, out)
     if form == "png" and out is None:
         raise ConfigError("--format png is not text. Add --out FILE.png.")
     if not names:
-        return schedule_show.show(_compose(asked, overrides), form, out)
+        return schedule_show.show(_compose(args, overrides), form, out)
     path = _one_file("show", names)
     bad = next((word for word in overrides if not word.startswith("costs")), None)
     if bad:
-        raise ConfigError(f"{bad}: {path} says what the schedule is. Only costs can be set beside a file.")
-    costs = _compose(asked, overrides).costs
+        raise ConfigError(f"{bad}: {path} says what the schedule is. Only costs can be set with a file.")
+    costs = _compose(args, overrides).costs
     return schedule_show.show_drawing(schedule_show.price(read_valid(path), costs, path.name), form, out)
 
 
-def _list(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+def _list(args: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
     from ppctl.cli.commands import schedule_show
 
     if names:
         raise ConfigError(f"{names[0]} is not KEY=VALUE. `ppctl schedule list` lists every family.")
-    config = _compose(asked, overrides)
+    config = _compose(args, overrides)
     given = {word.partition("=")[0] for word in overrides}
-    form = _format(asked, schedule_show.LIST_FORMATS, out)
+    form = _format(args, schedule_show.LIST_FORMATS, out)
     return schedule_show.list_families(config, _families(config, given), form, out)
 
 
-def _compare(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+def _compare(args: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
     from ppctl.cli.commands import schedule_show
 
     if not names:
         raise ConfigError("Name the schedules to compare, for example: ppctl schedule compare gpipe 1f1b interleaved")
-    form = _format(asked, schedule_show.COMPARE_FORMATS, out)
+    form = _format(args, schedule_show.COMPARE_FORMATS, out)
     chosen = next((word for word in overrides if word.startswith("schedule=")), None)
     if chosen:
         raise ConfigError(f"{chosen}: `ppctl schedule compare` takes the names alone: {chosen.partition('=')[2]}")
@@ -131,23 +134,23 @@ def _compare(asked: argparse.Namespace, names: list[str], overrides: list[str], 
         family, _, knobs = name.partition(":")
         shared = [w for w in overrides if own is None or not w.startswith("schedule.") or w.partition("=")[0] in own]
         extra = [f"schedule.{knob}" for knob in knobs.split(",") if knob]
-        requests.append(_compose(asked, [f"schedule={family}", *shared, *extra]))
-    return schedule_show.compare(requests, form, out)
+        requests.append(_compose(args, [f"schedule={family}", *shared, *extra]))
+    return schedule_show.show_comparison(requests, form, out)
 
 
-def _certify(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+def _certify(args: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
     from ppctl.cli.commands import schedule_show
 
     if names:
         raise ConfigError(f"{names[0]} is not KEY=VALUE. For a file: schedule=csv schedule.path={names[0]}")
-    seconds = 60.0 if asked.seconds is None else asked.seconds
+    seconds = 60.0 if args.seconds is None else args.seconds
     if not 0 < seconds < math.inf:  # written so that NaN fails
         raise ConfigError(f"--seconds {seconds} must be above 0.")
-    form = _format(asked, schedule_show.LIST_FORMATS, out)
-    return schedule_show.certify(_compose(asked, overrides), seconds, form, out)
+    form = _format(args, schedule_show.LIST_FORMATS, out)
+    return schedule_show.show_certified(_compose(args, overrides), seconds, form, out)
 
 
-def _curves(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+def _curves(args: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
     from ppctl.cli.commands import schedule_curves
 
     if names:
@@ -155,20 +158,20 @@ def _curves(asked: argparse.Namespace, names: list[str], overrides: list[str], o
     for key, option in (("mesh", "--ranks"), ("mesh.pp", "--ranks"), ("schedule.num_microbatches", "--microbatches")):
         if any(word.startswith(f"{key}=") for word in overrides):
             raise ConfigError(f"{key}: `ppctl schedule curves` takes several sizes. Use {option}.")
-    if asked.over not in (None, "ranks", "microbatches"):
-        raise ConfigError(f"--over {asked.over} is not one of ranks, microbatches.")
-    form = _format(asked, schedule_curves.FORMATS, out)
+    if args.over not in (None, "ranks", "microbatches"):
+        raise ConfigError(f"--over {args.over} is not one of ranks, microbatches.")
+    form = _format(args, schedule_curves.FORMATS, out)
     if form == "png" and out is None:
         raise ConfigError("--format png is not text. Add --out FILE.png.")
-    ranks = _sizes("--ranks", asked.ranks or "2,4,8,16")
-    microbatches = _sizes("--microbatches", asked.microbatches or "1,2,4,8,16,32,64")
-    kept_mb = [] if asked.kept_mb is None else _positive("--kept-mb", asked.kept_mb)
-    grid = schedule_curves.grid(_compose(asked, overrides), ranks, microbatches, asked.over, kept_mb)
-    return schedule_curves.show(grid, form, out)
+    ranks = _sizes("--ranks", args.ranks or "2,4,8,16")
+    microbatches = _sizes("--microbatches", args.microbatches or "1,2,4,8,16,32,64")
+    kept_mb = [] if args.kept_mb is None else _positive("--kept-mb", args.kept_mb)
+    grid = schedule_curves.curve_grid(_compose(args, overrides), ranks, microbatches, args.over, kept_mb)
+    return schedule_curves.show_curves(grid, form, out)
 
 
 def _sizes(option: str, text: str) -> list[int]:
-    """The numbers of a list of numbers and ranges, ascending.
+    """Return the numbers of a list of numbers and ranges, ascending.
 
     >>> _sizes("--ranks", "8,2-4")
     [2, 3, 4, 8]
@@ -193,12 +196,12 @@ def _positive(option: str, text: str) -> list[float]:
     return found
 
 
-def _check(asked: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
+def _check(args: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
     from ppctl.cli.commands import schedule_show
 
-    if overrides or out or asked.format or asked.json:
+    if overrides or out or args.format or args.json:
         raise ConfigError("`ppctl schedule check` takes a file and nothing else.")
-    return schedule_show.check(_one_file("check", names))
+    return schedule_show.check_file(_one_file("check", names))
 
 
 _SERVE = {"show": _show, "list": _list, "compare": _compare, "curves": _curves, "certify": _certify, "check": _check}
@@ -213,15 +216,15 @@ def _one_file(subcommand: str, names: Sequence[str]) -> Path:
     return Path(names[0])
 
 
-def _compose(asked: argparse.Namespace, overrides: list[str]) -> ScheduleConfig:
+def _compose(args: argparse.Namespace, overrides: list[str]) -> ScheduleConfig:
     from ppctl.cli.compose import compose_drawing
 
-    flags = [] if asked.config_dir is None else ["--config-dir", asked.config_dir]
+    flags = [] if args.config_dir is None else ["--config-dir", args.config_dir]
     return compose_drawing(overrides, flags)
 
 
 def _knobs(family: str) -> set[str] | None:
-    """The settings of a shipped schedule, `schedule.` included; None for one that only composing can find."""
+    """Return the settings of a shipped schedule, `schedule.` included; None for one that only composing can find."""
     if family not in options("schedule"):
         return None
     return set(settings_of("schedule", schema_of("schedule", family)))
@@ -241,11 +244,11 @@ def _families(config: ScheduleConfig, given: set[str]) -> list[ScheduleConfig]:
     return found
 
 
-def _format(asked: argparse.Namespace, known: Sequence[str], out: Path | None) -> str:
-    """The format asked for: --format or --json, else the ending of --out, else text."""
-    if asked.json and asked.format not in (None, "json"):
-        raise ConfigError(f"--json and --format {asked.format} exclude each other.")
-    form = "json" if asked.json else asked.format
+def _format(args: argparse.Namespace, known: Sequence[str], out: Path | None) -> str:
+    """Return the format that is wanted: --format or --json, else the ending of --out, else text."""
+    if args.json and args.format not in (None, "json"):
+        raise ConfigError(f"--json and --format {args.format} exclude each other.")
+    form = "json" if args.json else args.format
     if form is None and out is not None:
         form = {".txt": "text"}.get(out.suffix, out.suffix[1:])
         if form not in known:
@@ -256,12 +259,12 @@ def _format(asked: argparse.Namespace, known: Sequence[str], out: Path | None) -
     return form
 
 
-def help_text() -> str:
-    """What `ppctl schedule --help` prints."""
+def schedule_help() -> str:
+    """Return what `ppctl schedule --help` prints."""
     costs = [*settings_of("costs", Costs).values()]
     return "\n".join(
         [
-            f"ppctl schedule: {ABOUT}.",
+            f"ppctl schedule: {COMMANDS['schedule']}.",
             "",
             *(f"  {name:8} {about}" for name, about in SUBCOMMANDS.items()),
             "",
@@ -284,15 +287,20 @@ def help_text() -> str:
 
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = _parser()
-    asked, unknown = parser.parse_known_intermixed_args(words)
+    args, unknown = parser.parse_known_intermixed_args(words)
     refuse_unknown(unknown, option_names())
-    if asked.config_dir is not None and not Path(asked.config_dir).is_dir():
-        raise ConfigError(f"--config-dir {asked.config_dir}: there is no such directory.")
-    return asked
+    if args.config_dir is not None and not Path(args.config_dir).is_dir():
+        raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
+    return args
+
+
+def completions(words: list[str]) -> list[str] | None:
+    """Return what may follow `ppctl schedule`; None after it, where the overrides of a config may follow."""
+    return None if words else [*SUBCOMMANDS]
 
 
 def option_names() -> list[str]:
-    """Every option of `ppctl schedule`."""
+    """Return every option of `ppctl schedule`."""
     return [name for action in _parser()._actions for name in action.option_strings]
 
 

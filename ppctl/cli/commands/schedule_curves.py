@@ -25,7 +25,7 @@ Over = Literal["ranks", "microbatches"]
 
 
 @dataclass(frozen=True)
-class Cell:
+class CurvePoint:
     """One size of a schedule, simulated. Activations are those of one microbatch through 1/num_ranks of the model."""
 
     num_ranks: int
@@ -38,18 +38,18 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The cells of all sizes asked for, and why some cannot be. kept_mb: what a rank may keep of a microbatch."""
+class CurveGrid:
+    """The cells of all sizes, and why some cannot be. kept_mb: what a rank may keep of a microbatch."""
 
     title: str
     ranks: Sequence[int]
     microbatches: Sequence[int]
     over: Over  # runs along the x axis; the other one tells lines apart
     kept_mb: Sequence[float]
-    cells: dict[tuple[int, int], Cell]
+    cells: dict[tuple[int, int], CurvePoint]
     refused: dict[tuple[int, int], str]
 
-    def line(self, other: int, value: Callable[[Cell], float]) -> Iterator[tuple[int, float | None]]:
+    def line(self, other: int, value: Callable[[CurvePoint], float]) -> Iterator[tuple[int, float | None]]:
         """(x, value) along the x axis where the other axis stands at `other`; None where there is no such schedule."""
         for x in self.ranks if self.over == "ranks" else self.microbatches:
             cell = self.cells.get((x, other) if self.over == "ranks" else (other, x))
@@ -62,46 +62,46 @@ class Grid:
         return {f"{letter}={size}": size for size in sizes}
 
 
-def grid(
+def curve_grid(
     config: settings.ScheduleConfig,
     ranks: Sequence[int],
     microbatches: Sequence[int],
     over: Over | None,
     kept_mb: Sequence[float],
-) -> Grid:
-    """The schedule of a request at all these sizes. over: None takes the axis that has more of them."""
+) -> CurveGrid:
+    """Return the schedule of a request at all these sizes. over: None takes the axis that has more of them."""
     if isinstance(config.schedule, settings.Csv):
         raise ConfigError("schedule=csv has the size of its file. Name a family, as in schedule=gpipe.")
     cells, refused = {}, {}
     for p in ranks:
         for m in microbatches:
-            asked = replace(
+            request = replace(
                 config, mesh=replace(config.mesh, pp=p), schedule=replace(config.schedule, num_microbatches=m)
             )
-            if is_large(asked):
+            if is_large(request):
                 raise ScheduleError(f"{p} ranks, {m} microbatches: too many tasks for a curve. Use fewer.")
             try:
-                cells[p, m] = _cell(asked)
+                cells[p, m] = _point(request)
             except ScheduleError as error:
                 refused[p, m] = " ".join(str(error).split())
     if not cells:
         raise ScheduleError(f"{config.schedule.name} has none of these sizes. {next(iter(refused.values()))}")
     over = over or ("microbatches" if len(microbatches) >= len(ranks) else "ranks")
     title = f"{label(config.schedule)}, {prices(config.costs)}"
-    return Grid(title, ranks, microbatches, over, kept_mb, cells, refused)
+    return CurveGrid(title, ranks, microbatches, over, kept_mb, cells, refused)
 
 
-def show(found: Grid, form: str, out: Path | None) -> int:
-    """0 after showing a grid in one of FORMATS, to a file or to stdout."""
+def show_curves(found: CurveGrid, form: str, out: Path | None) -> int:
+    """Show a grid in one of FORMATS, to a file or to stdout."""
     if form == "json":
-        document = {
+        content = {
             "title": found.title,
             "over": found.over,
             "kept_mb": found.kept_mb,
             "cells": [_document(cell, found.kept_mb) for cell in found.cells.values()],
             "refused": [{"num_ranks": p, "num_microbatches": m, "why": why} for (p, m), why in found.refused.items()],
         }
-        return deliver(json.dumps(document) + "\n", out)
+        return deliver(json.dumps(content) + "\n", out)
     if form == "text":
         return print_on(lambda console: _tables(console, found), out)
     drawn = len(found.lines) * max(1, len(found.kept_mb))
@@ -111,15 +111,15 @@ def show(found: Grid, form: str, out: Path | None) -> int:
     return deliver(panels(found.title, list(_panels(found)), found.over, form), out)
 
 
-def _cell(config: settings.ScheduleConfig) -> Cell:
+def _point(config: settings.ScheduleConfig) -> CurvePoint:
     p, m = config.mesh.pp, config.schedule.num_microbatches
     costs = costs_of(config.costs)
     timeline = simulate(schedule_of(config.schedule, p, costs).schedule, costs)
     peaks, bubble = timeline.peak_activations, timeline.bubble_fraction
-    return Cell(p, m, timeline.makespan_s, bubble, p * (1 - bubble), max(peaks), sum(peaks))
+    return CurvePoint(p, m, timeline.makespan_s, bubble, p * (1 - bubble), max(peaks), sum(peaks))
 
 
-def _document(cell: Cell, kept_mb: Sequence[float]) -> dict[str, object]:
+def _document(cell: CurvePoint, kept_mb: Sequence[float]) -> dict[str, object]:
     return asdict(cell) | {
         "efficiency_fraction": 1 - cell.bubble_fraction,
         "peak_mb": [size * cell.peak_activations for size in kept_mb],
@@ -127,13 +127,13 @@ def _document(cell: Cell, kept_mb: Sequence[float]) -> dict[str, object]:
     }
 
 
-def _panels(found: Grid) -> Iterator[Panel]:
+def _panels(found: CurveGrid) -> Iterator[Panel]:
     """The four figures. Of memory there is a line for each size that a rank may keep of a microbatch."""
 
-    def lines(value: Callable[[Cell], float], suffix: str = "") -> dict[str, list[tuple[int, float | None]]]:
+    def lines(value: Callable[[CurvePoint], float], suffix: str = "") -> dict[str, list[tuple[int, float | None]]]:
         return {name + suffix: list(found.line(other, value)) for name, other in found.lines.items()}
 
-    def memory(value: Callable[[Cell], float]) -> dict[str, list[tuple[int, float | None]]]:
+    def memory(value: Callable[[CurvePoint], float]) -> dict[str, list[tuple[int, float | None]]]:
         if not found.kept_mb:
             return lines(value)
         return {
@@ -149,7 +149,7 @@ def _panels(found: Grid) -> Iterator[Panel]:
     yield Panel("memory of all ranks", unit, memory(lambda cell: cell.all_activations))
 
 
-def _tables(console: Console, found: Grid) -> None:
+def _tables(console: Console, found: CurveGrid) -> None:
     """Prints a table for each figure: a row for each size on the x axis, a column for each line."""
     console.print(found.title, markup=False, highlight=False, soft_wrap=True)
     for panel in _panels(found):

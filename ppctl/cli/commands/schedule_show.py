@@ -40,7 +40,7 @@ FILE_WIDTH = 200  # columns of a text that goes to a file
 
 
 def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
-    """0 after drawing the schedule that a request asks for, in one of SHOW_FORMATS, to a file or to stdout.
+    """Draw the schedule that a request asks for, in one of SHOW_FORMATS, to a file or to stdout.
 
     A schedule that is too large to be simulated is extrapolated: its numbers as text or JSON, no chart.
     """
@@ -52,7 +52,7 @@ def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
 
 
 def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
-    """0 after drawing one schedule in one of SHOW_FORMATS, to a file or to stdout."""
+    """Draw one schedule in one of SHOW_FORMATS, to a file or to stdout."""
     if form == "text":
         return print_on(lambda console: show_gantt(console, drawing), out)
     content: str | bytes
@@ -69,8 +69,8 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
     return deliver(content, out)
 
 
-def compare(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
-    """0 after showing several schedules in one table, in one of COMPARE_FORMATS; html has their charts too."""
+def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
+    """Show several schedules in one table, in one of COMPARE_FORMATS; html has their charts too."""
     title = f"{len(configs)} schedules, {_size_of(configs[0])}"
     if any(map(is_large, configs)):
         if form == "html":
@@ -88,7 +88,7 @@ def compare(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | N
 def list_families(
     config: settings.ScheduleConfig, each: Sequence[settings.ScheduleConfig], form: str, out: Path | None
 ) -> int:
-    """0 after showing every family, priced at the size of `config`, with its formulas; those that refuse it, why."""
+    """Show every family, priced at the size of `config`, with its formulas; those that refuse it, why."""
     rows, refused, order = [], {}, list(FAMILIES)
     for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
@@ -100,7 +100,7 @@ def list_families(
 
 
 def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: str, out: Path | None) -> int:
-    """0 after a table of `rows`, below it what the families' docstrings state and why others were refused."""
+    """Show a table of `rows`, below it what the families' docstrings state and why others were refused."""
     stated = {row.schedule: formulas(row.schedule) for row in rows if row.schedule in FAMILIES}
     if form == "json":
         documents = [asdict(row) | {"formulas": stated.get(row.schedule)} for row in rows]
@@ -115,14 +115,14 @@ def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: s
     return print_on(draw_on, out)
 
 
-def certify(config: settings.ScheduleConfig, time_limit_s: float, form: str, out: Path | None) -> int:
-    """0 after saying how short any order of the schedule's tasks can be, in one of LIST_FORMATS."""
-    from ppctl.schedule.search.certify import certify as prove
+def show_certified(config: settings.ScheduleConfig, time_limit_s: float, form: str, out: Path | None) -> int:
+    """Say how short any order of the schedule's tasks can be, in one of LIST_FORMATS."""
+    from ppctl.schedule.search.certify import certify
 
     requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))
     cap = None if requested.choice is None else requested.choice.cap
     began = time.perf_counter()
-    found = prove(requested.schedule, costs_of(config.costs), cap, time_limit_s=time_limit_s)
+    found = certify(requested.schedule, costs_of(config.costs), cap, time_limit_s=time_limit_s)
     own_s = simulate(requested.schedule, costs_of(config.costs)).makespan_s
     numbers = {
         "label": requested.label,
@@ -147,8 +147,8 @@ def certify(config: settings.ScheduleConfig, time_limit_s: float, form: str, out
     return deliver(f"{text} (CP-SAT, {time.perf_counter() - began:.1f} s)\n", out)
 
 
-def check(path: Path) -> int:
-    """0 if the CSV file holds a valid schedule, else 1 after printing the fault with the grid and an arrow."""
+def check_file(path: Path) -> int:
+    """Return 0 if the CSV file holds a valid schedule, else 1 after printing the fault with the grid and an arrow."""
     try:
         schedule = read(path)
     except ScheduleError as error:
@@ -160,13 +160,13 @@ def check(path: Path) -> int:
 
 
 def draw(config: settings.ScheduleConfig) -> Drawing:
-    """The schedule that a request asks for, priced with its costs."""
+    """Return the schedule that a request asks for, priced with its costs."""
     requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))
     return price(requested.schedule, config.costs, requested.label, requested.choice)
 
 
 def is_large(config: settings.ScheduleConfig) -> bool:
-    """Whether the schedule has too many tasks to be simulated in seconds."""
+    """Return whether the schedule has too many tasks to be simulated in seconds."""
     return config.schedule.name in FAMILIES and 3 * config.mesh.pp * config.schedule.num_microbatches > MOST_TASKS
 
 
@@ -177,20 +177,20 @@ def _too_large(config: settings.ScheduleConfig) -> ScheduleError:
 
 
 def extrapolated(config: settings.ScheduleConfig) -> Row:
-    """The row of a schedule too large to be simulated, from smaller ones of its family."""
-    asked, costs, num_ranks = config.schedule, costs_of(config.costs), config.mesh.pp
-    family = partial(build, asked.name, **asked.knobs())
-    found = extrapolate(family, num_ranks, asked.num_microbatches, costs)
+    """Return the row of a schedule too large to be simulated, from smaller ones of its family."""
+    wanted, costs, num_ranks = config.schedule, costs_of(config.costs), config.mesh.pp
+    family = partial(build, wanted.name, **wanted.knobs())
+    found = extrapolate(family, num_ranks, wanted.num_microbatches, costs)
     few = family(*found.simulated[0])
     bound = split_makespan_bound_s if any(t.kind == "W" for t in few.ranks[-1]) else whole_makespan_bound_s
     return Row(
-        asked.name,
-        label(asked),
+        wanted.name,
+        label(wanted),
         found.makespan_s,
         _formulas(config)[0],
-        bound(num_ranks, asked.num_microbatches, few.num_chunks, costs),
+        bound(num_ranks, wanted.num_microbatches, few.num_chunks, costs),
         found.period_s,
-        asked.num_microbatches * (costs.seconds("F", 0, 1) + costs.backward_s),
+        wanted.num_microbatches * (costs.seconds("F", 0, 1) + costs.backward_s),
         found.bubble_fraction,
         found.peak_activations,
         _formulas(config)[1],
@@ -200,16 +200,16 @@ def extrapolated(config: settings.ScheduleConfig) -> Row:
 
 
 def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | None]:
-    """What the family's closed forms say of makespan and peak."""
-    asked, sizes = config.schedule, (config.mesh.pp, config.schedule.num_microbatches)
+    """Return makespan and peak by the family's closed forms, None where there is none."""
+    wanted, sizes = config.schedule, (config.mesh.pp, config.schedule.num_microbatches)
     return (
-        makespan_formula_s(asked.name, *sizes, costs_of(config.costs), **asked.knobs()),
-        peak_formula(asked.name, *sizes, **asked.knobs()),
+        makespan_formula_s(wanted.name, *sizes, costs_of(config.costs), **wanted.knobs()),
+        peak_formula(wanted.name, *sizes, **wanted.knobs()),
     )
 
 
 def formulas(family: str) -> str:
-    """What the docstring of a family states in closed form: its bubble or makespan, and its peak of activations.
+    """Return what the docstring of a family states in closed form: its bubble or makespan, and its peak of activations.
 
     >>> formulas("gpipe")
     'Bubble (p-1)(F+B); bubble fraction (p-1)/(m+p-1); peak activations m on every rank'
@@ -221,19 +221,19 @@ def formulas(family: str) -> str:
 
 
 def price(schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None) -> Drawing:
-    """The drawing of a schedule with these costs."""
+    """Return the drawing of a schedule with these costs."""
     seconds = costs_of(costs)
     drawing = priced(label, simulate(schedule, seconds))
     return replace(drawing, advice=advice(schedule, seconds), choice=choice)
 
 
 def costs_of(costs: settings.Costs) -> Costs:
-    """What a request assumes, for the simulator."""
+    """Return the costs that a request assumes, for the simulator."""
     return Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
 
 
 def prices(costs: settings.Costs) -> str:
-    """What a request assumes, in words."""
+    """Return the costs that a request assumes, in words."""
     return f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} c={costs.transfer_s:g} s"
 
 
@@ -246,7 +246,7 @@ def _size(schedule: Schedule) -> str:
 
 
 def print_on(draw_on: Callable[[Console], None], out: Path | None) -> int:
-    """0 after `draw_on(console)`, on the terminal or in a text file."""
+    """Call `draw_on(console)`, on the terminal or in a text file."""
     if out is None:
         draw_on(Console())
         return 0
@@ -256,7 +256,7 @@ def print_on(draw_on: Callable[[Console], None], out: Path | None) -> int:
 
 
 def deliver(content: str | bytes, out: Path | None) -> int:
-    """0 after writing `content` to a file or to stdout; bytes are for a file only."""
+    """Write `content` to a file or to stdout; bytes are for a file only."""
     if out is None:
         if isinstance(content, bytes):
             sys.stdout.buffer.write(content)

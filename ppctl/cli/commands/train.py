@@ -1,4 +1,4 @@
-"""`ppctl train`."""
+"""`ppctl train`: train a model; metrics and checkpoints go to run.dir, and the same line resumes."""
 
 from __future__ import annotations
 
@@ -10,5 +10,8 @@ from ppctl.training import run
 
 
 def train(config: Config, *, words: Sequence[str], as_json: bool) -> int:
-    """Train a config with the planner's prediction beside it; return the exit code of `training.run.train`."""
+    """Train a config, which the planner predicts first; return the exit code of `training.run.train`.
+
+    words: what the run was started with, as typed, to be stored.
+    """
     return run.train(config, words, predict=predict_step, as_json=as_json)

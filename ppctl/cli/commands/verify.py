@@ -1,4 +1,4 @@
-"""`ppctl verify`: the loss and every gradient of a config's executor beside the un-pipelined model's."""
+"""`ppctl verify`: show that the pipelined gradients equal those of the un-pipelined model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Leaf:
 
 
 def verify(config: Config, *, as_json: bool) -> int:
-    """The exit code: 0 when loss and gradients are within the dtype's tolerance, else 1. float64 unless run.dtype."""
+    """Return 0 when loss and gradients are within the dtype's tolerance, else 1. float64 unless run.dtype."""
     job = assemble(config, default_dtype="float64")
     tolerance = TOLERANCE[str(job.pipe.dtype)]
     expected_loss, expected, loss, grads = both(job)
-    leaves = list(compare(expected, grads))
+    leaves = list(compare_gradients(expected, grads))
     loss_error = abs(loss - expected_loss) / abs(expected_loss)
     worst = max(leaves, key=lambda leaf: (np.isnan(leaf.error), leaf.error))
     ok = all(error <= tolerance for error in (loss_error, *(leaf.error for leaf in leaves)))  # NaN fails
@@ -69,19 +69,19 @@ def verify(config: Config, *, as_json: bool) -> int:
         for leaf in leaves
     )
     columns = ("gradient", "shape", "norm", "max |reference|", "max |difference|", "error", "worst layer")
-    show_table(console, f"gradients of {_what(config)} beside the un-pipelined model's", columns, rows)
-    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    show_table(console, f"gradients of {_what(config)} compared with the un-pipelined model's", columns, rows)
+    line = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     text = partition_text(job)
     if text is not None:
-        say(f"partition {text}")
-    say(f"loss      {loss:.12g}, reference {expected_loss:.12g}, relative error {loss_error:.1e}")
-    say(f"worst     {worst.name}, {worst.error:.1e} of its largest entry")
-    say(f"{'equal' if ok else 'NOT EQUAL'} within {tolerance:g} ({job.pipe.dtype})")
+        line(f"partition {text}")
+    line(f"loss      {loss:.12g}, reference {expected_loss:.12g}, relative error {loss_error:.1e}")
+    line(f"worst     {worst.name}, {worst.error:.1e} of its largest entry")
+    line(f"{'equal' if ok else 'NOT EQUAL'} within {tolerance:g} ({job.pipe.dtype})")
     return 0 if ok else 1
 
 
 def both(job: TrainingJob) -> tuple[float, Tree, float, Tree]:
-    """(reference loss, reference gradients, loss, gradients) of the first batch, gradients in natural order."""
+    """Return (reference loss, reference gradients, loss, gradients) of the first batch, gradients in natural order."""
     config, pipe = job.config, job.pipe
     batch = next(job.data.batches())
     params = jax.jit(lambda: init(pipe.stack, config.run.seed))()
@@ -97,8 +97,8 @@ def both(job: TrainingJob) -> tuple[float, Tree, float, Tree]:
     return float(expected_loss), expected, float(loss), grads
 
 
-def compare(expected: Tree, actual: Tree) -> Iterator[Leaf]:
-    """The comparison of each leaf of two gradient trees in natural order."""
+def compare_gradients(expected: Tree, actual: Tree) -> Iterator[Leaf]:
+    """Yield the comparison of each leaf of two gradient trees in natural order."""
     for (path, want), got in zip(
         jax.tree_util.tree_flatten_with_path(expected)[0], jax.tree.leaves(actual), strict=True
     ):

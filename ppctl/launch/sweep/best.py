@@ -24,13 +24,13 @@ class Best:
 
     @property
     def text(self) -> str:
-        """For people."""
-        told = f"{self.value:,.0f}" if self.what.startswith("fastest") else f"{self.value:.4f}"
-        return f"{self.what}: job {self.job.index} ({self.job.name}), {told}"
+        """The best job in a line for people."""
+        value = f"{self.value:,.0f}" if self.what.startswith("fastest") else f"{self.value:.4f}"
+        return f"{self.what}: job {self.job.index} ({self.job.name}), {value}"
 
 
 def best_of(sweep: Sweep, records: Sequence[Mapping[str, Any]]) -> list[Best]:
-    """The best of the jobs that are done: by loss first where the sweep varies what is trained, and by speed.
+    """Return the best of the jobs that are done: by loss first where the sweep varies what is trained, and by speed.
 
     Losses are compared where all these jobs trained equally many steps and evaluated at the end, or none did.
     """

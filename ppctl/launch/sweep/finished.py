@@ -1,4 +1,4 @@
-"""Whether a run has reached its end, as its directory tells it. Starts no JAX."""
+"""A run's end, as its directory tells it. Starts no JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FREE_OF_RUN = (
 
 
 def has_ended(run_dir: Path, config: Config) -> bool:
-    """Whether all run.num_steps are done and saved: what `ppctl train` itself takes for finished.
+    """Return whether all run.num_steps are done and saved: what `ppctl train` itself takes for finished.
 
     Only a finished save has its step for a name. A run that may not go on with anything (run.resume=never) has not.
     """
@@ -29,7 +29,7 @@ def has_ended(run_dir: Path, config: Config) -> bool:
 
 
 def other_settings(run_dir: Path, config: Config) -> str | None:
-    """How the settings that the run in run_dir was made with differ from these; None: not at all.
+    """Return how the settings that the run in run_dir was made with differ from these; None: not at all.
 
     A setting that the run did not know is no difference.
     """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from ppctl.config import Config
-from ppctl.config.sweep import Search, SubmititLocal, SubmititSlurm
+from ppctl.config.sweep import Search
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep.finished import has_ended, other_settings
 
@@ -48,12 +49,12 @@ class Sweep:
     num_parallel: int = 1
     as_json: bool = False
     document: str = ""  # what all jobs share, as yaml
-    submit: SubmititLocal | SubmititSlurm | None = None  # None: jobs are processes of this one
-    study: Study | None = None  # chooses further jobs
+    submit: SubmitsJobs | None = None  # None: jobs are processes of this one
+    study: ChoosesJobs | None = None  # chooses further jobs
 
     @property
     def trains(self) -> bool:
-        """Whether its jobs are runs: they can be finished before, and have a run.dir for what they leave."""
+        """Its jobs are runs: they can be finished before, and have a run.dir for what they leave."""
         return self.command == "train"
 
 
@@ -72,34 +73,8 @@ class Span(NamedTuple):
     is_log: bool = False
 
 
-class Study(Protocol):
-    """Chooses jobs by how those before them ended."""
-
-    search: Search
-
-    def samples(self) -> list[Job]:
-        """Jobs that might be chosen; each choice is in one of them."""
-        ...
-
-    def check(self) -> None:
-        """Nothing, or ConfigError where the directory holds the study of another search."""
-        ...
-
-    def open(self) -> None:
-        """Nothing; what stands in the directory is read, or begun."""
-        ...
-
-    def ask(self) -> Job | None:
-        """The next job, or None where there is none."""
-        ...
-
-    def tell(self, job: Job, outcome: Outcome) -> None:
-        """Nothing; notes how a job ended."""
-        ...
-
-
-class Said(NamedTuple):
-    """An event that is only to be told."""
+class Notice(NamedTuple):
+    """An event that is only to be shown."""
 
     text: str
 
@@ -110,6 +85,79 @@ class Moved(NamedTuple):
     child: int
     state: str  # queued | running
     more: str  # for the line that says so
+
+
+JobEvents = SimpleQueue[Any]  # of Exit, Stop, Notice and Moved
+
+
+class StartsJobs(Protocol):
+    """Where jobs run. Their ends are events."""
+
+    takes_all: bool  # it lines jobs up itself
+    is_awaited: bool  # after a stop request its jobs are waited for
+
+    def begin(self, job: Job) -> str | None:
+        """Begin a job; return where it writes, or None where an event says so. OSError where it cannot write."""
+        ...
+
+    def commit(self) -> None:
+        """Start what has begun, if it has not started yet."""
+        ...
+
+    def end(self, index: int) -> str:
+        """Return the end of what a job printed, once it has ended."""
+        ...
+
+    def stop(self, number: int, jobs: Collection[int]) -> str:
+        """Answer a stop request, which is signal `number`, for these jobs; return what to say of them."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is held."""
+        ...
+
+
+class SubmitsJobs(Protocol):
+    """Where jobs are submitted, which go on when the sweep's own process ends."""
+
+    @property
+    def is_here(self) -> bool:
+        """Jobs share this machine, where they slow each other."""
+        ...
+
+    def check(self) -> None:
+        """Raise ConfigError where jobs cannot be submitted from here."""
+        ...
+
+    def starter(self, sweep: Sweep, events: JobEvents) -> StartsJobs:
+        """Return what submits the jobs of a sweep."""
+        ...
+
+
+class ChoosesJobs(Protocol):
+    """Chooses jobs by how those before them ended."""
+
+    search: Search
+
+    def samples(self) -> list[Job]:
+        """Return jobs that might be chosen; each choice is in one of them."""
+        ...
+
+    def check(self) -> None:
+        """Raise ConfigError where the directory holds the study of another search."""
+        ...
+
+    def open(self) -> None:
+        """Read what stands in the directory, or begin it."""
+        ...
+
+    def ask(self) -> Job | None:
+        """Return the next job, or None where there is none."""
+        ...
+
+    def tell(self, job: Job, outcome: Outcome) -> None:
+        """Note how a job ended."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -124,13 +172,13 @@ class Outcome:
 
 
 def ran_beside_others(sweep: Sweep) -> bool:
-    """Whether any of its jobs shared the machine, in this start of the sweep or in one before."""
-    here = isinstance(sweep.submit, SubmititLocal) and sweep.num_parallel > 1
+    """Return whether any job shared the machine, in this start of the sweep or in one before."""
+    here = sweep.submit is not None and sweep.submit.is_here and sweep.num_parallel > 1
     return here or any((job.run_dir / LOG).exists() for job in sweep.jobs)
 
 
-def check(sweep: Sweep) -> None:
-    """Nothing, or ConfigError for a sweep of which nothing should be started."""
+def check_sweep(sweep: Sweep) -> None:
+    """Raise ConfigError for a sweep of which nothing should be started."""
     if not sweep.jobs and sweep.study is None:
         raise ConfigError("This sweep is empty: a list or range has no values. Give each KEY at least one.")
     if (sweep.num_parallel > 1 or sweep.submit is not None) and not sweep.trains:
@@ -148,13 +196,15 @@ def check(sweep: Sweep) -> None:
         _check_directories(sweep)
     if sweep.study is not None:
         sweep.study.check()
+    if sweep.submit is not None:
+        sweep.submit.check()
 
 
 def _check_directories(sweep: Sweep) -> None:
     """ConfigError where two jobs would write into one place, or a job or the summary over something else."""
-    taken: dict[str, Job] = {}
+    owners: dict[str, Job] = {}
     for job in sweep.jobs:
-        first = taken.setdefault(os.path.realpath(job.run_dir), job)
+        first = owners.setdefault(os.path.realpath(job.run_dir), job)
         if first is not job:
             raise ConfigError(
                 f"Jobs {first.index} ({first.name}) and {job.index} ({job.name}) have the same run.dir, {job.run_dir}. "
@@ -179,7 +229,7 @@ def _check_directories(sweep: Sweep) -> None:
 
 
 def command_line(words: Sequence[str], run_dir: Path | None = None) -> str:
-    """What one types to run a job's words, in a run.dir of one's own if there is one.
+    """Return what one types to run a job's words, in a run.dir of one's own if there is one.
 
     >>> command_line(["train", "run.name=a b"], Path("runs/x"))
     "ppctl train 'run.name=a b' run.dir=runs/x"
@@ -188,7 +238,7 @@ def command_line(words: Sequence[str], run_dir: Path | None = None) -> str:
 
 
 def run_dir_override(run_dir: Path) -> str:
-    """The override for a directory of any name; quotes are for Hydra, where its grammar needs them.
+    """Return the override for a directory of any name; quotes are for Hydra, where its grammar needs them.
 
     >>> run_dir_override(Path("runs/a=1,b=2"))
     "run.dir='runs/a=1,b=2'"

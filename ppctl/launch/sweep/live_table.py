@@ -22,7 +22,7 @@ STATES = ("running", "queued", "waiting", "finished", "skipped", "failed", "inte
 COLOURS = {"failed": "red", "interrupted": "yellow", "running": "bold", "finished": "green"}
 
 
-class Board:
+class LiveTable:
     """The terminal of a sweep, on stderr; use it as a context manager.
 
     The table is drawn where jobs run side by side and the terminal can: a job that runs alone has the terminal.
@@ -34,7 +34,7 @@ class Board:
         self.is_live = self.console.is_interactive and (sweep.num_parallel > 1 or sweep.submit is not None)
         self._live = Live(console=self.console, auto_refresh=False, transient=True) if self.is_live else None
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> LiveTable:
         if self._live is not None:
             self._live.start()
         return self
@@ -44,11 +44,11 @@ class Board:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """Nothing; prints a line, above the table."""
+        """Print a line, above the table."""
         self.console.print(f"ppctl: {text}", markup=False, highlight=False, soft_wrap=True)
 
-    def tell(self, job: Job, outcome: Outcome, more: str = "") -> None:
-        """Nothing; prints a line for what has become of a job."""
+    def show_outcome(self, job: Job, outcome: Outcome, more: str = "") -> None:
+        """Print a line for what has become of a job."""
         seconds = "" if outcome.seconds is None else f" after {outcome.seconds:.1f} s"
         if outcome.status == "failed":
             where = "refused" if outcome.began_s is None else f"failed{seconds}"
@@ -61,12 +61,12 @@ class Board:
             self.say(f"job {job.index}: {job.name}: {outcome.status}{seconds}")
 
     def show(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing; draws the table anew."""
+        """Draw the table anew."""
         if self._live is not None:
             self._live.update(self._table(outcomes), refresh=True)
 
     def _table(self, outcomes: Sequence[Outcome]) -> Table:
-        table = Table(title=counted(outcomes), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=state_counts(outcomes), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("job", "state", "step", "loss", "s/step", "s"):
             table.add_column(name, justify="left" if name in ("job", "state") else "right", no_wrap=True)
         rows = sorted(self.sweep.jobs, key=lambda job: STATES.index(outcomes[job.index].status))
@@ -78,7 +78,7 @@ class Board:
         return table
 
     def _row(self, job: Job, outcome: Outcome) -> list[str | Text]:
-        """State and newest numbers of a job; those of another start are not shown while it waits."""
+        """Return state and newest numbers of a job; those of another start are not shown while it waits."""
         record: Mapping[str, Any] = {}
         seconds = outcome.seconds
         if outcome.began_s is not None:
@@ -90,43 +90,43 @@ class Board:
             Text(f"{job.index}: {job.name}", overflow="ellipsis"),
             Text(outcome.status, style=COLOURS.get(outcome.status, "dim")),
             step,
-            number(record.get("loss"), ".4f"),
-            number(record.get("step_time_s"), ".3f"),
-            number(seconds, ".0f"),
+            number_text(record.get("loss"), ".4f"),
+            number_text(record.get("step_time_s"), ".3f"),
+            number_text(seconds, ".0f"),
         ]
 
 
 def show_end(console: Console, sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[Mapping[str, Any]]) -> None:
-    """Nothing; prints the table of all jobs, and of those that failed why."""
+    """Print the table of all jobs, and of those that failed why."""
     columns = ["job", "state"]
     numbers = {"steps": ",", "final_loss": ".4f", "step_time_s": ".3f"} if sweep.trains else {}
     rows = []
     for job, outcome, record in zip(sweep.jobs, outcomes, records, strict=True):
         code = f" ({outcome.code})" if outcome.code else ""
-        told = [number(record.get(key), form) for key, form in numbers.items()]
-        rows.append([f"{job.index}: {job.name}", outcome.status + code, *told, number(outcome.seconds, ".1f")])
-    show_table(console, counted(outcomes), [*columns, *numbers, "seconds"], rows)
+        cells = [number_text(record.get(key), form) for key, form in numbers.items()]
+        rows.append([f"{job.index}: {job.name}", outcome.status + code, *cells, number_text(outcome.seconds, ".1f")])
+    show_table(console, state_counts(outcomes), [*columns, *numbers, "seconds"], rows)
     for job, outcome in zip(sweep.jobs, outcomes, strict=True):
         if outcome.error is not None:
             text = f"ppctl: job {job.index}: {job.name}: {outcome.error}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def counted(outcomes: Sequence[Outcome]) -> str:
-    """How many jobs are in which state.
+def state_counts(outcomes: Sequence[Outcome]) -> str:
+    """Return how many jobs are in which state, in words.
 
-    >>> counted([Outcome("finished"), Outcome("failed"), Outcome("finished")])
+    >>> state_counts([Outcome("finished"), Outcome("failed"), Outcome("finished")])
     '3 jobs: 2 finished, 1 failed'
     """
     found = Counter(outcome.status for outcome in outcomes)
-    told = ", ".join(f"{found[state]} {state}" for state in STATES if found[state])
-    return f"{len(outcomes)} job{'s' * (len(outcomes) != 1)}: {told}"
+    counts = ", ".join(f"{found[state]} {state}" for state in STATES if found[state])
+    return f"{len(outcomes)} job{'s' * (len(outcomes) != 1)}: {counts}"
 
 
-def number(value: float | None, form: str) -> str:
-    """A number, or nothing where there is none.
+def number_text(value: float | None, form: str) -> str:
+    """Return a number as text, empty where there is none.
 
-    >>> number(1.5, ".2f"), number(None, ".2f")
+    >>> number_text(1.5, ".2f"), number_text(None, ".2f")
     ('1.50', '')
     """
     return "" if value is None else format(value, form)

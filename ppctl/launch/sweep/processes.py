@@ -6,17 +6,15 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from ppctl.launch.supervise import Child, Events, Exit, start
+from ppctl.launch.supervise import Child, Events, Exit, drain, start
 from ppctl.launch.sweep.jobs import LOG, Job, Sweep, run_dir_override
 
 TAIL_BYTES = 16_384  # of what a job printed that are looked at for its last error
-DRAIN_S = 2.0  # for output that is still in the pipe of an ended process
 
 
 class Processes:
@@ -30,15 +28,15 @@ class Processes:
 
     def __init__(self, sweep: Sweep, events: Events) -> None:
         self.sweep, self.events = sweep, events
-        self.running: dict[int, tuple[subprocess.Popen[bytes], _Output]] = {}
+        self.running: dict[int, tuple[subprocess.Popen[bytes], JobOutput]] = {}
         self.alive, self.held = os.pipe()  # nobody writes: jobs read its end when this process is gone
 
     def begin(self, job: Job) -> str:
-        """Where a job writes. OSError where it cannot."""
-        output = _Output(self.sweep, job)
+        """Start a job; return where it writes. OSError where it cannot."""
+        output = JobOutput(self.sweep, job)
         try:
             stdout, stderr = output.open()
-            process = start(Child(command_of(job)), self.alive, stdout=stdout, stderr=stderr)
+            process = start(Child(job_command(job)), self.alive, stdout=stdout, stderr=stderr)
         except OSError:
             output.close()
             raise
@@ -48,19 +46,19 @@ class Processes:
         return f"output in {job.run_dir / LOG}" if self.sweep.num_parallel > 1 else f"in {job.run_dir}"
 
     def commit(self) -> None:
-        """Nothing: a job runs as soon as it has begun."""
+        """Do nothing: a job runs as soon as it has begun."""
 
     def end(self, index: int) -> str:
-        """The end of what a job said, once it has ended."""
+        """Return the end of what a job printed, once it has ended."""
         return self.running.pop(index)[1].close()
 
     def stop(self, number: int, jobs: Collection[int]) -> str:
-        """Passes a stop request on to these jobs; what there is to say of them."""
+        """Pass a stop request on to these jobs; return what there is to say of them."""
         for index in jobs:
             self.running[index][0].send_signal(number)
         names = ", ".join(map(str, sorted(jobs)))
-        told = "nothing" if not jobs else f"job{'s' if len(jobs) > 1 else ''} {names}"
-        return f"no other job is started; waiting for {told}"
+        jobs_text = "nothing" if not jobs else f"job{'s' if len(jobs) > 1 else ''} {names}"
+        return f"no other job is started; waiting for {jobs_text}"
 
     def close(self) -> None:
         for process, _ in self.running.values():
@@ -73,20 +71,20 @@ class Processes:
         self.events.put(Exit(index, process.wait()))
 
 
-def command_of(job: Job) -> list[str]:
-    """What the process of a job runs."""
+def job_command(job: Job) -> list[str]:
+    """Return what the process of a job runs."""
     return [sys.executable, "-m", "ppctl.cli", *job.words, run_dir_override(job.run_dir)]
 
 
 def read_tail(file: IO[bytes], first: int) -> str:
-    """The last TAIL_BYTES of a log from its byte `first` on."""
+    """Return the last TAIL_BYTES of a log from its byte `first` on."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(first, size - TAIL_BYTES))
     return file.read().decode(errors="replace")
 
 
 @dataclass
-class _Output:
+class JobOutput:
     """Where a job's output goes: to the terminal if it runs alone, else to a file in its run.dir.
 
     JSON goes to stdout either way, in whole lines. What stderr said last is kept.
@@ -100,7 +98,7 @@ class _Output:
     pumps: list[threading.Thread] = field(default_factory=list)
 
     def open(self) -> tuple[IO[bytes] | int | None, IO[bytes] | int]:
-        """stdout and stderr for the process. OSError where the log cannot be written."""
+        """Return stdout and stderr for the process. OSError where the log cannot be written."""
         if self.sweep.num_parallel == 1:
             return None, subprocess.PIPE
         self.job.run_dir.mkdir(parents=True, exist_ok=True)
@@ -115,10 +113,8 @@ class _Output:
             self._pump(process.stderr, sys.stderr.buffer, is_kept=True)
 
     def close(self) -> str:
-        """The end of what the process said, once it has ended."""
-        until_s = time.monotonic() + DRAIN_S
-        for pump in self.pumps:
-            pump.join(max(0.0, until_s - time.monotonic()))
+        """Return the end of what the process printed, once it has ended."""
+        drain(self.pumps)
         if self.log is None:
             return self.tail.decode(errors="replace")
         self.log.close()
@@ -131,7 +127,7 @@ class _Output:
         thread.start()
 
     def _forward(self, pipe: IO[bytes], target: IO[bytes], is_kept: bool) -> None:
-        """Hands on what comes as it comes; JSON in whole lines, for several jobs write there."""
+        """Hand on what comes as it comes; JSON in whole lines, for several jobs write there."""
         pieces = iter(lambda: os.read(pipe.fileno(), 65_536), b"") if is_kept else pipe
         with pipe:
             for piece in pieces:

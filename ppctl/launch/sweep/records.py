@@ -28,7 +28,7 @@ ENDS = ("status", "exit_code", "seconds", "error", "run_dir")
 
 
 def record_of(job: Job, outcome: Outcome) -> dict[str, Any]:
-    """One record: the job's number, its swept values by key, ENDS and NUMBERS.
+    """Return one record: the job's number, its swept values by key, ENDS and NUMBERS.
 
     The numbers of a job that did not finish are those that this start wrote.
     """
@@ -43,7 +43,7 @@ def record_of(job: Job, outcome: Outcome) -> dict[str, Any]:
 
 
 def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
-    """NUMBERS of a run, as far as it wrote them; nothing of files that were not written since then."""
+    """Return NUMBERS of a run, as far as it wrote them; nothing of files that were not written since then."""
     steps = list(_lines(run_dir / "metrics.jsonl", since_s))
     evaluations = list(_lines(run_dir / "eval.jsonl", since_s))
     last = steps[-1] if steps else {}
@@ -58,7 +58,7 @@ def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
 
 
 def _lines(path: Path, since_s: float) -> Iterator[dict[str, Any]]:
-    """The whole records in a file of JSON lines that was written since then; a kill may leave half of one."""
+    """Yield the whole records in a file of JSON lines that was written since then; a kill may leave half of one."""
     try:
         if path.stat().st_mtime < since_s:
             return

@@ -18,24 +18,24 @@ from ppctl.reports.terminal import json_safe, replace_file
 
 
 def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to say of the sweep, a line each, once the files are there; where they cannot be written, why."""
+    """Write the summary; return what to say of the sweep, a line each, also where a file cannot be written."""
     kept = earlier(sweep)
     texts = (as_csv([*records, *kept]), as_json([*records, *kept]), page(sweep, outcomes, records, len(kept)))
-    said = []
+    lines = []
     for best in best_of(sweep, records):
-        said += [best.text, f"  again: {best.command}"]
+        lines += [best.text, f"  again: {best.command}"]
     if ran_beside_others(sweep):
-        said.append(f"note: {SHARED}")
+        lines.append(f"note: {SHARED}")
     try:
         for name, text in zip(FILES, texts, strict=True):
             replace_file(sweep.directory / name, text)
     except OSError as error:
-        return [*said, f"the summary in {sweep.directory} cannot be written: {error.strerror}"]
-    return [*said, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
+        return [*lines, f"the summary in {sweep.directory} cannot be written: {error.strerror}"]
+    return [*lines, f"summary: {', '.join(str(sweep.directory / name) for name in FILES)}"]
 
 
 def earlier(sweep: Sweep) -> list[dict[str, Any]]:
-    """Records, without a number, of jobs that earlier sweeps left in this directory and that are none of this one."""
+    """Return records, without a number, of jobs that earlier sweeps left here and that are none of this one."""
     ours = {os.path.realpath(job.run_dir) for job in sweep.jobs}
     try:
         before = json.loads((sweep.directory / FILES[1]).read_text())
@@ -49,12 +49,12 @@ def earlier(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def as_json(records: Sequence[Mapping[str, Any]]) -> str:
-    """A list of the records. Numbers that are not finite become null, because JSON has none."""
+    """Return the records as a JSON list. Numbers that are not finite become null, because JSON has none."""
     return json.dumps(json_safe([*map(dict, records)]), indent=1, allow_nan=False, default=str) + "\n"
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each record below the names of `columns`; nothing stands for what is not known."""
+    """Return a line for each record below the names of `columns`; nothing stands for what is not known."""
     out = io.StringIO()
     rows = csv.DictWriter(out, columns(records), lineterminator="\n")
     rows.writeheader()
@@ -63,6 +63,6 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys of all records in order: number, swept settings, how it ended, numbers."""
+    """Return the keys of all records in order: number, swept settings, how it ended, numbers."""
     swept = list(dict.fromkeys(key for record in records for key in record if key not in ("job", *ENDS, *NUMBERS)))
     return ["job", *swept, "status", *NUMBERS, *(name for name in ENDS if name != "status")]

@@ -6,26 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep.jobs import MARK, Sweep, check
-from ppctl.launch.sweep.live_table import Board, show_end
+from ppctl.launch.sweep.jobs import MARK, Sweep, check_sweep
+from ppctl.launch.sweep.live_table import LiveTable, show_end
 from ppctl.launch.sweep.records import record_of
 from ppctl.launch.sweep.runner import run_jobs
 from ppctl.launch.sweep.summary import write_summary
 from ppctl.reports.run_page.write_report import FILE as REPORT
 
 
-def serve(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None) -> int:
-    """The exit code: 0 all jobs are finished, 1 one failed, 130 or 143 interrupted.
+def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None) -> int:
+    """Run a sweep; return the exit code: 0 all jobs are finished, 1 one failed, 130 or 143 interrupted.
 
     `report` writes the report of the run in a directory, which the summary links to.
 
     Raises ConfigError, before anything is started or written, for a sweep that would not do what it says.
     """
-    check(sweep)
-    if sweep.submit is not None:
-        from ppctl.launch.sweep import submitted  # needs submitit
-
-        submitted.check(sweep.submit)
+    check_sweep(sweep)
     try:
         sweep.directory.mkdir(parents=True, exist_ok=True)
         (sweep.directory / MARK).write_text(sweep.document)
@@ -35,16 +31,16 @@ def serve(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None)
         raise ConfigError(
             f"run.dir={sweep.directory} cannot be written: {error.strerror}. Use another run.dir, or make it writable."
         ) from error
-    with Board(sweep) as board:
-        outcomes, stop = run_jobs(sweep, board)
+    with LiveTable(sweep) as table:
+        outcomes, stop = run_jobs(sweep, table)
     records = [record_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
-    show_end(board.console, sweep, outcomes, records)
+    show_end(table.console, sweep, outcomes, records)
     if sweep.trains:
         for job, outcome in zip(sweep.jobs, outcomes, strict=True):
             if outcome.seconds is not None or not (job.run_dir / REPORT).exists():
                 report(job.run_dir)
         for line in write_summary(sweep, outcomes, records):
-            board.say(line)
+            table.say(line)
     if stop is not None:
         return 128 + stop
     return int(any(outcome.status in ("failed", "interrupted") for outcome in outcomes))

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ppctl.config.sweep import Search
 from ppctl.launch.sweep.best import DONE, best_of
 from ppctl.launch.sweep.jobs import SHARED, Job, Outcome, Sweep, ran_beside_others
-from ppctl.launch.sweep.live_table import counted
+from ppctl.launch.sweep.live_table import state_counts
 from ppctl.launch.sweep.theory import bubble_curve
 from ppctl.reports.charts.curves import Curve
 from ppctl.reports.charts.curves import figure as curve_figure
@@ -56,7 +56,7 @@ def page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_earlie
     )
     shared = f" {SHARED}." if ran_beside_others(sweep) else ""
     sections = [
-        f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(counted(outcomes))}.{shared}</p>',
+        f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(state_counts(outcomes))}.{shared}</p>',
         _best(sweep, records),
         _figures(sweep, records) if sweep.study is None else _history(sweep.study.search, records),
         section("Jobs", _jobs(sweep, outcomes, records) + _earlier(num_earlier)),

@@ -16,12 +16,12 @@ NUM_POINTS = 64  # of a curve, at most
 
 
 def bubble_curve(config: Config, sizes: Sequence[int]) -> list[tuple[float, float]]:
-    """(microbatches, idle share 0..1) from the smallest to the largest of `sizes`, on ranks that run freely.
+    """Return (microbatches, idle share 0..1) from the smallest to the largest of `sizes`, on ranks that run freely.
 
     By the closed form at the relative costs of the executor's tasks; where it holds nowhere, of the schedule itself,
     simulated at `sizes`. Nothing without a pipeline, or for a schedule that is no family.
     """
-    asked, ranks, family = config.schedule, config.mesh.pp, config.schedule.name
+    schedule, ranks, family = config.schedule, config.mesh.pp, config.schedule.name
     if family not in FAMILIES or config.executor.name == "reference":
         return []
     costs = task_costs(config.executor.remat)
@@ -30,17 +30,17 @@ def bubble_curve(config: Config, sizes: Sequence[int]) -> list[tuple[float, floa
     between = {round(low * (high / low) ** (k / (NUM_POINTS - 1))) for k in range(NUM_POINTS)}
     curve = []
     for num in sorted(between | set(sizes)):
-        makespan_s = makespan_formula_s(family, ranks, num, costs, **asked.knobs())
+        makespan_s = makespan_formula_s(family, ranks, num, costs, **schedule.knobs())
         if makespan_s is not None:
             curve.append((float(num), 1 - num * work_s / makespan_s))
     return curve if len(curve) > 1 else _simulated(config, sorted(set(sizes)))
 
 
 def _simulated(config: Config, sizes: Sequence[int]) -> list[tuple[float, float]]:
-    asked, costs, found = config.schedule, task_costs(config.executor.remat), []
+    settings, costs, found = config.schedule, task_costs(config.executor.remat), []
     for num in sizes:
         try:
-            schedule = build(asked.name, config.mesh.pp, num, **asked.knobs())
+            schedule = build(settings.name, config.mesh.pp, num, **settings.knobs())
         except ScheduleError:
             continue  # a size that the family cannot serve: that job has failed
         if sum(map(len, schedule.ranks)) <= MOST_TASKS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,14 @@ from ppctl.reports.run_page.page import MARK, STYLES, link, loss_text, printable
 from ppctl.reports.run_page.read import SPEEDS, Run
 from ppctl.reports.terminal import size_text
 
-OWN = ("run.name", "run.dir", "run.resume", "run.coordinator", "run.process_id")  # of every run, and no difference
+OWN = (
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "run.distributed",
+    "run.coordinator",
+    "run.process_id",
+)  # of every run, and no difference
 NONE = "&ndash;"
 
 
@@ -33,10 +40,21 @@ def page(runs: Sequence[Run], file: Path) -> str:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Each setting that someone asked for and that is not the same in all runs: its value in each of them."""
+    """Return each setting that is not the same in all runs that have it, or that someone set: its value in each run."""
     names = dict.fromkeys(word.split("=", 1)[0].lstrip("+") for run in runs for word in run.words)
+    names |= dict.fromkeys(name for name in _names(runs[0].config) if all(name in _names(run.config) for run in runs))
     found = {name: [_value(run.config, name) for run in runs] for name in names if name not in OWN}
     return {name: values for name, values in found.items() if len(set(values)) > 1}
+
+
+def _names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the settings and choices of a composed config, `mesh` as one."""
+    for word, value in config.items():
+        name = f"{prefix}{word}"
+        if name == "mesh" or not isinstance(value, dict):
+            yield name.removesuffix(".name") if name != "run.name" else name
+        else:
+            yield from _names(value, f"{name}.")
 
 
 def _value(config: Mapping[str, Any], name: str) -> str | None:

@@ -17,7 +17,7 @@ from ppctl.schedule.ir import Schedule
 from ppctl.schedule.timeline import timeline_at
 
 MOST_TASKS = 150_000  # of a schedule: 64 ranks of 2 chunks with 512 microbatches, measured and predicted, take 3 MB
-DRAWN_BY = ("mesh", "schedule")  # what `ppctl schedule show` heeds of a run
+DRAWN_BY = ("mesh", "schedule", "recipes", "--config-dir")  # words of a run that `ppctl schedule show` takes
 HOW = (
     "Not measured. With executor=mpmd, run.timeline=true times every task of one step; with executor=spmd, "
     "run.profile.start=N traces them."
@@ -57,8 +57,8 @@ def too_large(num_ranks: int, num_microbatches: int, words: Sequence[str]) -> st
     """What to say in the place of a chart of more tasks than a page should hold."""
     if 3 * num_ranks * num_microbatches <= MOST_TASKS:
         return None
-    asked = [word for word in words if word.lstrip("+").split("=")[0].split(".")[0] in DRAWN_BY]
-    command = shlex.join(["ppctl", "schedule", "show", *asked, "--out", "step.html"])
+    drawn_by = [word for word in words if word.lstrip("+").split("=")[0].split(".")[0] in DRAWN_BY]
+    command = shlex.join(["ppctl", "schedule", "show", *drawn_by, "--out", "step.html"])
     return f"Too large to be drawn here: {num_ranks} ranks, {num_microbatches:,} microbatches. For its chart: {command}"
 
 

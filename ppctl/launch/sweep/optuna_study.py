@@ -1,7 +1,8 @@
 """A sweep that searches: Optuna chooses the values of the next job by how the jobs before it ended.
 
 The study stands in the sweep's directory, so that the same search goes on where it ended: jobs that ended well are
-known, and those that broke off are run again with the values that they had.
+known, and those that broke off are run again with the values that they had. Needs the extra ppctl[optuna]; the rest of
+a sweep knows of it what `ppctl.launch.sweep.jobs.ChoosesJobs` says.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MOST_SAME = 100  # choices in a row that were made before, until there is taken 
 ABOUT = "ppctl"  # attribute of the study: what it is a search for
 
 
-class Study:
+class OptunaStudy:
     """The jobs of a search. `open` comes before `ask`, and reads or begins what stands in `directory`."""
 
     def __init__(
@@ -58,7 +59,7 @@ class Study:
                 raise ConfigError(f"hydra/sweeper=optuna cannot search {key} in {values}: {error}") from error
 
     def samples(self) -> list[Job]:
-        """Jobs that might be chosen, which are no trials; each choice is in one of them."""
+        """Return jobs that might be chosen, which are no trials; each choice is in one of them."""
 
         def value(values: Choices | Span, index: int) -> Any:
             return values.low if isinstance(values, Span) else values.texts[min(index, len(values.texts) - 1)]
@@ -67,7 +68,7 @@ class Study:
         return [self._made({key: value(of, index) for key, of in self.space.items()}) for index in range(number)]
 
     def check(self) -> None:
-        """Nothing, or ConfigError where the directory holds the study of another search."""
+        """Raise ConfigError where the directory holds the study of another search."""
         if not self.file.exists():
             return
         try:
@@ -85,7 +86,7 @@ class Study:
                 )
 
     def open(self) -> None:
-        """Nothing; the study is read, or begun. OSError where it cannot be written."""
+        """Read the study, or begin it. OSError where it cannot be written."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         direction = "minimize" if self.search.is_minimized else "maximize"
         begin = partial(optuna.create_study, study_name=NAME, storage=self._storage(), direction=direction)
@@ -102,7 +103,7 @@ class Study:
         self.before = deque(of_state[TrialState.COMPLETE] + of_state[TrialState.RUNNING])
 
     def ask(self) -> Job | None:
-        """The next job: first those of earlier starts, of which the finished ones are skipped; None at the end."""
+        """Return the next job, first those of earlier starts, whose finished ones are skipped; None at the end."""
         if self.before:
             return self._job(self.before.popleft())
         if len(self.trials) >= self.search.n_trials:
@@ -116,7 +117,7 @@ class Study:
         return None
 
     def tell(self, job: Job, outcome: Outcome) -> None:
-        """Nothing; the study learns how a job ended. One that broke off stays open, for the next start of the search.
+        """Note how a job ended. One that broke off stays open, for the next start of the search.
 
         ConfigError where a finished run does not have the number that is searched by.
         """
@@ -152,12 +153,12 @@ class Study:
 
 
 def _knows(study: optuna.Study) -> bool:
-    """Whether any job of a study has ended well."""
+    """Return whether any job of a study has ended well."""
     return any(trial.state == TrialState.COMPLETE for trial in study.get_trials(deepcopy=False))
 
 
 def distribution(values: Choices | Span) -> BaseDistribution:
-    """What Optuna calls the values that a search chooses from."""
+    """Return the values that a search chooses from as Optuna has them."""
     if isinstance(values, Choices):
         return CategoricalDistribution(values.texts)
     if all(isinstance(each, int) for each in (values.low, values.high, values.step or 1)):

@@ -1,5 +1,7 @@
 """Jobs of a sweep submitted with submitit, to Slurm or to this machine: they go on when the sweep's own process ends.
 
+Needs the extra ppctl[slurm]. The rest of a sweep knows of it what `ppctl.launch.sweep.jobs.SubmitsJobs` says.
+
 Which job was submitted as what stands in its run.dir, so that the same sweep, started again, waits for what it finds
 instead of submitting it twice. Whether a job has ended is told by its result, and by `squeue` where there is none.
 """
@@ -16,8 +18,8 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import submitit
@@ -26,26 +28,53 @@ from submitit.core.utils import FailedJobError
 from ppctl.config.sweep import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.supervise import ALIVE_FD, Exit
-from ppctl.launch.sweep.jobs import SUBMITTED_LOG, Job, Moved, Said, Sweep
-from ppctl.launch.sweep.processes import command_of, read_tail
+from ppctl.launch.sweep.jobs import SUBMITTED_LOG, Job, JobEvents, Moved, Notice, Sweep
+from ppctl.launch.sweep.processes import job_command, read_tail
 from ppctl.reports.terminal import replace_file
 
 FOLDER = ".submitit"  # in the sweep's directory: what submitit writes
 FILE = "submitted.json"  # in a run.dir: as what its job was submitted
 POLL_S = 1.0  # between looks for results
-ASK_S = 10.0  # between questions to Slurm
+QUEUE_S = 10.0  # between questions to Slurm
 ANSWER_S = 30.0  # that Slurm has for one
 GRACE_S = 15.0  # for the result of a job that has left the queue, on a slow file system
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 RUNS = {"RUNNING", "COMPLETING", "SUSPENDED", "PREEMPTED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"}
 
 
-class Start:
-    """What a node runs: the job's command, with its output in run.dir. Returns its exit code and what it said last."""
+@dataclass(frozen=True)
+class Submission:
+    """hydra/launcher=submitit_local or submitit_slurm with its settings."""
 
-    def __init__(self, command: Sequence[str], run_dir: Path, *, is_told: bool) -> None:
+    settings: SubmititLocal | SubmititSlurm
+
+    @property
+    def is_here(self) -> bool:
+        """Jobs share this machine."""
+        return isinstance(self.settings, SubmititLocal)
+
+    def check(self) -> None:
+        """Raise ConfigError where jobs cannot be submitted from here."""
+        if not self.is_here and shutil.which("sbatch") is None:
+            raise ConfigError(
+                "hydra/launcher=submitit_slurm needs Slurm's sbatch, which is not on this machine's PATH. "
+                "Start the sweep where jobs are submitted, or use hydra/launcher=submitit_local."
+            )
+
+    def starter(self, sweep: Sweep, events: JobEvents) -> SubmittedJobs:
+        """Return what submits the jobs of a sweep."""
+        return SubmittedJobs(self.settings, sweep, events)
+
+
+class NodeCommand:
+    """What a node runs: the job's command, with its output in run.dir.
+
+    Called, it returns the command's exit code and the end of what it printed. submitit pickles it.
+    """
+
+    def __init__(self, command: Sequence[str], run_dir: Path, *, is_signalled: bool) -> None:
         self.command, self.run_dir = list(command), str(run_dir)
-        self.is_told = is_told  # the cluster itself sends signals to every process of a job
+        self.is_signalled = is_signalled  # the cluster itself sends signals to every process of a job
         self.gpus = os.environ.get("CUDA_VISIBLE_DEVICES")  # submitit hides them from jobs of this machine
 
     def __call__(self) -> tuple[int, str]:
@@ -59,18 +88,18 @@ class Start:
             return code, read_tail(file, first)
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """Before the end of a job's time: once the run has saved, the same again."""
+        """Let the run save, before the end of a job's time; return the same command, to be submitted again."""
         with suppress(ProcessLookupError, ChildProcessError):  # it has just ended
             os.kill(self.process.pid, signal.SIGTERM)
             self._wait()
-        again = Start(self.command, Path(self.run_dir), is_told=self.is_told)
+        again = NodeCommand(self.command, Path(self.run_dir), is_signalled=self.is_signalled)
         again.gpus = self.gpus
         return submitit.helpers.DelayedSubmission(again)
 
     def _start(self, log: int) -> subprocess.Popen[bytes]:
-        """The process. The signal before the end of its time is for this one, wherever else the cluster sends it."""
+        """Start the process. The signal before the end of its time is for this one, wherever the cluster sends it."""
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        if not self.is_told:
+        if not self.is_signalled:
             env.pop("CUDA_VISIBLE_DEVICES", None)
             env |= {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
         alive, self.held = os.pipe()  # nobody writes: the run reads its end when this process is gone
@@ -87,12 +116,12 @@ class Start:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(alive)
-        if not self.is_told:
+        if not self.is_signalled:
             signal.signal(signal.SIGTERM, lambda *_: os.kill(process.pid, signal.SIGTERM))
         return process
 
     def _wait(self) -> int:
-        """The exit code. `checkpoint` calls this while a call of this is waiting, as Popen may not be asked."""
+        """Return the exit code. `checkpoint` calls this while a call of this is waiting, as Popen may not be asked."""
         _, status = os.waitpid(self.process.pid, 0)
         self.process.returncode = os.waitstatus_to_exitcode(status)
         return self.process.returncode
@@ -101,7 +130,7 @@ class Start:
         return {key: value for key, value in vars(self).items() if key not in ("process", "held")}
 
 
-class Known(NamedTuple):
+class KnownJob(NamedTuple):
     """A submitted job and how it stands."""
 
     job: submitit.Job[tuple[int, str]]
@@ -109,64 +138,63 @@ class Known(NamedTuple):
     gone_s: float | None = None  # since when it is not there any more, as time.monotonic()
 
 
-class Submitted:
+class SubmittedJobs:
     """Submits jobs and reports what becomes of them as events."""
 
     is_awaited = False  # a stop request ends the waiting, and no job
 
-    def __init__(self, sweep: Sweep, events: SimpleQueue[Any]) -> None:
-        assert sweep.submit is not None
-        self.settings, self.events, self.directory = sweep.submit, events, sweep.directory
+    def __init__(self, settings: SubmititLocal | SubmititSlurm, sweep: Sweep, events: JobEvents) -> None:
+        self.settings, self.events, self.directory = settings, events, sweep.directory
         self.is_slurm = isinstance(self.settings, SubmititSlurm)
         self.takes_all = self.is_slurm and sweep.study is None
         self.executor = self._executor()
         self.batch: list[Job] = []
         self.is_silent = False  # Slurm does not answer
-        self.known: dict[int, Known] = {}
+        self.known: dict[int, KnownJob] = {}
         self.tails: dict[int, str] = {}
         self.lock, self.closed = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
 
     def begin(self, job: Job) -> None:
-        """Takes a job, which `commit` submits unless it is there. OSError where its run.dir cannot be written."""
+        """Take a job, which `commit` submits unless it is there. OSError where its run.dir cannot be written."""
         job.run_dir.mkdir(parents=True, exist_ok=True)
         found = self._submitted_before(job)
         if found is None:
             self.batch.append(job)
             return
         with self.lock:
-            self.known[job.index] = Known(found, "queued")
+            self.known[job.index] = KnownJob(found, "queued")
         self.events.put(Moved(job.index, "queued", f" as {self._name(found)}, submitted before"))
 
     def commit(self) -> None:
-        """Submits what has begun, several as one array of Slurm."""
+        """Submit what has begun, several as one array of Slurm."""
         jobs, self.batch = self.batch, []
         if not jobs:
             return
-        starts = [Start(command_of(job), job.run_dir, is_told=self.is_slurm) for job in jobs]
+        commands = [NodeCommand(job_command(job), job.run_dir, is_signalled=self.is_slurm) for job in jobs]
         try:
-            made = self.executor.submit_array(starts)
+            made = self.executor.submit_array(commands)
         except (OSError, subprocess.SubprocessError, FailedJobError) as error:
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             for job in jobs:
-                self._end(job.index, 2, f"ppctl: it cannot be submitted: {said}")
+                self._end(job.index, 2, f"ppctl: it cannot be submitted: {reason}")
             return
         for job, each in zip(jobs, made, strict=True):
             state = "queued" if self.is_slurm else "running"
             with self.lock:
-                self.known[job.index] = Known(each, state)
+                self.known[job.index] = KnownJob(each, state)
             record = {"cluster": self.settings.cluster, "id": each.job_id, "tasks": each.num_tasks}
             replace_file(job.run_dir / FILE, json.dumps(record) + "\n")
             where = f" as {self._name(each)}, output in {job.run_dir / SUBMITTED_LOG}"
             self.events.put(Moved(job.index, state, where))
 
     def end(self, index: int) -> str:
-        """The end of what a job said."""
+        """Return the end of what a job printed."""
         return self.tails.pop(index)
 
     def stop(self, number: int, jobs: Collection[int]) -> str:
-        """What there is to say of these jobs, which go on."""
+        """Return what there is to say of these jobs, which go on."""
         del number
         with self.lock:
             left = [self.known[index].job.job_id for index in sorted(jobs) if index in self.known]
@@ -182,7 +210,7 @@ class Submitted:
     # --- what becomes of them --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        asked_s = 0.0
+        polled_s = 0.0
         while not self.closed.wait(POLL_S):
             with self.lock:
                 known = dict(self.known)
@@ -190,11 +218,11 @@ class Submitted:
                 result = _result(each.job)
                 if result is not None:
                     self._end(index, *result)
-            if time.monotonic() - asked_s >= (ASK_S if self.is_slurm else POLL_S):
-                asked_s = time.monotonic()
-                self._ask({index: each for index, each in known.items() if index in self.known})
+            if time.monotonic() - polled_s >= (QUEUE_S if self.is_slurm else POLL_S):
+                polled_s = time.monotonic()
+                self._poll({index: each for index, each in known.items() if index in self.known})
 
-    def _ask(self, known: Mapping[int, Known]) -> None:
+    def _poll(self, known: Mapping[int, KnownJob]) -> None:
         states = self._states([each.job for each in known.values()])
         if states is None:
             return
@@ -208,8 +236,10 @@ class Submitted:
             with self.lock:
                 self.known[index] = each._replace(state=moved or each.state, gone_s=gone_s)
             if gone_s is not None and now_s - gone_s >= GRACE_S and _result(each.job) is None:
-                said = f" ({state})" if state else ""
-                self._end(index, 1, f"ppctl: {self._name(each.job)} has ended without a result{said}: {_log(each.job)}")
+                in_queue = f" ({state})" if state else ""
+                self._end(
+                    index, 1, f"ppctl: {self._name(each.job)} has ended without a result{in_queue}: {_log(each.job)}"
+                )
 
     def _end(self, index: int, code: int, tail: str) -> None:
         with self.lock:
@@ -218,7 +248,7 @@ class Submitted:
         self.events.put(Exit(index, code))
 
     def _states(self, jobs: Sequence[submitit.Job[Any]]) -> dict[str, str] | None:
-        """The state of each job that is known where it was submitted; None: that cannot be asked now."""
+        """Return the state of each job that is known where it was submitted; None: there is no answer now."""
         if not self.is_slurm:
             return {job.job_id: "RUNNING" for job in jobs if _is_alive(job)}
         if not jobs:
@@ -226,25 +256,25 @@ class Submitted:
         ids = ",".join(job.job_id for job in jobs)
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T", f"--jobs={ids}"]
         try:
-            asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+            answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
         except subprocess.TimeoutExpired:
             return self._silent(f"no answer in {ANSWER_S:g} s")
-        if asked.returncode != 0 and "Invalid job id" not in asked.stderr:
-            return self._silent(" ".join(asked.stderr.split()))
+        if answer.returncode != 0 and "Invalid job id" not in answer.stderr:
+            return self._silent(" ".join(answer.stderr.split()))
         self.is_silent = False
-        pairs = (line.split() for line in asked.stdout.splitlines())
+        pairs = (line.split() for line in answer.stdout.splitlines())
         return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
     def _silent(self, why: str) -> None:
-        """Nothing; says once that Slurm does not answer, until it does again."""
+        """Say once that Slurm does not answer, until it does again."""
         if not self.is_silent:
-            self.events.put(Said(f"squeue does not say how jobs stand ({why}); waiting on, for their results too"))
+            self.events.put(Notice(f"squeue does not say how jobs stand ({why}); waiting on, for their results too"))
         self.is_silent = True
 
     # --- what is there already -------------------------------------------------------------------------------
 
     def _submitted_before(self, job: Job) -> submitit.Job[tuple[int, str]] | None:
-        """As what a job was submitted by an earlier start of the sweep, if that has not ended."""
+        """Return as what a job was submitted by an earlier start of the sweep, if that has not ended."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads((job.run_dir / FILE).read_text())
             if record["cluster"] == self.settings.cluster:
@@ -272,17 +302,8 @@ class Submitted:
         return f"Slurm job {job.job_id}" if self.is_slurm else f"process {job.job_id}"
 
 
-def check(settings: SubmititLocal | SubmititSlurm) -> None:
-    """Nothing, or ConfigError where jobs cannot be submitted from here."""
-    if isinstance(settings, SubmititSlurm) and shutil.which("sbatch") is None:
-        raise ConfigError(
-            "hydra/launcher=submitit_slurm needs Slurm's sbatch, which is not on this machine's PATH. "
-            "Start the sweep where jobs are submitted, or use hydra/launcher=submitit_local."
-        )
-
-
 def _result(job: submitit.Job[tuple[int, str]]) -> tuple[int, str] | None:
-    """(exit code, what it said last) of the first task that failed, or of the first one; None: a task has none yet."""
+    """Return (exit code, end of its output) of the first task that failed, or of the first; None: one goes on."""
     tasks = [job.task(number) for number in range(job.num_tasks)]
     if not all(task.paths.result_pickle.exists() for task in tasks):
         return None
@@ -298,12 +319,12 @@ def _result(job: submitit.Job[tuple[int, str]]) -> tuple[int, str] | None:
 
 
 def _log(job: submitit.Job[Any]) -> Path:
-    """What submitit itself wrote of a job."""
+    """Return where submitit itself wrote of a job."""
     return job.task(0).paths.stderr
 
 
 def _is_alive(job: submitit.Job[Any]) -> bool:
-    """Whether the process of a job of this machine is there."""
+    """Return whether the process of a job of this machine is there."""
     if job.state == "RUNNING":
         return True
     try:  # one that an earlier start of the sweep began is no child of this process

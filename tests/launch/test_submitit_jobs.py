@@ -22,11 +22,12 @@ from rich.console import Console
 from ppctl.config import Config, Run
 from ppctl.config.sweep import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep import submitted
+from ppctl.launch.sweep import submitit_jobs
 from ppctl.launch.sweep.jobs import SUBMITTED_LOG, Job, Sweep
-from ppctl.launch.sweep.live_table import Board
+from ppctl.launch.sweep.live_table import LiveTable
 from ppctl.launch.sweep.runner import run_jobs
-from ppctl.launch.sweep.sweep import serve
+from ppctl.launch.sweep.submitit_jobs import Submission
+from ppctl.launch.sweep.sweep import run_sweep
 
 NUM_STEPS = 20
 FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
@@ -36,7 +37,7 @@ LOCAL = SubmititLocal(jobs=2)
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(submitted, "POLL_S", 0.2)
+    monkeypatch.setattr(submitit_jobs, "POLL_S", 0.2)
     return tmp_path
 
 
@@ -47,18 +48,18 @@ def sweep_of(number, submit=LOCAL):
         config = Config(run=Run(dir=str(run_dir), num_steps=NUM_STEPS, seed=index))
         swept = f"run.seed={index}"
         jobs.append(Job(index, (swept,), {"run.seed": index}, ("train", swept), run_dir, config))
-    return Sweep("train", Path("runs/s"), jobs, num_parallel=submit.jobs or 1, submit=submit)
+    return Sweep("train", Path("runs/s"), jobs, num_parallel=submit.jobs or 1, submit=Submission(submit))
 
 
 def programs(monkeypatch, *texts):
     """What jobs run instead of ppctl, the last one for all others too."""
-    monkeypatch.setattr(submitted, "command_of", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]])
+    monkeypatch.setattr(submitit_jobs, "job_command", lambda job: [*FAST, texts[min(job.index, len(texts) - 1)]])
 
 
 def told(sweep):
     out = io.StringIO()
-    with Board(sweep, Console(file=out, width=200)) as board:
-        outcomes, stop = run_jobs(sweep, board)
+    with LiveTable(sweep, Console(file=out, width=200)) as table:
+        outcomes, stop = run_jobs(sweep, table)
     return outcomes, stop, out.getvalue()
 
 
@@ -92,7 +93,7 @@ def test_ends_and_outputs_of_local_jobs(monkeypatch, capfd):
         "import os; os.kill(os.getpid(), 9)",
     )
     sweep = sweep_of(3)
-    assert serve(sweep) == 1
+    assert run_sweep(sweep) == 1
     outcomes = json.loads(Path("runs/s/sweep.json").read_text())
     assert [(each["status"], each["exit_code"]) for each in outcomes] == [
         ("finished", 0),
@@ -166,7 +167,7 @@ def test_impossible_settings(settings, message):
 def test_without_slurm_nothing_is_written(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs Slurm's sbatch, which is not on this machine's PATH"):
-        serve(sweep_of(1, SubmititSlurm()))
+        run_sweep(sweep_of(1, SubmititSlurm()))
     assert not Path("runs").exists()
 
 
@@ -253,8 +254,8 @@ def test_slurm_runs_an_array_whose_jobs_go_on_without_the_sweep(slurm, monkeypat
 
 @pytest.mark.slow
 def test_a_job_that_slurm_drops_is_no_hang(slurm, monkeypatch):
-    monkeypatch.setattr(submitted, "ASK_S", 1.0)
-    monkeypatch.setattr(submitted, "GRACE_S", 2.0)
+    monkeypatch.setattr(submitit_jobs, "QUEUE_S", 1.0)
+    monkeypatch.setattr(submitit_jobs, "GRACE_S", 2.0)
     programs(monkeypatch, "import time; time.sleep(60)")
     sweep = sweep_of(1, SubmititSlurm(additional_parameters={"hold": True}))
     cancel = threading.Timer(4.0, subprocess.run, args=(["scancel", "1"],))
@@ -265,7 +266,7 @@ def test_a_job_that_slurm_drops_is_no_hang(slurm, monkeypatch):
 
 @pytest.mark.slow
 def test_a_slurm_that_does_not_answer_is_told_once_and_results_still_count(slurm, monkeypatch, tmp_path):
-    monkeypatch.setattr(submitted, "ASK_S", 0.2)
+    monkeypatch.setattr(submitit_jobs, "QUEUE_S", 0.2)
     programs(monkeypatch, "import time; time.sleep(2)")
     (tmp_path / "bin").mkdir()
     deaf = tmp_path / "bin/squeue"

@@ -14,16 +14,16 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from rich.console import Console
 
 from ppctl.cli.compose import compose
-from ppctl.cli.plugins import _range
+from ppctl.cli.searches import values_of
 from ppctl.config import Config, Run
 from ppctl.config.sweep import Search
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import processes
 from ppctl.launch.sweep.jobs import Choices, Job, Span, Sweep
-from ppctl.launch.sweep.live_table import Board
+from ppctl.launch.sweep.live_table import LiveTable
+from ppctl.launch.sweep.optuna_study import FILE, OptunaStudy, distribution
 from ppctl.launch.sweep.runner import run_jobs
-from ppctl.launch.sweep.study import FILE, Study, distribution
-from ppctl.launch.sweep.sweep import serve
+from ppctl.launch.sweep.sweep import run_sweep
 
 NUM_STEPS = 20
 FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
@@ -45,11 +45,11 @@ loss = (math.log({lr}) - math.log({best})) ** 2
 def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def command_of(job):
+    def job_command(job):
         text = RUNS.format(run_dir=str(job.run_dir), num_steps=NUM_STEPS, lr=job.values["optim.lr"], best=BEST)
         return [*FAST, text]
 
-    monkeypatch.setattr(processes, "command_of", command_of)
+    monkeypatch.setattr(processes, "job_command", job_command)
 
 
 def made(index, overrides):
@@ -63,12 +63,12 @@ def made(index, overrides):
 def searched(space=LR, make=made, fixed=("recipes=tiny",), side=1, **settings):
     """(jobs, outcomes, study) of a search in this directory."""
     TOP.mkdir(parents=True, exist_ok=True)
-    study = Study(Search(**settings), space, fixed, TOP, make)
+    study = OptunaStudy(Search(**settings), space, fixed, TOP, make)
     study.check()
     study.open()
     sweep = Sweep("train", TOP, [], num_parallel=side, study=study)
-    with Board(sweep, Console(file=io.StringIO(), width=200)) as board:
-        outcomes, _ = run_jobs(sweep, board)
+    with LiveTable(sweep, Console(file=io.StringIO(), width=200)) as table:
+        outcomes, _ = run_jobs(sweep, table)
     return sweep.jobs, [outcome.status for outcome in outcomes], study.study
 
 
@@ -82,8 +82,8 @@ def test_the_sampler_comes_closer_than_chance():
 
 def test_the_page_shows_the_search(monkeypatch):
     TOP.mkdir(parents=True)
-    study = Study(Search(n_trials=4), LR, (), TOP, made)
-    assert serve(Sweep("train", TOP, [], study=study)) == 0
+    study = OptunaStudy(Search(n_trials=4), LR, (), TOP, made)
+    assert run_sweep(Sweep("train", TOP, [], study=study)) == 0
     text = (TOP / "sweep.html").read_text()
     assert ">The search</h2>" in text
     assert 'aria-label="final_loss, by job; best so far' in text
@@ -103,12 +103,12 @@ def test_a_search_goes_on_where_it_ended():
 
 
 def test_jobs_that_broke_off_run_again_with_their_values(monkeypatch):
-    good = processes.command_of
-    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, "raise SystemExit(1)"])
+    good = processes.job_command
+    monkeypatch.setattr(processes, "job_command", lambda job: [*FAST, "raise SystemExit(1)"])
     first, outcomes, study = searched(n_trials=2)
     assert outcomes == ["failed"] * 2
     assert not any(trial.state.is_finished() for trial in study.trials)
-    monkeypatch.setattr(processes, "command_of", good)
+    monkeypatch.setattr(processes, "job_command", good)
     again, outcomes, study = searched(n_trials=2)
     assert [job.name for job in again] == [job.name for job in first]
     assert outcomes == ["finished"] * 2
@@ -116,7 +116,7 @@ def test_jobs_that_broke_off_run_again_with_their_values(monkeypatch):
 
 
 def test_a_run_that_diverges_is_the_worst_there_is(monkeypatch):
-    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, "raise SystemExit(4)"])
+    monkeypatch.setattr(processes, "job_command", lambda job: [*FAST, "raise SystemExit(4)"])
     _, outcomes, study = searched(n_trials=1)
     assert outcomes == ["failed"]
     assert study.trials[0].value == math.inf
@@ -155,10 +155,10 @@ def test_another_search_in_its_place_is_refused(changed, message):
 
 
 def test_a_search_in_which_nothing_ended_well_may_be_changed(monkeypatch):
-    good = processes.command_of
-    monkeypatch.setattr(processes, "command_of", lambda job: [*FAST, "raise SystemExit(2)"])
+    good = processes.job_command
+    monkeypatch.setattr(processes, "job_command", lambda job: [*FAST, "raise SystemExit(2)"])
     assert searched(n_trials=2)[1] == ["failed"] * 2
-    monkeypatch.setattr(processes, "command_of", good)
+    monkeypatch.setattr(processes, "job_command", good)
     jobs, outcomes, study = searched(n_trials=3, fixed=("recipes=other",), space={"optim.lr": Span(0.1, 0.2)})
     assert outcomes == ["finished"] * 3
     assert all(0.1 <= job.values["optim.lr"] <= 0.2 for job in jobs)
@@ -193,7 +193,7 @@ def test_a_number_that_runs_do_not_record():
     ],
 )
 def test_what_is_typed_is_what_is_searched(text, expected):
-    assert distribution(_range(OverridesParser.create().parse_override(f"x={text}"))) == expected
+    assert distribution(values_of(OverridesParser.create().parse_override(f"x={text}"))) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""Commands that only note that they were reached."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from ppctl.cli.commands import COMPOSED
+from ppctl.config import Config
+
+
+class StandIn(types.ModuleType):
+    pass
+
+
+@pytest.fixture
+def in_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PPCTL_DEBUG", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The (command, config, as_json) of each command that was reached; the commands themselves do nothing."""
+    calls: list[tuple[str, Config, bool]] = []
+
+    def stand_in(command):
+        def serve(config, words=(), *, as_json):
+            calls.append((command, config, as_json))
+            return 0
+
+        return serve
+
+    for command in COMPOSED:
+        module = StandIn(f"ppctl.cli.commands.{command}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        setattr(module, command, stand_in(command))
+    monkeypatch.setattr(
+        "ppctl.cli.entry.launch",
+        lambda config, words, started_with, *, as_json: stand_in("launch")(config, as_json=as_json),
+    )
+    return calls

@@ -1,0 +1,58 @@
+"""What is impossible about a config or about a command's use of it, without composing it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ppctl import config as c
+from ppctl.cli.entry import refuse_inapplicable
+from ppctl.errors import ConfigError
+
+REFERENCE = c.Reference()
+TOPOLOGY = c.Plan(compile=True, topology="v5e:2x2")
+IMPOSSIBLE = [
+    ({"run": c.Run(num_steps=0)}, "run.num_steps=0 must be"),
+    ({"executor": REFERENCE}, "executor=reference is the un-pipelined model .*mesh=2x4 has 8. Use mesh=1x1"),
+    (
+        {"executor": REFERENCE, "mesh": c.Mesh(1, 1), "partition": c.Balanced()},
+        "partition=balanced divides layers .* has none",
+    ),
+    (
+        {"launch": c.Launch(processes=3)},
+        "mesh=2x4 has 8 devices, not a multiple of launch.processes=3. Use .*processes=2",
+    ),
+    ({"partition": c.Explicit(layers={"a": 1})}, "partition.layers={'a': 1} is neither a list"),
+    ({"partition": c.Explicit(layers=4)}, "partition.layers=4 is neither a list .* nor text"),
+    ({"partition": c.Explicit(layers=[4, "x"])}, r"partition.layers=\[4, 'x'\]: stage 1 has x layers"),
+    ({"plan": c.Plan(topology="v5e:4x4")}, "names what the compiler compiles for, but plan.compile=false. Use plan"),
+    ({"plan": c.Plan(compile=True, topology="v5e")}, "plan.topology=v5e is not a topology. Write the kind of chip"),
+    ({"plan": TOPOLOGY, "executor": c.Mpmd()}, "executor=mpmd compiles for each rank's devices"),
+    ({"plan": TOPOLOGY, "run": c.Run(platform="cuda")}, "run.platform=cuda starts devices. Use"),
+    ({"plan": c.Plan(memory_gib=0.0)}, "plan.memory_gib=0.0 is not a size. Use a number above 0"),
+]
+PLANNERS = "`ppctl train`, `ppctl plan` and `ppctl tune`"
+INAPPLICABLE = [
+    ("verify", {"launch": c.Launch(processes=2)}, "launch.processes=2: applies to `ppctl train` and `ppctl doctor`"),
+    ("bench", {"launch": c.Launch(max_restarts=2)}, "launch.max_restarts=2: applies to `ppctl train` and `ppctl doct"),
+    ("plan", {"launch": c.Launch(processes=2)}, "launch.processes=2: applies to `ppctl train` and `ppctl doctor`"),
+    ("train", {"plan": c.Plan(compile=True)}, "plan.compile=true: applies to `ppctl plan` only. Leave it out"),
+    ("bench", {"plan": c.Plan(memory_gib=3.0)}, "plan.memory_gib=3.0: applies to `ppctl plan` only. Leave it out"),
+    ("doctor", {"costs": c.Measure()}, f"costs=measure: applies to {PLANNERS} only. Leave it out"),
+    ("bench", {"costs": c.Analytic(doctor="x")}, f"costs.doctor=x: applies to {PLANNERS} only"),
+    ("train", {"tune": c.Tune(devices=3)}, "tune.devices=3: applies to `ppctl tune` only"),
+]
+
+
+@pytest.mark.parametrize(("parts", "message"), IMPOSSIBLE, ids=[message[:40] for _, message in IMPOSSIBLE])
+def test_an_impossible_config_is_refused(parts, message):
+    with pytest.raises(ConfigError, match=message):
+        c.check(replace(c.Config(mesh=c.Mesh(2, 4)), **parts))
+
+
+@pytest.mark.parametrize(("command", "parts", "message"), INAPPLICABLE)
+def test_what_applies_to_other_commands_is_refused(command, parts, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        refuse_inapplicable(command, replace(c.Config(), **parts))

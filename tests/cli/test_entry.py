@@ -1,0 +1,96 @@
+"""A command line reaches its command, and how it ends: exit codes, tracebacks, processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppctl import cli
+from ppctl.cli.commands import COMPOSED
+from ppctl.config import Config, Interleaved
+from ppctl.errors import CheckpointError, NonFiniteError
+
+PPCTL = str(Path(sys.executable).parent / "ppctl")
+pytestmark = pytest.mark.usefixtures("in_empty_directory")
+
+
+def test_a_request_reaches_its_command_as_dataclasses(served):
+    assert cli.main(["train", "mesh=1x4", "schedule.num_microbatches=16", "--json", "run.name=x"]) == 0
+    [(command, config, as_json)] = served
+    assert (command, as_json) == ("train", True)
+    assert isinstance(config, Config)
+    assert config.schedule == Interleaved(num_microbatches=16)
+    assert (config.mesh.text, config.run.dir) == ("1x4", "runs/x")
+
+
+@pytest.mark.parametrize("command", COMPOSED)
+def test_every_command_is_served_and_leaves_no_files(command, served, in_empty_directory):
+    before = os.environ.copy(), list(sys.argv)
+    assert cli.main([command]) == 0
+    assert [name for name, _, _ in served] == [command]
+    assert list(in_empty_directory.iterdir()) == []
+    assert (os.environ.copy(), sys.argv) == before
+
+
+def raising(error):
+    def serve(config, words=(), *, as_json):
+        raise error
+
+    return serve
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (CheckpointError("no checkpoint\nin runs/x."), 2, "ppctl: no checkpoint in runs/x.\n"),
+        (NonFiniteError("loss=nan at step 3."), 4, "ppctl: loss=nan at step 3.\n"),
+        (KeyboardInterrupt(), 130, "ppctl: interrupted.\n"),
+    ],
+)
+def test_a_commands_errors_have_their_exit_codes(error, code, text, served, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["ppctl.cli.commands.train"], "train", raising(error))
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err == text
+
+
+def test_a_bug_keeps_its_traceback_and_says_so(served, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["ppctl.cli.commands.train"], "train", raising(RuntimeError("boom")))
+    assert cli.main(["train"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "ppctl: this is a bug in ppctl, not in your request: RuntimeError: boom" in err
+
+
+def test_debug_shows_the_traceback_of_a_wrong_request(capsys, monkeypatch):
+    monkeypatch.setenv("PPCTL_DEBUG", "1")
+    assert cli.main(["train", "model.layrs=3"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("ppctl: model.layrs is not a setting")
+
+
+def test_a_wrong_request_loads_no_jax_and_is_fast():
+    code = (
+        "import sys; from ppctl.cli import main; c = main(['train', 'model.layrs=3']); print(c, 'jax' in sys.modules)"
+    )
+    before = os.times().children_user
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert os.times().children_user - before < 2  # CPU seconds: a busy machine does not count
+
+
+def test_the_console_script_and_the_module_are_the_same_program():
+    for program in ([PPCTL], [sys.executable, "-m", "ppctl.cli"]):
+        done = subprocess.run([*program, "train", "mesh=2x"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("ppctl: mesh=2x is not a mesh")
+
+
+def test_info_shows_where_the_config_comes_from():
+    done = subprocess.run([PPCTL, "train", "--info", "searchpath"], capture_output=True, text=True, check=True)
+    assert re.search(r"main +\| file://.*conf", done.stdout)  # a process of its own: Hydra adds a log handler

@@ -1,0 +1,236 @@
+"""The message of every fault of a request that Hydra composes: one line, exit code 2, and nothing else happens."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.files import write
+
+from ppctl import cli
+
+pytestmark = pytest.mark.usefixtures("in_empty_directory")
+
+FAULTS = [
+    # the command line itself
+    (
+        "trian",
+        r"trian is not a command. Did you mean train\? \(train, .*, inspect, bench, sched.*, report, examples, init\)",
+    ),
+    ("tone", "tone is not a command. .*train, verify, doctor, plan, tune, inspect, bench"),
+    ("model=mlp", "model=mlp: a command comes first, for example ppctl train model=mlp"),
+    ("train --jsn", "--jsn is not an option. Did you mean --json"),
+    ("train --json=1", "argument --json: ignored explicit argument '1'"),
+    ("train --cfg everything", "argument -c/--cfg: invalid choice: 'everything'"),
+    ("train --cfg job --multirun", "--cfg and --multirun exclude each other"),
+    ("train --resolve", "--resolve only goes with --cfg"),
+    ("train --config-dir nowhere", "--config-dir nowhere: there is no such directory"),
+    ("train --help modle", "modle is not a part with settings. Did you mean model"),
+    ("train --help model=ml", "model=ml is not an option of model. Did you mean model=mlp"),
+    ("--completion fish", "--completion takes bash"),
+    # keys
+    (
+        "train model.layrs=3",
+        "model.layrs is not a setting of model=transformer. Did you mean model.num_layers.*d_model",
+    ),
+    ("train model={layrs:3}", "model.layrs is not a setting of model=transformer"),
+    ("train modle=mlp", "modle is not a part of the config. Did you mean model.*schedule.*recipes"),
+    ("train modle.num_layers=3", "modle is not a part of the config. Did you mean model"),
+    ("train num_layers=3", "num_layers is not a part of the config. Did you mean model.num_layers"),
+    ("train schedule.num_layers=3", "schedule.num_layers is not a setting of .* Did you mean model.num_layers"),
+    ("train run.checkpoint.evry=3", "run.checkpoint.evry is not a setting of run. Did you mean run.checkpoint.every"),
+    ("train mesh.tp=2", "mesh.tp is not a setting of mesh=2x4x1.* .settings: dp, pp, fsdp"),
+    ("train mesh.pp.x=2", "mesh.pp.x: mesh.pp is one value, with nothing below it"),
+    (
+        "train schedule=gpipe schedule.num_chunks=2",
+        "num_chunks is not .*=gpipe. It is a setting of schedule=interleaved",
+    ),
+    ("train data.path=x", "data.path is not a setting of data=stdlib. It is a setting of data=text and data=tokens"),
+    (
+        "train partition.layers=[3,2]",
+        "layers: partition=uniform has no settings of its own. Choose partition=explicit, and",
+    ),
+    ("train partition=explicit partition.lyrs=[1]", "Did you mean partition.layers. .settings: layers"),
+    ("train partition=explicit partition.layers.a=1", "partition.layers is one value, with nothing below it"),
+    ("train partition=balanced partition.x=1", "partition.x is not a setting of partition=balanced. .settings: none"),
+    ("train +x=1", "x is not a part of the config"),
+    ("train +model.bar=2", "model.bar is not a setting of model=transformer"),
+    ("train +model.bar.x=2", "model.bar is not a setting of model=transformer"),
+    ("train +recipe=tiny", "recipe is not a part of the config. Did you mean recipes"),
+    ("train +recipes=tiny", "recipes is there already. Drop the .: recipes=tiny"),
+    ("train ++model.num_layers=2", "model.num_layers is there already. Drop the .: model.num_layers=2"),
+    ("train ~schedule", "~schedule: nothing can be removed. Give schedule another value"),
+    ("train ~run.seed", "~run.seed: nothing can be removed"),
+    ("train hydra.foo=1", "hydra.foo is not a setting of Hydra's"),
+    ("train hydra/launcher=basic", "hydra/launcher=basic is not an option of hydra/launcher"),
+    ("train hydra.launcher.x=1", "hydra.launcher.x=1 is for the jobs of a sweep. Add --multirun"),
+    ("train --multirun run.seed=1,2 hydra.launcher.x=1", "launcher.x is not a setting of hydra/launcher=ppctl. .set"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jbos=1", "Did you mean hydra.launcher.jobs"),
+    ("train --multirun run.seed=1,2 hydra.launcher.nodes=2", "It is one of hydra/launcher=submitit_slurm"),
+    ("train --multirun run.seed=1,2 hydra/launcher=[a]", "is not an option of hydra/launcher"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=abc", "hydra.launcher.jobs takes a whole number .default 1"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=0", "hydra.launcher.jobs=0 must be"),
+    ("train --multirun run.seed=1,2 hydra.launcher._target_=os.kill", "choose hydra/launcher=ppctl . submitit_local"),
+    ("verify --multirun run.seed=1,2 hydra/launcher=submitit_local", "only jobs of `ppctl train` run side by side"),
+    ("verify --multirun hydra/sweeper=optuna optim.lr=interval(0,1)", "searches by what runs record, and `ppctl ver"),
+    ("train model@x=mlp", "Could not override 'model@x'"),
+    ("train launch.proceses=2", "launch.proceses is not a setting of launch. Did you mean launch.processes"),
+    # options of groups
+    ("train schedule=interleavd", "Did you mean schedule=interleaved.*.schedule: interleaved, .*gpipe"),
+    ("train optim=zzz", r"optim=zzz is not an option of optim. \(optim: adamw, sgd\)"),
+    ("train schedule=null", "schedule=null is not an option of schedule"),
+    ("train model=[mlp,transformer]", "is not an option of model"),
+    ("train recipes=tinny", "recipes=tinny is not an option of recipes. Did you mean recipes=tiny"),
+    ("train schedule.name=gpipe", "the choice of schedule sets its name. Use schedule=gpipe"),
+    ("train schedule={name:gpipe}", "schedule.name=gpipe, but the choice is schedule=interleaved. Use schedule=gpipe"),
+    ("train partition=balancd", "partition=balancd is not an option of .* Did you mean partition=balanced"),
+    ("train mesh=2x", "mesh=2x is not a mesh. Write DPxPP or DPxPPxFSDP"),
+    ("train mesh=foo", "mesh=foo is not a mesh"),
+    ("train mesh=0x4", "mesh=0x4 is not a mesh. .*at least 1"),
+    ("train mesh=2x2x2x2", "mesh=2x2x2x2 is not a mesh"),
+    ("train mesh=4", "mesh=4 is not a mesh"),
+    ("train --multirun mesh=1x2,2x", "mesh=2x is not a mesh"),
+    # values
+    ("train model.num_layers=abc", "model.num_layers=abc: model.num_layers takes a whole number .default 8"),
+    ("train model={num_layers:abc}", "model.num_layers takes a whole number .default 8.*'abc'"),
+    ("train model.num_layers=", "model.num_layers=: model.num_layers takes a whole number"),
+    ("train run.num_steps=4.5", "run.num_steps=4.5: run.num_steps takes a whole number .default 200"),
+    ("train mesh.pp=null", "mesh.pp=null: mesh.pp takes a whole number .default 1"),
+    ("train run.eval_every=often", "run.eval_every takes a whole number or null .default 100"),
+    ("train run.tensorboard=maybe", "run.tensorboard takes true or false .default true"),
+    ("train optim.lr=fast", "optim.lr takes a number .default 0.002"),
+    ("train run.name=[a]", "run.name takes text"),
+    ("train run=3", "run=3: run is a part. Set what is in it, for example run.name"),
+    ("train run.checkpoint=null", "run.checkpoint is a part. Set what is in it, for example run.checkpoint.every"),
+    ("train hydra.job.num=abc", "hydra.job.num=abc: hydra.job.num does not take such a value"),
+    ("train model={name:[1]}", "model.name does not take such a value"),
+    ("train model=???", "You must specify 'model'"),
+    ("train data=text", "data.path has no value. data=text needs one: add data.path="),
+    ("train partition=explicit", "partition.layers has no value. partition=explicit needs one"),
+    ("train partition=explicit partition.layers=3,2,2,1", "gives several values. Add --multirun"),
+    ("train partition=explicit partition.layers=Et|(tt|)*2,tL", "cannot be read .*needs quotes that reach ppctl"),
+    ("train run.dir=${run.nam}", "run.dir=.*: Interpolation key 'run.nam' not found"),
+    ("train run.num_steps=0", "run.num_steps=0 must be"),
+    (
+        "verify hardware=h100",
+        "hardware=h100: applies to `ppctl train`, `ppctl plan` and `ppctl tune` only. Leave it out",
+    ),
+    ("train hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: add --multirun for a sweep, or leave it out"),
+    ("doctor launch.processes=2 launch.max_restarts=1", "launch.max_restarts=1: only `ppctl train` is started again"),
+    (
+        "plan hardware.peak_flops.bfloat16=1e12",
+        "hardware=auto has no settings of its own. Choose hardware=.* or one of .* others, and set it there",
+    ),
+    ("plan hardware.memory_gib=3", "hardware.memory_gib: hardware=auto has no settings of its own"),
+    ("plan hardware=h100 hardware.peak_flops.float64=1", "has no float64 yet. Add it with a .: .hardware.peak_flops.f"),
+    ("plan hardware=h100 hardware.peak_flops=3", "hardware.peak_flops takes values by name .no default"),
+    ("plan hardware=h100 hardware.peak_flops.float32=x", "peak_flops.float32 does not take such a value"),
+    ("plan hardware=h100 hardware.device_kinds=3", "hardware.device_kinds takes a list .no default"),
+    ("plan hardware=h100 hardware.flops_fraction=null", "hardware.flops_fraction takes a number .no default"),
+    ("plan hardware=h100 hardware.memory_gib=x", "hardware.memory_gib takes a number or null .default null"),
+    ("plan hardware=h100 hardware.flops_fraction=2", "hardware.flops_fraction=2.0 must lie in"),
+    ("plan hardware=h10", "hardware=h10 is not an option of hardware. Did you mean hardware=h100"),
+    ("plan costs.cache_dir=x", "costs.cache_dir is not a setting of costs=analytic. It is a setting of costs=measure"),
+    ("train run.peak_flops=1e12", "run.peak_flops is not a setting of run. Did you mean hardware.peak_flops"),
+    # Hydra's grammar
+    ("train tiny", "'tiny' is not KEY=VALUE. Did you mean recipes=tiny"),
+    ("train mlp", "'mlp' is not KEY=VALUE. Did you mean model=mlp"),
+    ("train model", "'model' is not KEY=VALUE. Did you mean model=transformer"),
+    ("train =3", "'=3' is not KEY=VALUE"),
+    ("train run.name=a=b", "run.name=a=b cannot be read .*needs quotes that reach ppctl: 'run.name="),
+    ("train run.name=[1,", "cannot be read"),
+    ("train run.name=it's", "cannot be read"),
+    ("train run.seed=1,2", "run.seed=1,2 gives several values. Add --multirun"),
+    ("train --multirun optim.lr=interval(0,1)", "a sweep over optim.lr needs a list of values"),
+    # sweeps
+    ("train --multirun", "--multirun runs every combination .* nothing here has several values. Give some"),
+    ("train --multirun run.seed=3", "nothing here has several values"),
+    ("train --multirun run.seed=range(3,3)", "This sweep is empty"),
+    ("train --multirun model.layrs=2,3", "model.layrs is not a setting of model=transformer. Did you mean"),
+    ("train --multirun +foo=2,3", "foo is not a part of the config"),
+    ("train --multirun run.seed=1,1", "Jobs 0 .run.seed=1. and 1 .run.seed=1. have the same run.dir, runs/default/r"),
+    ("train --multirun run.dir=x,./x", "have the same run.dir, x. Leave out a value that is there twice"),
+    ("train --multirun data.batch_size=7,9", "All 2 jobs are refused. data.batch_size=7 is not a multiple"),
+    ("train --multirun plan.compile=true run.seed=1,2", "plan.compile=true: applies to `ppctl plan` only"),
+    ("train --multirun run.dir=/proc/x run.seed=1,2", "run.dir=/proc/x cannot be written"),
+    ("train hydra.launcher.jobs=2", "hydra.launcher.jobs=2 is for the jobs of a sweep. Add --multirun"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=0", "hydra.launcher.jobs=0 must be a finite number of at le"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=many", "hydra.launcher.jobs takes a whole number"),
+    ("train --multirun run.seed=1,2 hydra.launcher.jobs=1,2", "Give hydra.launcher.jobs one value"),
+    ("train --multirun run.seed=1,2 hydra/sweeper=basic", "hydra/sweeper=basic is not an option of hydra/sweeper"),
+    ("bench --multirun run.seed=1,2 hydra.launcher.jobs=2", "only jobs of `ppctl train` run side by side"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), FAULTS, ids=[line for line, _ in FAULTS])
+def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys, served, in_empty_directory):
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("ppctl: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err), err
+    assert (out, served) == ("", [])
+    assert list(in_empty_directory.iterdir()) == []
+
+
+RECIPES = {
+    "key": ("model: { layrs: 3 }", r"model.layrs is not a setting .*num_layers.* \(in recipes=key\)"),
+    "top": ("foo: 1", r"foo is not a part of the config.* \(in recipes=top\)"),
+    "value": ("model: { num_layers: abc }", r"model.num_layers takes a whole number .*'abc'.* \(in recipes=value\)"),
+    "option": ("defaults: [override /schedule: gpip]", r"Did you mean schedule=gpipe.* \(in recipes=option\)"),
+    "group": ("defaults: [override /modle: mlp]", "In 'recipes/group': Could not override 'modle'"),
+    "name": ("schedule: { name: gpipe }", "schedule.name=gpipe, but the choice is .* `override /schedule: gpipe`"),
+    "yaml": ("model: { num_layers: 3", "yaml.*line 2"),
+    "check": ("run: { num_steps: 0 }", "run.num_steps=0 must be"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_fault_in_a_users_recipe_is_one_line_too(recipe, capsys, served, in_empty_directory):
+    text, message = RECIPES[recipe]
+    write(in_empty_directory / f"mine/recipes/{recipe}.yaml", f"# @package _global_\n{text}\n")
+    assert cli.main(["train", f"recipes={recipe}", "--config-dir", "mine"]) == 2
+    err = capsys.readouterr().err
+    assert re.fullmatch(rf"ppctl: .*{message}.*\n", err), err
+
+
+def test_a_recipe_without_its_package_line_is_explained(capsys, in_empty_directory):
+    write(in_empty_directory / "mine/recipes/bare.yaml", "model: { num_layers: 4 }\n")
+    assert cli.main(["train", "recipes=bare", "--config-dir", "mine"]) == 2
+    assert "the file starts with `# @package _global_`" in capsys.readouterr().err
+
+
+def test_an_unreadable_recipe_is_named(capsys, in_empty_directory):
+    write(in_empty_directory / "mine/recipes/bytes.yaml", "").write_bytes(b"\xff\xfe")
+    assert cli.main(["train", "recipes=bytes", "--config-dir", "mine"]) == 2
+    assert re.fullmatch(r"ppctl: .*decode.* \(in recipes=bytes\)\n", capsys.readouterr().err)
+
+
+def test_an_option_without_schema_is_explained(capsys, in_empty_directory):
+    write(in_empty_directory / "mine/model/free.yaml", "num_layers: 4\n")
+    assert cli.main(["train", "model=free", "--config-dir", "mine"]) == 2
+    assert "model: the file chosen states no schema" in capsys.readouterr().err
+
+
+def test_a_users_options_and_recipes_are_found(served, in_empty_directory):
+    write(in_empty_directory / "mine/schedule/four.yaml", "defaults: [interleaved]\nnum_chunks: 4\n")
+    write(in_empty_directory / "mine/recipes/big.yaml", "# @package _global_\ndefaults: [tiny]\nrun: { name: big }\n")
+    assert cli.main(["train", "--config-dir", "mine", "recipes=big", "schedule=four"]) == 0
+    config = served[0][1]
+    assert (config.schedule.num_chunks, config.run.dir, config.model.d_model) == (4, "runs/big", 32)
+
+
+def test_hardware_of_a_users_own_is_a_choice(capsys, served, in_empty_directory):
+    write(in_empty_directory / "mine/hardware/ours.yaml", "defaults: [h100]\nname: ours\nflops_fraction: 0.7\n")
+    words = ["hardware=ours", "+hardware.peak_flops.float64=67e12", "hardware.peak_flops.bfloat16=900e12"]
+    assert cli.main(["plan", "--config-dir", "mine", *words]) == 0
+    [(_, config, _)] = served
+    ours = config.hardware
+    assert (ours.name, ours.flops_fraction, ours.host_devices) == ("ours", 0.7, 8)
+    assert ours.peak_flops == {"float32": 494.7e12, "bfloat16": 900e12, "float64": 67e12}
+
+
+def test_hardware_without_its_numbers_is_refused(capsys, served, in_empty_directory):
+    write(in_empty_directory / "mine/hardware/bare.yaml", "defaults: [/schema_hardware@_here_]\nname: bare\n")
+    assert cli.main(["plan", "hardware=bare", "--config-dir", "mine"]) == 2
+    assert "hardware.device_kinds has no value. hardware=bare needs one" in capsys.readouterr().err

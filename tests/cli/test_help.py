@@ -1,0 +1,125 @@
+"""What is shown: help, the composed config, completion in bash."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ppctl import cli
+from ppctl.cli.choices import all_settings
+from ppctl.cli.commands import COMMANDS, COMPOSED
+from ppctl.cli.help import EXAMPLES, MOST_USED
+
+pytestmark = pytest.mark.usefixtures("in_empty_directory")
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_ppctl_alone_shows_the_commands(argv, capsys):
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} +\w", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMPOSED)
+def test_help_shows_groups_settings_examples_and_exit_codes(command, capsys):
+    assert cli.main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    for text in ("Usage: ", "interleaved | ", "model.num_layers=8", "optimizer steps", "Examples:", "130, 143"):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_help_of_a_part_without_settings_says_what_it_is(capsys):
+    assert cli.main(["train", "--help", "partition"]) == 0
+    out = capsys.readouterr().out
+    for text in ("partition=uniform: As many layers", "partition=balanced: ", "partition.layers=...  a list"):
+        assert text in out
+
+
+def test_help_of_parts_shows_all_their_settings(capsys):
+    assert cli.main(["train", "--help", "schedule", "model=mlp", "run", "mesh"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "schedule=interleaved: ",
+        "schedule.num_chunks=2",
+        "model.d_model=64",
+        "run.profile.start=null",
+        "mesh.pp",
+    ):
+        assert text in out
+    assert "swiglu" not in out
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_the_examples_of_the_help_compose(line, served, monkeypatch):
+    argv = line.split()[1:]
+    if "--multirun" in argv:  # each combination is a job; its first one stands for them
+        argv = [word.split(",")[0] for word in argv if word != "--multirun"]
+    assert cli.main(argv) == 0
+
+
+def test_the_settings_of_the_help_are_explained():
+    plain = ("run.name",)
+    assert [key for key in MOST_USED if not all_settings()[key].about] == list(plain)
+
+
+def test_the_launcher_is_served_and_shown_by_train_and_doctor_alone(served, capsys):
+    assert cli.main(["train", "recipes=tiny", "launch.processes=2"]) == 0
+    [(command, config, _)] = served
+    assert (command, config.launch.processes) == ("launch", 2)
+    for command in COMPOSED:
+        assert cli.main([command, "--help"]) == 0
+        assert ("launch.max_restarts=0" in capsys.readouterr().out) == (command in ("train", "doctor"))
+
+
+def test_a_command_shows_the_groups_that_apply_to_it(capsys):
+    for command in COMPOSED:
+        assert cli.main([command, "--help"]) == 0
+        out = capsys.readouterr().out
+        for line in ("  hardware  auto |", "  costs     analytic | measure\n"):
+            assert (line in out) == (command in ("train", "plan", "tune")), (command, line)
+
+
+def test_cfg_prints_the_composed_config(capsys, served):
+    assert cli.main(["train", "--cfg", "job", "recipes=tiny", "--resolve"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^mesh:\n  dp: 1\n  pp: 2\n  fsdp: 1$", out, re.MULTILINE)
+    assert "  dir: runs/tiny\n" in out
+    assert served == []
+
+
+def test_version_is_the_packages(capsys):
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"ppctl \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ppctl tr", "train"),
+        ("ppctl train sched", "schedule="),
+        ("ppctl train schedule=", "schedule=gpipe"),
+        ("ppctl train recipes=", "recipes=tiny"),
+        ("ppctl train mesh=2", "mesh=2x4"),
+        ("ppctl train --json schedule=gpipe schedule.", "schedule.num_microbatches="),
+        ("ppctl train launch.", "launch.processes="),
+        ("ppctl train --js", "--json"),
+    ],
+)
+def test_bash_completes(line, expected, capsys, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", line)
+    assert cli.main(["-sc", "query=bash"]) == 0
+    assert expected in capsys.readouterr().out.split()
+
+
+def test_bash_completion_of_a_wrong_line_is_silent(capsys, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", "ppctl train schedule=nope x=[ model.")
+    assert cli.main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_completion_script_is_for_ppctl(capsys):
+    assert cli.main(["--completion", "bash"]) == 0
+    assert "hydra_bash_completion ppctl" in capsys.readouterr().out

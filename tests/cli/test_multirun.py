@@ -1,0 +1,135 @@
+"""Sweeps from the command line: composed and checked before anything runs, then a process a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.files import write
+
+from ppctl import cli
+
+PPCTL = str(Path(sys.executable).parent / "ppctl")
+pytestmark = pytest.mark.usefixtures("in_empty_directory")
+
+# A stand-in for `ppctl train` in the jobs of a sweep, which are processes: Python imports sitecustomize at its start.
+STAND_IN = """
+import json, signal, sys, time, types
+
+def train(config, words, *, as_json):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        print(json.dumps({"layers": config.model.num_layers, "dir": config.run.dir, "as_json": as_json}), flush=True)
+        if config.run.seed == 9:  # a long run
+            time.sleep(30)
+    except KeyboardInterrupt:  # as a run that takes a moment to save when interrupted
+        time.sleep(0.5)
+        print("saved", flush=True)
+        return 130
+    return 1 if config.model.num_layers == 3 else 0
+
+sys.modules["ppctl.cli.commands.train"] = types.ModuleType("ppctl.cli.commands.train")
+sys.modules["ppctl.cli.commands.train"].train = train
+"""
+
+
+@pytest.fixture
+def jobs_environment(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stand_in")
+    (folder / "sitecustomize.py").write_text(STAND_IN)
+    places = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+def sweep(environment, *words):
+    command = [PPCTL, "train", "--multirun", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_sweep_runs_each_job_in_its_own_process_and_directory(jobs_environment, in_empty_directory):
+    done = sweep(jobs_environment, "model.num_layers=2,3,4", "run.name=abc", "--json")
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert results == [
+        {"layers": n, "dir": f"runs/abc/model.num_layers={n}", "as_json": True} for n in (2, 3, 4)
+    ]  # the failing second job did not stop the third
+    assert done.returncode == 1
+    rows = re.findall(r"^ \d: model.num_layers=(\d) +(\w+)", done.stderr, re.MULTILINE)
+    assert rows == [("2", "finished"), ("3", "failed"), ("4", "finished")]
+    assert "ppctl: job 1: model.num_layers=3: ended with exit code 1\n" in done.stderr
+    left = {str(path.relative_to("runs/abc")) for path in Path("runs/abc").rglob("*") if path.is_file()}
+    assert left == {"multirun.yaml", "sweep.csv", "sweep.json", "sweep.html"}
+
+
+def test_a_sweep_over_run_dir_leaves_it_alone(jobs_environment):
+    done = sweep(jobs_environment, "run.dir=x,y")
+    assert [json.loads(line)["dir"] for line in done.stdout.splitlines()] == ["x", "y"]
+    assert done.returncode == 0
+
+
+def test_a_sweeps_directories_have_names_that_are_one_path_component(jobs_environment):
+    done = sweep(jobs_environment, "data=text", "data.path=/a/b,/a_b", "run.dir='it\\'s, here'")
+    found = [json.loads(line)["dir"] for line in done.stdout.splitlines()]
+    assert len(set(found)) == 2
+    assert all(re.fullmatch(r"it's, here/data\.path=_a_b(-\w{8})?", name) for name in found), found
+
+
+def test_a_job_that_is_refused_does_not_stop_the_others(jobs_environment):
+    done = sweep(jobs_environment, "data.batch_size=7,16")
+    assert done.returncode == 1
+    assert "ppctl: job 0: data.batch_size=7: refused: data.batch_size=7 is not a multiple" in done.stderr
+    assert [json.loads(line)["dir"] for line in done.stdout.splitlines()] == ["runs/default/data.batch_size=16"]
+
+
+@pytest.mark.parametrize(
+    ("command", "seeds"), [("train", [1, 2]), ("verify", [1, 2]), ("train hydra.launcher.jobs=2", [2, 1])]
+)
+def test_a_sweep_is_composed_and_checked_before_anything_runs(command, seeds, served, monkeypatch, in_empty_directory):
+    sweeps = []
+    monkeypatch.setattr("ppctl.launch.sweep.sweep.run_sweep", lambda found, report: sweeps.append(found) or 0)
+    words = command.split()
+    assert cli.main([words[0], "-m", f"run.seed={seeds[0]},{seeds[1]}", "optim.lr=0.1", *words[1:]]) == 0
+    [found] = sweeps
+    assert [job.values for job in found.jobs] == [{"run.seed": seed} for seed in seeds]
+    assert found.num_parallel == (2 if len(words) > 1 else 1)
+    assert found.trains == (words[0] == "train")
+    assert [job.config.run.dir for job in found.jobs] == [f"runs/default/run.seed={seed}" for seed in seeds]
+    assert found.jobs[0].words == (words[0], f"run.seed={seeds[0]}", "optim.lr=0.1")
+    assert (served, list(in_empty_directory.iterdir())) == ([], [])
+
+
+def test_a_file_may_describe_a_sweep(monkeypatch, in_empty_directory):
+    sweeps = []
+    monkeypatch.setattr("ppctl.launch.sweep.sweep.run_sweep", lambda found, report: sweeps.append(found) or 0)
+    text = "# @package _global_\nhydra: {sweeper: {params: {run.seed: '1,2'}}, launcher: {jobs: 3}}\n"
+    write(in_empty_directory / "mine/recipes/both.yaml", text)
+    assert cli.main(["train", "-m", "recipes=both", "--config-dir", "mine"]) == 0
+    assert ([job.swept for job in sweeps[0].jobs], sweeps[0].num_parallel) == ([("run.seed=1",), ("run.seed=2",)], 3)
+
+
+@pytest.mark.parametrize(("number", "code", "last"), [(signal.SIGINT, 130, "saved"), (signal.SIGTERM, 143, "")])
+@pytest.mark.parametrize("side", [1, 2])
+def test_an_interrupted_sweep_waits_for_its_jobs_and_starts_no_other(number, code, last, side, jobs_environment):
+    command = [PPCTL, "train", "--multirun", "run.seed=9", "model.num_layers=1,2,4", "--json"]
+    command += [f"hydra.launcher.jobs={side}"]
+    process = subprocess.Popen(
+        command, env=jobs_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    layers = {json.loads(process.stdout.readline())["layers"] for _ in range(side)}
+    assert layers == {1, 2} if side == 2 else {1}
+    if number == signal.SIGINT:  # a terminal sends it to all of its foreground processes
+        os.killpg(process.pid, number)
+    else:
+        process.terminate()
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out.split()) == (code, [last] * side * bool(last))
+    assert err.count(f"interrupted ({code})") == side
+    assert "ppctl: job 2: model.num_layers=4: running" not in err
+    states = [record["status"] for record in json.loads(Path("runs/default/sweep.json").read_text())]
+    assert states == ["interrupted"] * side + ["not started"] * (3 - side)
