@@ -133,7 +133,7 @@ def _serve(argv: list[str]) -> int:
         for job in config.jobs if config.study is None else config.study.samples():
             if job.config is not None:
                 refuse_unheeded(command, job.config)
-        return import_module("ppctl.launch.sweep.sweep").serve(config, report.write)
+        return import_module("ppctl.launch.sweep.sweep").serve(config, report.write_report_of)
     refuse_unheeded(command, config)
     if not config.launch.is_used:
         return _dispatch(command, config, as_json=asked.json)

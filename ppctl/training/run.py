@@ -27,7 +27,7 @@ from ppctl.errors import CheckpointError, ConfigError, DamagedError
 from ppctl.executors import placement
 from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
-from ppctl.reports.charts.drawing import priced
+from ppctl.reports.charts.drawing import drawing_of_timeline
 from ppctl.reports.run_files import MEMORY_FILE
 from ppctl.reports.run_status import FINISHED, INTERRUPTED, NoRunStatus, RunStatus, held_by
 from ppctl.reports.terminal import replace_file
@@ -151,7 +151,7 @@ def show_start(
     board.memory(footprint.total_bytes, prediction.memory_bytes)
     if parts.bubble_fraction is not None:
         schedule, costs = parts.schedule, task_costs(parts.config.executor.remat)
-        draw = lambda: [priced(f"{schedule.name}, predicted", timeline_at(schedule, parts.ticks, costs))]  # noqa: E731
+        draw = lambda: [drawing_of_timeline(f"{schedule.name}, predicted", timeline_at(schedule, parts.ticks, costs))]  # noqa: E731
         board.gantt("schedule/predicted", schedule, draw, board.first_step)
 
 

@@ -17,14 +17,14 @@ from ppctl.reports.terminal import replace_file
 
 if TYPE_CHECKING:
     from ppctl.config.schedule_from_config import Pipeline
-    from ppctl.reports.run_page.read import Run
+    from ppctl.reports.run_page.read import RecordedRun
 
 ABOUT = "one run, or several compared, as an html page to look at and to send; starts no JAX"
 EXAMPLES = ("ppctl report tiny", "ppctl report tiny runs/other --out both.html", "ppctl report runs/sweep/*/ --json")
 HELP = f"""\
 ppctl report: {ABOUT}.
 
-Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predicted beside taken
+Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predicted vs. measured
        ppctl report RUN RUN ... [--out FILE.html] [--json]   up to 8 runs: what differs, curves drawn together
 
 RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has. The page holds all it shows: it
@@ -41,67 +41,67 @@ Examples:
 
 
 def serve(words: list[str]) -> int:
-    """The exit code of `ppctl report WORDS`."""
-    asked, unknown = _parser().parse_known_intermixed_args(words)
+    """Write the report that WORDS name; return the exit code."""
+    request, unknown = _parser().parse_known_intermixed_args(words)
     refuse_unknown(unknown, option_names())
-    if asked.help:
+    if request.help:
         print(HELP)
         return 0
-    if not asked.words:
+    if not request.words:
         raise ConfigError("`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them.")
     from ppctl.reports.run_page import write_report as report
 
-    if len(asked.words) > report.MOST_RUNS:
+    if len(request.words) > report.MOST_RUNS:
         raise ConfigError(
-            f"{len(asked.words)} runs are too many for one page ({report.MOST_RUNS} at most). Name fewer; "
+            f"{len(request.words)} runs are too many for one page ({report.MOST_RUNS} at most). Name fewer; "
             "`ppctl runs` lists any number."
         )
-    found = [_find(word) for word in asked.words]
+    found = [_find(word) for word in request.words]
     places: dict[Path, str] = {}
-    for word, (_, path) in zip(asked.words, found, strict=True):
+    for word, (_, path) in zip(request.words, found, strict=True):
         if path.resolve() in places:
             raise ConfigError(f"{places[path.resolve()]} and {word} are the same run. Name each once.")
         places[path.resolve()] = word
-    file = report.place_of(asked.out, [path for _, path in found])
+    file = report.place_of(request.out, [path for _, path in found])
     runs = [_read(*each, is_alone=len(found) == 1) for each in found]
-    return report.serve(runs, file, as_json=asked.json)
+    return report.write_report(runs, file, as_json=request.json)
 
 
-def write(run_dir: Path) -> None:
-    """Nothing; writes the report of a run in its directory, if there is a run and the file is not another's."""
+def write_report_of(run_dir: Path) -> None:
+    """Write the report of a run in its directory, if there is a run and the file is not another's."""
     from ppctl.reports.run_files import is_run
-    from ppctl.reports.run_page import page
     from ppctl.reports.run_page import write_report as report
+    from ppctl.reports.run_page.page import run_page
 
     if not is_run(run_dir):
         return
     with suppress(PpctlError, OSError):
         file = report.place_of(None, [run_dir])
-        replace_file(file, page.page(_read(str(run_dir), run_dir, is_alone=True), file))
+        replace_file(file, run_page(_read(str(run_dir), run_dir, is_alone=True), file))
 
 
 def _find(word: str) -> tuple[str, Path]:
-    """(name, directory) of the run that a word means."""
+    """Return (name, directory) of the run that a word means."""
     from ppctl.reports import runs_table
     from ppctl.reports.run_files import find_runs, is_run
 
     top = Path(DEFAULT_DIR)
     if not is_run(Path(word)) and not (top.is_dir() and find_runs(top)):
         raise ConfigError(f"{word} is no run, and none is in {DEFAULT_DIR}/ here. Give the path of one.")
-    return runs_table.find(word, [top])
+    return runs_table.find_run(word, [top])
 
 
-def _read(name: str, path: Path, *, is_alone: bool) -> Run:
+def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
     from ppctl.cli.overrides import resuming
-    from ppctl.reports.run_page.read import read
+    from ppctl.reports.run_page.read import read_run
 
     config, (words, notes), command = resuming(path)
-    pipeline = _pipeline(config, words) if is_alone else "Not drawn beside other runs."
-    return read(name, path, config, words, command, notes, pipeline)
+    pipeline = _pipeline(config, words) if is_alone else "Not drawn next to other runs."
+    return read_run(name, path, config, words, command, notes, pipeline)
 
 
 def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
-    """The schedule of a run as its settings have it, or why it cannot be drawn."""
+    """Return the schedule of a run as its settings have it, or why it cannot be drawn."""
     from ppctl.config.schedule_from_config import pipeline_of
     from ppctl.reports.run_page.gantt import too_large
 
@@ -121,14 +121,14 @@ def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str
 
 
 def completions() -> list[str]:
-    """The runs that may follow `ppctl report`."""
+    """Return the runs that may follow `ppctl report`."""
     from ppctl.cli.commands import runs
 
     return runs.completions(["show"])
 
 
 def option_names() -> list[str]:
-    """Every option of `ppctl report`."""
+    """Return every option of `ppctl report`."""
     return [name for action in _parser()._actions for name in action.option_strings]
 
 
