@@ -133,13 +133,13 @@ def _serve_composed(command: str, options: Namespace) -> int:
     if config is None:  # Hydra has shown what its flags ask for
         return 0
     if not isinstance(config, Config):
-        from ppctl.cli.commands.report import write
+        from ppctl.cli.commands.report import write_report_of
         from ppctl.launch.sweep.sweep import run_sweep
 
         for job in config.jobs if config.study is None else config.study.samples():
             if job.config is not None:
                 refuse_inapplicable(command, job.config)
-        return run_sweep(config, write)
+        return run_sweep(config, write_report_of)
     refuse_inapplicable(command, config)
     if config.launch.is_used:
         if command != "train" and config.launch.max_restarts:

@@ -19,7 +19,7 @@ from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
 from ppctl.executors.known_hardware import NOMINAL, mfu_peak_flops
 from ppctl.planner.advise import propose
-from ppctl.planner.plan_page import page, picture_of
+from ppctl.planner.plan_page import picture_of, plan_page
 from ppctl.planner.plan_terminal import show
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.planner.step_runs import as_run
@@ -44,7 +44,7 @@ def plan(config: Config, *, as_json: bool) -> int:
     else:
         show(found, config)
     if file is not None:
-        write_file(f"plan.html={file}", Path(file), page(found, config, picture_of(job, found.unknown)))
+        write_file(f"plan.html={file}", Path(file), plan_page(found, config, picture_of(job, found.unknown)))
     return int(found.fits is False)
 
 

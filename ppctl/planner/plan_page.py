@@ -12,10 +12,11 @@ from ppctl.planner.plan_terminal import ABOUT, PARTS, better, shown_ranks, total
 from ppctl.planner.prediction import Prediction
 from ppctl.planner.step_runs import timeline_of
 from ppctl.planner.step_time import op_times_of
-from ppctl.reports.charts.bars import stacked, swatch
-from ppctl.reports.charts.drawing import Drawing, priced
+from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
 from ppctl.reports.charts.elements import exact, section, table
-from ppctl.reports.charts.html import charts, whole
+from ppctl.reports.charts.html import charts_html, html_page
+from ppctl.reports.charts.palette import part_sample
+from ppctl.reports.charts.plots import stacked_bars
 from ppctl.reports.terminal import size_text
 from ppctl.schedule.search.extrapolate import MOST_TASKS
 from ppctl.schedule.simulate import Timeline, duration_s
@@ -26,7 +27,7 @@ SETTINGS = ("model", "schedule", "partition", "executor", "data", "hardware", "c
 FITS = {True: ("yes", "&#10003;"), False: ("no", "&#10007;"), None: ("maybe", "?")}
 
 
-def page(found: Prediction, config: Config, picture: Drawing | str) -> str:
+def plan_page(found: Prediction, config: Config, picture: Drawing | str) -> str:
     """The text of the page; `picture`: of the step, or why there is none."""
     pipeline = found.schedule if config.executor.IS_PIPELINED else "un-pipelined"
     title = f"{config.model.name} of {config.model.num_layers} layers, mesh {config.mesh.text}, {pipeline}"
@@ -49,11 +50,11 @@ def page(found: Prediction, config: Config, picture: Drawing | str) -> str:
             )
         )
     sections.append(section("The request", _settings(config)))
-    return whole(f"Plan: {title}", f"<main>\n{''.join(sections)}</main>\n", "plan.css")
+    return html_page(f"Plan: {title}", f"<main>\n{''.join(sections)}</main>\n", "plots.css", "plan.css")
 
 
 def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
-    """The step as `ppctl plan` op_times it, or why it cannot be drawn; `unknown`: why its time is not known."""
+    """The step as `ppctl plan` predicts it, or why it cannot be drawn; `unknown`: why its time is not known."""
     schedule = job.pipe.schedule
     if not job.pipe.execution.is_pipelined:
         return "executor=reference has no pipeline to draw."
@@ -62,7 +63,7 @@ def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
     num_tasks = sum(map(len, schedule.ranks))
     if num_tasks > MOST_TASKS:
         return f"Not drawn: {num_tasks:,} tasks are too many for a chart ({MOST_TASKS:,} at most)."
-    return priced(schedule.name, timeline_of(job.pipe, op_times_of(job, job.config.costs)))
+    return drawing_of_timeline(schedule.name, timeline_of(job.pipe, op_times_of(job, job.config.costs)))
 
 
 def _numbers(found: Prediction, config: Config) -> str:
@@ -109,11 +110,11 @@ def _memory(found: Prediction) -> str:
     drawn = shown_ranks(found, MOST_BARS)
     are_alike = len(set(map(str, found.memory_bytes))) == 1
     name = lambda rank: "every rank" if are_alike else f"rank {rank}"  # noqa: E731
-    bars = stacked([(name(r), found.memory_bytes[r]) for r in drawn], PARTS, found.limit_bytes, size_text)
+    bars = stacked_bars([(name(r), found.memory_bytes[r]) for r in drawn], PARTS, found.limit_bytes, size_text)
     few = (
         "" if are_alike or len(drawn) == len(found.memory_bytes) else "<p>The first rank, the fullest and the last.</p>"
     )
-    legend = "".join(f"<li>{swatch(PARTS.index(part))}{part}: {ABOUT[part]}</li>" for part in present)
+    legend = "".join(f"<li>{part_sample(PARTS.index(part))}{part}: {ABOUT[part]}</li>" for part in present)
     columns = ["", *present, total_name(found)]
     estimated = found.estimated_bytes if found.is_compiled else None
     if estimated is not None:
@@ -177,7 +178,7 @@ def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
     told.append(
         "Its bubble is of the priced seconds; the one above takes all layers for equal, ends and transfers for free."
     )
-    return f"<p class='soft'>{escape(' '.join(told))}</p>\n{charts([picture])}"
+    return f"<p class='soft'>{escape(' '.join(told))}</p>\n{charts_html([picture])}"
 
 
 def _is_shared(timeline: Timeline) -> bool:
@@ -196,7 +197,7 @@ def _settings(config: Config) -> str:
         told = " ".join(f"<code>{escape(f'{part}.{key}={_typed(value)}')}</code>" for key, value in values.items())
         rows.append([escape(name), told])
     rows.append([f"run.dtype={escape(_typed(config.run.dtype))}", ""])
-    return f'<div class="asked">{table("settings", [], rows)}</div>'
+    return f'<div class="request">{table("settings", [], rows)}</div>'
 
 
 def _typed(value: object) -> str:

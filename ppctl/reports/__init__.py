@@ -1,1 +1,1 @@
-"""What runs leave, read and drawn. Starts no JAX."""
+"""Files of runs, read and drawn. Starts no JAX."""

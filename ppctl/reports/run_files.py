@@ -1,6 +1,6 @@
-"""What runs have left on disk, read without JAX: where they are, how far they got and how they ended.
+"""The files that runs leave, read without JAX: where they are, how far they got and how they ended.
 
-Only the ends of files are read, so that a thousand long runs are listed in a second; `history` reads one run whole.
+Only the ends of files are read, so that a thousand long runs are listed in a second; `run_history` reads one run whole.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TAILS = (4096, 65536)  # bytes read of a file's end: a line has 400, or so
 NUM_STEPS = re.compile(rb"^run:\n(?:  .*\n)*?  num_steps: (\d{1,18})$", re.MULTILINE)  # a parser of YAML takes 20 ms
 
 
-class Summary(NamedTuple):
-    """How a run stands."""
+class RunSummary(NamedTuple):
+    """The state of a run, from the ends of its files."""
 
     name: str
     path: Path
@@ -41,8 +41,8 @@ class Summary(NamedTuple):
     problems: tuple[str, ...]  # what is wrong with its files
 
 
-class History(NamedTuple):
-    """What all records of a run say together."""
+class RunHistory(NamedTuple):
+    """A run over all its records."""
 
     losses: dict[str, tuple[int, float]]  # first, last, least: (step, loss); empty: no step has a loss
     eval_losses: dict[str, tuple[int, float]]  # likewise
@@ -59,7 +59,7 @@ class _Tail(NamedTuple):
 
 
 def find_runs(top: Path) -> list[tuple[str, Path]]:
-    """(name, directory) of every run at or below `top`, those of sweeps included; a name is the path below `top`.
+    """Return (name, directory) of each run at or below `top`, also of sweeps; a name is the path below `top`.
 
     Directories that cannot be read are left out. A link is followed, to each directory once.
     """
@@ -87,7 +87,7 @@ def find_runs(top: Path) -> list[tuple[str, Path]]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is that of a run; False where it cannot be read, or is none."""
+    """Return whether a directory is that of a run; False where it cannot be read, or is none."""
     try:
         return _is_run(str(path), set(os.listdir(path)))
     except OSError:
@@ -100,22 +100,22 @@ def _is_run(path: str, names: set[str]) -> bool:
     return "config.yaml" in names and isinstance(_num_steps(path), int)  # other programs have files of that name
 
 
-def summary(name: str, path: Path) -> Summary:
-    """How the run in a directory stands, from the ends of its files. What is wrong with them is no exception."""
+def run_summary(name: str, path: Path) -> RunSummary:
+    """Return the state of a run, from the ends of its files; what is wrong with them is no exception."""
     problems: list[str] = []
     num_steps = _num_steps(str(path))
     if isinstance(num_steps, str):
         problems.append(num_steps)
         num_steps = None
     ends = [_tail(str(path / file)) for file in ("metrics.jsonl", "eval.jsonl", run_status.FILE)]
-    train, evaluation, standing = ends
+    train, evaluation, status = ends
     step = whole_number(train.record, "step")
     steps: tuple[int, ...] = ()
     try:
         steps = checkpoint_steps(path / "checkpoints")
     except OSError as error:
         problems.append(f"checkpoints cannot be read: {error.strerror}")
-    state, reason = _state(path, standing.record, steps, num_steps, has_begun=bool(step or steps))
+    state, reason = _state(path, status.record, steps, num_steps, has_begun=bool(step or steps))
     if state != RUNNING:  # which may be about to write
         problems += [end.problem for end in ends if end.problem is not None]
         if train.written_s is not None and train.record is None and train.problem is None:
@@ -123,16 +123,16 @@ def summary(name: str, path: Path) -> Summary:
     if train.record is not None and ("loss" not in train.record or step is None):
         problems.append("the last line of metrics.jsonl has no step or no loss")
     written = [end.written_s for end in ends if end.written_s is not None]
-    return Summary(
+    return RunSummary(
         name,
         path,
         state,
         reason,
         step if step is not None else max(steps, default=0),
         num_steps,
-        number(train.record, "loss"),
+        record_number(train.record, "loss"),
         train.record is None or train.record.get("loss", 0) is not None,
-        number(evaluation.record, "eval_loss"),
+        record_number(evaluation.record, "eval_loss"),
         max(written) if written else _written_s(path),
         steps,
         tuple(problems),
@@ -142,42 +142,42 @@ def summary(name: str, path: Path) -> Summary:
 def _state(
     path: Path, last: Mapping[str, Any] | None, steps: Sequence[int], num_steps: int | None, *, has_begun: bool
 ) -> tuple[str, str | None]:
-    """(status, reason), by the newest line of status.jsonl and the checkpoints.
+    """Return (status, reason), by the newest line of status.jsonl and the checkpoints.
 
     A run whose last step has a checkpoint is finished, as `ppctl train` says of it too.
     """
-    said = None if last is None else last.get("status")
-    if last is not None and said in (run_status.FINISHED, run_status.INTERRUPTED, run_status.FAILED):
+    status = None if last is None else last.get("status")
+    if last is not None and status in (run_status.FINISHED, run_status.INTERRUPTED, run_status.FAILED):
         reason = last.get("reason")
-        return said, reason if isinstance(reason, str) else None
+        return status, reason if isinstance(reason, str) else None
     is_locked = False
-    if last is not None and said == run_status.STARTED:
+    if last is not None and status == run_status.STARTED:
         is_locked = last.get("is_locked") is True and last.get("host") == run_status.here()["host"]
         with suppress(OSError):
             if run_status.is_held(path / run_status.FILE):
                 return RUNNING, None
     if num_steps is not None and num_steps in steps:
         return run_status.FINISHED, None
-    told = _told_by_another(path, last)
-    if told is not None:
-        return run_status.FAILED, told
+    message = _failure_of_another(path, last)
+    if message is not None:
+        return run_status.FAILED, message
     if is_locked:  # by a process of this machine, which is gone
         return BROKEN_OFF, None
     return (NO_END if has_begun or last is not None else NOT_STARTED), None
 
 
-def _told_by_another(path: Path, last: Mapping[str, Any] | None) -> str | None:
-    """What another process has failed of since the last start; the one that leads then leaves without a word."""
+def _failure_of_another(path: Path, last: Mapping[str, Any] | None) -> str | None:
+    """Return why another process has failed since the last start; the one that leads then leaves without a record."""
     file = path / "processes" / FAILED_FILE
     with suppress(OSError, ValueError, KeyError, TypeError):
         if last is not None and file.stat().st_mtime >= last["at"]:
-            said = json.loads(file.read_text())
-            return f"process {said['process']}: {said['message']}"
+            failed = json.loads(file.read_text())
+            return f"process {failed['process']}: {failed['message']}"
     return None
 
 
 def checkpoint_steps(directory: Path) -> tuple[int, ...]:
-    """The steps of the finished checkpoints in a directory, ascending: Orbax renames one when it is finished.
+    """Return the steps of the finished checkpoints in a directory, ascending: Orbax renames one when it is finished.
 
     Raises OSError where there is one that cannot be read.
     """
@@ -189,20 +189,20 @@ def checkpoint_steps(directory: Path) -> tuple[int, ...]:
 
 
 def last_record(run_dir: Path, *, since_s: float) -> dict[str, Any] | None:
-    """The last record in metrics.jsonl, if that was written to since then and the record has a step."""
+    """Return the last record in metrics.jsonl, if that was written to since then and the record has a step."""
     record, written_s, _ = _tail(str(run_dir / "metrics.jsonl"))
     return (
         record if written_s is not None and written_s >= since_s and whole_number(record, "step") is not None else None
     )
 
 
-def history(path: Path) -> History:
-    """What all records of the run in a directory say together."""
+def run_history(path: Path) -> RunHistory:
+    """Return the run in a directory over all its records."""
     problems: list[str] = []
     steps = list(read_lines(path / "metrics.jsonl", problems))
     evaluations = list(read_lines(path / "eval.jsonl", problems))
     unit = next((unit for unit in ("tokens_per_s", "rows_per_s") if any(unit in each for each in steps)), None)
-    return History(
+    return RunHistory(
         _extremes(steps, "loss"),
         _extremes(evaluations, "eval_loss"),
         _median(steps, "step_time_s"),
@@ -213,7 +213,7 @@ def history(path: Path) -> History:
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """Every line that is a record; says in `problems` how many are not, if they are not the end of the file."""
+    """Yield every line that is a record; add to `problems` how many are not, if they are not the end of the file."""
     bad = 0
     try:
         with path.open("rb") as file:
@@ -221,28 +221,28 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
                 record = _record(line)
                 if record is not None:
                     yield record
-                elif line.endswith(b"\n"):  # else the torn last one, which `summary` tells
+                elif line.endswith(b"\n"):  # else the torn last one, which `run_summary` reports
                     bad += 1
     except OSError:
-        return  # `summary` tells
+        return  # `run_summary` reports
     if bad:
         problems.append(f"{bad} line{'s' if bad > 1 else ''} of {path.name} {'are' if bad > 1 else 'is'} no record")
 
 
 def whole_number(record: Mapping[str, Any] | None, key: str) -> int | None:
-    """An entry of a record, if it is a whole number."""
+    """Return an entry of a record, if it is a whole number."""
     value = None if record is None else record.get(key)
     return value if type(value) is int else None
 
 
-def number(record: Mapping[str, Any] | None, key: str) -> float | None:
-    """An entry of a record, if it is a number; it may be one that is not finite."""
+def record_number(record: Mapping[str, Any] | None, key: str) -> float | None:
+    """Return an entry of a record, if it is a number; it may be one that is not finite."""
     value = None if record is None else record.get(key)
     return float(value) if type(value) is float or (type(value) is int and abs(value) < 10**300) else None
 
 
 def disk_bytes(path: Path) -> int:
-    """What all files below a directory take on disk. A file that vanishes meanwhile takes nothing."""
+    """Return the disk space of all files below a directory; a file that vanishes meanwhile has none."""
     total = 0
     for folder, _, files in os.walk(path):
         for file in files:
@@ -252,7 +252,7 @@ def disk_bytes(path: Path) -> int:
 
 
 def _extremes(records: Sequence[Mapping[str, Any]], key: str) -> dict[str, tuple[int, float]]:
-    found = [(whole_number(each, "step"), number(each, key)) for each in records]
+    found = [(whole_number(each, "step"), record_number(each, key)) for each in records]
     pairs = [(step, loss) for step, loss in found if step is not None and loss is not None]
     if not pairs:
         return {}
@@ -260,12 +260,12 @@ def _extremes(records: Sequence[Mapping[str, Any]], key: str) -> dict[str, tuple
 
 
 def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [value for each in records if (value := number(each, key)) is not None]
+    values = [value for each in records if (value := record_number(each, key)) is not None]
     return statistics.median(values) if values else None
 
 
 def _num_steps(path: str) -> int | str:
-    """run.num_steps of config.yaml, or what is wrong with that file."""
+    """Return run.num_steps of config.yaml, or what is wrong with that file."""
     try:
         with open(os.path.join(path, "config.yaml"), "rb") as file:
             found = NUM_STEPS.search(file.read())
@@ -277,7 +277,7 @@ def _num_steps(path: str) -> int | str:
 
 
 def _tail(path: str) -> _Tail:
-    """The last record of a file of records, and what is wrong with its end."""
+    """Return the last record of a file of records, and what is wrong with its end."""
     name = os.path.basename(path)
     try:
         with open(path, "rb", buffering=0) as file:

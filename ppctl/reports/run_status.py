@@ -1,4 +1,4 @@
-"""How a run stands, in `<run.dir>/status.jsonl`: a line when it starts, and one when it ends, by an error or in order.
+"""The status of a run, in `<run.dir>/status.jsonl`: a line at its start, and one at its end, by an error or in order.
 
 A run that is killed leaves no last line. The file is locked as long as the process lives, and the kernel drops the lock
 however it dies, so that such a run is told from one that goes on. Loads no JAX.
@@ -28,7 +28,7 @@ class RunStatus:
     Args:
         run_dir: Holds `status.jsonl`. Lines of earlier starts stay.
         step: Finished training steps at the start.
-        facts: What else there is to say of this start.
+        facts: Further entries of the line of this start.
 
     Raises:
         OSError: `run_dir` cannot be written.
@@ -55,7 +55,7 @@ class RunStatus:
         self._file.close()
 
     def end(self, status: str, **facts: Any) -> None:
-        """Nothing; records the end: FINISHED, INTERRUPTED or FAILED, and what else there is to say of it."""
+        """Record the end: FINISHED, INTERRUPTED or FAILED, with further facts."""
         self._write({"status": status, **facts})
         self._has_ended = True
 
@@ -64,7 +64,7 @@ class RunStatus:
 
 
 class NoRunStatus(RunStatus):
-    """What a process that does not lead records of a run: nothing."""
+    """The record of a process that does not lead: it writes nothing."""
 
     def __init__(self) -> None: ...
 
@@ -74,14 +74,14 @@ class NoRunStatus(RunStatus):
 
 
 def here() -> dict[str, str]:
-    """The name of this machine, as a line of a start has it."""
+    """Return the name of this machine, as a line of a start has it."""
     return {"host": platform.node()}
 
 
 def held_by(run_dir: Path) -> int | None:
-    """The process of this machine that records a run there now, or None where there is none, or nobody can tell.
+    """Return the process of this machine that records a run there now, None if there is none or it is not known.
 
-    One that is about to end is waited for. Of a process of another machine nothing is said: where that is lost, its
+    One that is about to end is waited for. A process of another machine is not reported: where that is lost, its
     lock may outlive it for minutes.
     """
     until_s = time.monotonic() + LOCK_S
@@ -98,7 +98,7 @@ def held_by(run_dir: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process, of any machine that shares locks with this one, records a run in this file.
+    """Return whether a living process, of any machine that shares locks with this one, records a run in this file.
 
     Raises OSError where the file cannot be read or locked.
     """
@@ -111,7 +111,7 @@ def is_held(path: Path) -> bool:
 
 
 def _lock(file: FileIO) -> bool:
-    """Whether this process holds the file's lock now; no process waits for another's run to end."""
+    """Return whether this process holds the file's lock now; no process waits for another's run to end."""
     until_s = time.monotonic() + LOCK_S
     while True:
         try:

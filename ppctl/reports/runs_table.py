@@ -1,4 +1,4 @@
-"""`ppctl runs`: what there is of past and present runs, as a table, and one of them in detail. Loads no JAX."""
+"""`ppctl runs`: past and present runs as a table, and one of them in detail. Loads no JAX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from ppctl.errors import ConfigError
-from ppctl.reports.run_files import RUNNING, History, Summary, disk_bytes, find_runs, history, is_run, summary
+from ppctl.reports.run_files import (
+    RUNNING,
+    RunHistory,
+    RunSummary,
+    disk_bytes,
+    find_runs,
+    is_run,
+    run_history,
+    run_summary,
+)
 from ppctl.reports.run_status import FINISHED
 from ppctl.reports.terminal import age_text, show_json, show_table, size_text
 
@@ -24,8 +33,8 @@ MOST_NAMED = 10  # runs in an error
 
 
 def list_runs(tops: Sequence[Path], *, as_json: bool) -> int:
-    """0 after listing every run below the directories, the one with the newest record first."""
-    found = [summary(*each) for each in names_of(tops)]
+    """List every run below the directories, the one with the newest record first; return 0."""
+    found = [run_summary(*each) for each in names_of(tops)]
     found.sort(key=lambda run: (-run.recorded_s, run.name))
     now_s = time.time()
     if as_json:
@@ -48,7 +57,7 @@ def list_runs(tops: Sequence[Path], *, as_json: bool) -> int:
 
 
 def names_of(tops: Sequence[Path]) -> list[tuple[str, Path]]:
-    """(name, directory) of every run at or below the directories: the path below it, or of several the whole path."""
+    """Return (name, directory) of every run: the path below the directory, or of several the whole path."""
     for top in tops:
         if not os.path.exists(top):  # False too where a name is too long
             raise ConfigError(f"{top}: there is no such directory. Name one that holds runs: ppctl runs DIR.")
@@ -62,8 +71,8 @@ def names_of(tops: Sequence[Path]) -> list[tuple[str, Path]]:
     return [(name, path) for path, name in found.items()]
 
 
-def find(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
-    """(name, directory) of the run that a path, a name or a part of a name means; ConfigError unless it is one."""
+def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
+    """Return (name, directory) of the run that a path, a name or a part of one means; ConfigError unless it is one."""
     path = Path(name)
     if is_run(path):
         return os.path.normpath(name), path
@@ -85,7 +94,7 @@ def find(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
 
 
 def read_config(path: Path) -> dict[str, Any] | str:
-    """The composed config of a run, or what is wrong with its file."""
+    """Return the composed config of a run, or what is wrong with its file."""
     try:
         found = yaml.safe_load((path / "config.yaml").read_bytes())
     except FileNotFoundError:
@@ -98,12 +107,12 @@ def read_config(path: Path) -> dict[str, Any] | str:
 
 
 def show_run(name: str, path: Path, words: Sequence[str], command: str, notes: Sequence[str], *, as_json: bool) -> int:
-    """0 after showing one run.
+    """Show one run; return 0.
 
-    words: what it was asked for beside the defaults. command: what goes on with it; empty where nobody knows.
+    words: its request, settings other than the defaults. command: resumes it; empty where that is not known.
     notes: what the words and the command leave out.
     """
-    found, past, now_s = summary(name, path), history(path), time.time()
+    found, past, now_s = run_summary(name, path), run_history(path), time.time()
     places = {place: str(path / place) for place in ("tensorboard", "profile", "timeline") if (path / place).is_dir()}
     problems = list(dict.fromkeys((*found.problems, *past.problems, *notes)))
     size = disk_bytes(path)
@@ -125,7 +134,7 @@ def show_run(name: str, path: Path, words: Sequence[str], command: str, notes: S
     lines = [
         ("run", f"{name}: {path}" if name != str(path) else name),
         ("status", _status_text(found, now_s)),
-        ("asked", " ".join(words) or "nothing beside the defaults"),
+        ("request", " ".join(words) or "the defaults"),
         *_history_lines(past),
         ("saved", _checkpoints_text(path, found.checkpoints)),
         ("size", f"{size_text(size)} on disk"),
@@ -145,8 +154,8 @@ def show_run(name: str, path: Path, words: Sequence[str], command: str, notes: S
     return 0
 
 
-def _hint(run: Summary) -> str | None:
-    """What to know before resuming."""
+def _hint(run: RunSummary) -> str | None:
+    """Return a note to read before resuming."""
     if run.status == RUNNING:
         return "running: resume it when it has ended"
     if run.status == FINISHED:
@@ -159,11 +168,11 @@ def _say(console: Console, text: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """A text without what no terminal can print: file names may hold any bytes."""
+    """Return a text without what no terminal can print: file names may hold any bytes."""
     return text.encode(errors="replace").decode()
 
 
-def _document(run: Summary, now_s: float) -> dict[str, Any]:
+def _document(run: RunSummary, now_s: float) -> dict[str, Any]:
     return {
         "name": run.name,
         "run_dir": str(run.path),
@@ -178,7 +187,7 @@ def _document(run: Summary, now_s: float) -> dict[str, Any]:
     }
 
 
-def _row(run: Summary, now_s: float) -> tuple[str, ...]:
+def _row(run: RunSummary, now_s: float) -> tuple[str, ...]:
     return (
         escape(_printable(run.name)),
         run.status,
@@ -189,27 +198,27 @@ def _row(run: Summary, now_s: float) -> tuple[str, ...]:
     )
 
 
-def _steps_text(run: Summary) -> str:
+def _steps_text(run: RunSummary) -> str:
     return f"{run.step} of {'?' if run.num_steps is None else run.num_steps}"
 
 
-def _loss_text(run: Summary) -> str:
+def _loss_text(run: RunSummary) -> str:
     if not run.is_finite:
         return "not finite"
     return "" if run.loss is None else f"{run.loss:.4f}"
 
 
-def _status_text(run: Summary, now_s: float) -> str:
+def _status_text(run: RunSummary, now_s: float) -> str:
     reason = f": {run.reason}" if run.reason else ""
     return f"{run.status} at step {_steps_text(run)}, recorded {age_text(now_s - run.recorded_s)} ago{reason}"
 
 
-def _history_lines(past: History) -> list[tuple[str, str]]:
+def _history_lines(past: RunHistory) -> list[tuple[str, str]]:
     lines = []
     for label, found in (("loss", past.losses), ("eval loss", past.eval_losses)):
         if found:
-            said = [f"{which} {loss:.4f} (step {step})" for which, (step, loss) in found.items()]
-            lines.append((label, ", ".join(said)))
+            values = [f"{which} {loss:.4f} (step {step})" for which, (step, loss) in found.items()]
+            lines.append((label, ", ".join(values)))
     if past.step_time_s is not None:
         unit = {"tokens_per_s": "tok/s", "rows_per_s": "rows/s"}
         speed = "" if past.unit is None or past.speed is None else f", {past.speed:,.0f} {unit[past.unit]}"

@@ -1,4 +1,4 @@
-"""What commands show: tables on the terminal, and the same as one JSON document."""
+"""Output of commands: tables on the terminal, the same as one JSON document, files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppctl.errors import ConfigError
 
 
 def show_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Nothing; prints a table, its first column to the left and the others to the right, never cut short."""
+    """Print a table, its first column to the left and the others to the right, never cut short."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
@@ -32,12 +32,12 @@ def show_table(console: Console, title: str, columns: Sequence[str], rows: Itera
 
 
 def show_json(document: Any) -> None:
-    """Nothing; prints one JSON document. Numbers that are not finite become null, because JSON has none."""
+    """Print one JSON document. Numbers that are not finite become null, because JSON has none."""
     print(json.dumps(json_safe(document), allow_nan=False))
 
 
 def size_text(num_bytes: int) -> str:
-    """Bytes as people read them, in units of 1024.
+    """Return bytes as people read them, in units of 1024.
 
     >>> size_text(1536), size_text(15_750_000_000)
     ('1.5 KiB', '14.7 GiB')
@@ -51,7 +51,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """A time that has passed, as people say it.
+    """Return a time that has passed, as people say it.
 
     >>> age_text(5.2), age_text(200), age_text(8000), age_text(200_000)
     ('5 s', '3 min', '2 h', '2 d')
@@ -64,7 +64,7 @@ def age_text(seconds: float) -> str:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Nothing, or ConfigError where a file that `option` names could not be written; before the work for it begins."""
+    """Raise ConfigError if a file that `option` names could not be written, before the work for it begins."""
     folder, reason = path.parent, None
     if path.is_dir():
         reason = "it is a directory"
@@ -77,7 +77,7 @@ def check_file(option: str, path: Path) -> None:
 
 
 def write_file(option: str, path: Path, content: str | bytes) -> None:
-    """Nothing; writes a file that `option` names, and says so on stderr. ConfigError where that fails."""
+    """Write a file that `option` names, and a line on stderr. ConfigError where that fails."""
     try:
         replace_file(path, content)
     except OSError as error:
@@ -86,7 +86,7 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Nothing; writes a file whole or not at all, by rename, so that a kill leaves the old or the new one.
+    """Write a file whole or not at all, by rename, so that a kill leaves the old or the new one.
 
     What a link leads to is replaced. What is no plain file, such as /dev/stdout, and what stands in a directory that is
     not the user's, is written as it is. Raises OSError.
@@ -107,7 +107,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def write_files(option: str, directory: Path, contents: Mapping[str, str]) -> list[str]:
-    """The paths of text files by name, written into a directory that `option` names; says so on stderr in one line."""
+    """Write text files by name into a directory that `option` names, and a line on stderr; return their paths."""
     try:
         for name, content in contents.items():
             (directory / name).write_text(content)
@@ -119,7 +119,7 @@ def write_files(option: str, directory: Path, contents: Mapping[str, str]) -> li
 
 
 def json_safe(value: Any) -> Any:
-    """Lists and dicts with null in the place of numbers that are not finite, because JSON has none."""
+    """Return lists and dicts with null in the place of numbers that are not finite, because JSON has none."""
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

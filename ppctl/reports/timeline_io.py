@@ -1,4 +1,4 @@
-"""The measured timeline of a step, from when each task ran: beside its prediction, written, and read again.
+"""The measured timeline of a step, from when each task ran: compared with its prediction, written, read again.
 
 The prediction has the measured means as costs, so what is left between both is order, transfers and the host.
 Loads no JAX.
@@ -17,8 +17,8 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from ppctl.reports.charts.drawing import Drawing, priced
-from ppctl.reports.charts.html import page
+from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
+from ppctl.reports.charts.html import schedules_page
 from ppctl.reports.charts.perfetto import trace
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
@@ -35,8 +35,8 @@ FIRST_DEVICE = re.compile(r"rank \d+( dp=0)?( fsdp=0)?")  # the name of its trac
 OVERLAP_S = 1e-8  # of two tasks of a rank: the last digit of a file
 
 
-def measured(schedule: Schedule, spans: Mapping[Task, Span]) -> Timeline:
-    """The timeline of these spans, from 0 on. A task that was no program (left to another) takes no time."""
+def measured_timeline(schedule: Schedule, spans: Mapping[Task, Span]) -> Timeline:
+    """Return the timeline of these spans, from 0 on. A task that was no program (left to another) takes no time."""
     origin = min(start for start, _ in spans.values())
     start_s: dict[Task, float] = {}
     end_s: dict[Task, float] = {}
@@ -51,10 +51,10 @@ def measured(schedule: Schedule, spans: Mapping[Task, Span]) -> Timeline:
 
 
 def mean_costs(schedule: Schedule, seconds: Mapping[Task, float]) -> Costs:
-    """The mean seconds of each stage's tasks. Of a whole backward half counts as I, half as W."""
+    """Return the mean seconds of each stage's tasks. Of a whole backward half counts as I, half as W."""
     of_kind: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for task, taken_s in seconds.items():
-        of_kind[task.kind, task.stage].append(taken_s)
+    for task, task_s in seconds.items():
+        of_kind[task.kind, task.stage].append(task_s)
 
     def mean(kind: str, stage: int) -> float:
         return statistics.fmean(of_kind[kind, stage]) if of_kind[kind, stage] else 0.0
@@ -66,18 +66,23 @@ def mean_costs(schedule: Schedule, seconds: Mapping[Task, float]) -> Costs:
     return Costs(forward, tuple(map(split, of_input, halves)), tuple(map(split, of_weight, halves)))
 
 
-def beside(timeline: Timeline, ticks: Ticks | None = None, label: str | None = None) -> tuple[Drawing, Drawing]:
-    """A measured timeline, and what its means predict: of free-running ranks, or of `ticks` in lockstep."""
+def measured_and_predicted(
+    timeline: Timeline, ticks: Ticks | None = None, label: str | None = None
+) -> tuple[Drawing, Drawing]:
+    """Return a measured timeline, and what its means predict: of free-running ranks, or of `ticks` in lockstep."""
     name = label or timeline.schedule.name
     schedule = timeline.schedule if ticks is None else ticks.schedule
     predicted = timeline_at(schedule, ticks, timeline.costs)
-    return priced(f"{name}, measured", timeline), priced(f"{name}, predicted", predicted)
+    return (
+        drawing_of_timeline(f"{name}, measured", timeline),
+        drawing_of_timeline(f"{name}, predicted", predicted),
+    )
 
 
-def write(directory: Path, timeline: Timeline) -> list[str]:
-    """Writes CSV, Perfetto JSON and html of a measured timeline beside its prediction; the bubbles, a line each."""
+def write_timeline(directory: Path, timeline: Timeline) -> list[str]:
+    """Write CSV, Perfetto JSON and html of a measured timeline and its prediction; return the bubbles, a line each."""
     directory.mkdir(parents=True, exist_ok=True)
-    schedule, drawings = timeline.schedule, beside(timeline)
+    schedule, drawings = timeline.schedule, measured_and_predicted(timeline)
     predicted = drawings[1].timeline
     with (directory / FILES[0]).open("w", newline="") as file:
         rows = csv.writer(file)
@@ -90,7 +95,7 @@ def write(directory: Path, timeline: Timeline) -> list[str]:
     for pid, drawing in enumerate(drawings):
         events += [event | {"pid": pid} for event in trace(drawing)["traceEvents"]]
     (directory / FILES[1]).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    (directory / FILES[2]).write_text(page(drawings), encoding="utf-8")
+    (directory / FILES[2]).write_text(schedules_page(drawings), encoding="utf-8")
     ranks = zip(timeline.bubble_fractions, predicted.bubble_fractions, strict=True)
     return [
         f"timeline  {directory}: step {timeline.makespan_s:.4f} s, predicted {predicted.makespan_s:.4f} s",
@@ -98,8 +103,8 @@ def write(directory: Path, timeline: Timeline) -> list[str]:
     ]
 
 
-def read(file: Path, name: str) -> Timeline:
-    """The measured timeline in such a CSV. OSError, ValueError or ScheduleError for what is not one."""
+def read_timeline(file: Path, name: str) -> Timeline:
+    """Return the measured timeline in such a CSV. OSError, ValueError or ScheduleError for what is not one."""
     cells: dict[int, list[Task]] = defaultdict(list)
     spans: dict[Task, Span] = {}
     with file.open(newline="", encoding="utf-8") as text:
@@ -115,11 +120,11 @@ def read(file: Path, name: str) -> Timeline:
     if any(max(task.stage, task.microbatch) > len(spans) for task in spans):
         raise ValueError("tasks are missing")
     schedule = from_csv(to_csv([cells[rank] for rank in range(len(cells))]), name)
-    return measured(schedule, _sound(schedule.ranks, spans))
+    return measured_timeline(schedule, _sound(schedule.ranks, spans))
 
 
 def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
-    """(the median one of the traced steps, how many there are) of what `profile.write_tasks` writes for `schedule`.
+    """Return (the median traced step, number of traced steps) of what `profile.write_tasks` writes for `schedule`.
 
     Ranks stand for their first devices. A rank's tasks are in the order in which they ran: in a tick of a forward and a
     backward either may come first. OSError, ValueError or ScheduleError for what is not one.
@@ -136,7 +141,7 @@ def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
         raise ValueError("no step in it has every task of the schedule on the first device of each rank")
     lasts = lambda spans: max(end for _, end in spans.values()) - min(start for start, _ in spans.values())  # noqa: E731
     spans = sorted(whole, key=lasts)[(len(whole) - 1) // 2]
-    timeline = measured(schedule, spans)
+    timeline = measured_timeline(schedule, spans)
     order = lambda task: (timeline.start_s[task], timeline.end_s[task])  # noqa: E731
     as_run = validate(replace(schedule, ranks=tuple(tuple(sorted(tasks, key=order)) for tasks in schedule.ranks)))
     _sound(as_run.ranks, spans)
@@ -144,7 +149,7 @@ def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
 
 
 def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[dict[Task, Span]]:
-    """The spans of each step on the first device of each rank: a device runs a task once a step."""
+    """Return the spans of each step on the first device of each rank: a device runs a task once a step."""
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     first = {device for device, name in names.items() if FIRST_DEVICE.fullmatch(name)}
     found: dict[Task, list[Span]] = defaultdict(list)
@@ -157,7 +162,7 @@ def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[dict[Task, Span]]
 
 
 def _sound(ranks: Sequence[Sequence[Task]], spans: Mapping[Task, Span]) -> Mapping[Task, Span]:
-    """`spans`, or ValueError where they are no ranges, or where two of a rank overlap or stand in another order."""
+    """Return `spans`, or raise ValueError where one is no range, or two of a rank overlap or are in another order."""
     for tasks in ranks:
         free_s = -inf
         for task in tasks:
@@ -175,7 +180,7 @@ def _sound(ranks: Sequence[Sequence[Task]], spans: Mapping[Task, Span]) -> Mappi
 
 
 def measured_bubble(timeline: Path, since_s: float = 0.0) -> float | None:
-    """Idle share of all ranks between 0 and the last end of a measured timeline, 0..1; None if there is none."""
+    """Return the idle share of all ranks from 0 to the last end of a measured timeline; None if there is none."""
     busy_s: dict[str, float] = defaultdict(float)
     end_s = 0.0
     try:

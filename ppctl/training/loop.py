@@ -232,9 +232,9 @@ class Loop:
         """Nothing; writes and shows a measured step."""
         directory = Path(self.job.config.run.dir) / "timeline"
         with writing(directory):
-            for line in timeline_io.write(directory, measured):
+            for line in timeline_io.write_timeline(directory, measured):
                 self.metrics.note(line)
-        self._show_gantt(measured.schedule, lambda: timeline_io.beside(measured), finished)
+        self._show_gantt(measured.schedule, lambda: timeline_io.measured_and_predicted(measured), finished)
 
     def _show_profile(self, directory: Path, finished: int) -> None:
         """Nothing; says where a trace is, and writes and shows its tasks where it tells them."""
@@ -247,7 +247,7 @@ class Loop:
             return
         with suppress(ValueError, PpctlError):  # several processes: not all ranks are in it, and the report says so
             measured, _ = timeline_io.read_profile(written, ticks.schedule)
-            self._show_gantt(ticks.schedule, lambda: timeline_io.beside(measured, ticks), finished)
+            self._show_gantt(ticks.schedule, lambda: timeline_io.measured_and_predicted(measured, ticks), finished)
 
     def _show_gantt(self, schedule: Schedule, draw: Callable[[], Sequence[Drawing]], finished: int) -> None:
         if self.metrics.board is not None:

@@ -25,7 +25,7 @@ from ppctl.errors import CheckpointError, ConfigError, DamagedError
 from ppctl.executors import placement
 from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
-from ppctl.reports.charts.drawing import priced
+from ppctl.reports.charts.drawing import drawing_of_timeline
 from ppctl.reports.run_files import MEMORY_FILE
 from ppctl.reports.run_status import FINISHED, INTERRUPTED, OVERRIDES, NoRunStatus, RunStatus, held_by
 from ppctl.reports.terminal import replace_file
@@ -156,7 +156,7 @@ def show_start(
     pipe = job.pipe
     if pipe.execution.is_pipelined:
         schedule, costs = pipe.schedule, task_costs(pipe.execution.remat)
-        draw = lambda: [priced(f"{schedule.name}, predicted", timeline_at(schedule, pipe.ticks, costs))]  # noqa: E731
+        draw = lambda: [drawing_of_timeline(f"{schedule.name}, predicted", timeline_at(schedule, pipe.ticks, costs))]  # noqa: E731
         board.gantt("schedule/predicted", schedule, draw, board.first_step)
 
 

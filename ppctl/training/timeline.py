@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ppctl.reports.timeline_io import Span, mean_costs, measured
+from ppctl.reports.timeline_io import Span, mean_costs, measured_timeline
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.simulate import Timeline, simulate
 from ppctl.training.engines import TimedEngine
@@ -32,7 +32,7 @@ def timed_step(engine: TimedEngine, schedule: Schedule, state: Tree, batch: Tree
             jax.profiler.stop_trace()
         spans = traced_spans(Path(folder), engine.dispatched(), engine.devices())
     if spans is not None:
-        return state, metrics, measured(schedule, spans)
+        return state, metrics, measured_timeline(schedule, spans)
     state, metrics, seconds = engine.step_by_step(state, batch)
     return state, metrics, simulate(schedule, mean_costs(schedule, seconds))
 

@@ -155,7 +155,7 @@ def test_show_says_what_was_asked_how_it_went_and_what_resumes_it(capsys):
     for line in (
         r"run       x: runs/x",
         r"status    interrupted at step 3 of 200, recorded \d s ago: SIGINT",
-        r"asked     mesh=1x2 schedule=gpipe optim.lr=1e-05 data.eval_fraction=0.1 run.name=x",
+        r"request   mesh=1x2 schedule=gpipe optim.lr=1e-05 data.eval_fraction=0.1 run.name=x",
         r"loss      first 4.0000 \(step 1\), last 1.3333 \(step 3\), least 1.3333 \(step 3\)",
         r"eval loss first 3.0000 \(step 2\), last 3.5000 \(step 3\), least 3.0000 \(step 2\)",
         r"speed     0.5 s a step, 10,000 tok/s \(medians\)",

@@ -22,9 +22,9 @@ from ppctl.launch.sweep.best import best_of
 from ppctl.launch.sweep.jobs import LOG, Job, Outcome, Sweep
 from ppctl.launch.sweep.records import NUMBERS, numbers_of, record_of
 from ppctl.launch.sweep.summary import as_csv, as_json, write_summary
-from ppctl.launch.sweep.sweep_page import page
+from ppctl.launch.sweep.sweep_page import sweep_page
 from ppctl.launch.sweep.theory import bubble_curve
-from ppctl.reports.charts.lines import MOST_LINES, Line, figure
+from ppctl.reports.charts.plots import MOST_LINES
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.simulate import simulate
 
@@ -183,7 +183,7 @@ def test_the_theory_is_the_closed_form_or_the_schedule_itself():
 
 def page_of(*jobs, outcomes=None, **more):
     sweep = swept(*jobs, **more)
-    return page(sweep, outcomes or [FINISHED] * len(jobs), records(sweep, outcomes))
+    return sweep_page(sweep, outcomes or [FINISHED] * len(jobs), records(sweep, outcomes))
 
 
 def test_the_page_has_a_line_a_schedule_its_theory_and_every_job(directory):
@@ -195,10 +195,11 @@ def test_the_page_has_a_line_a_schedule_its_theory_and_every_job(directory):
     svgs = [ET.fromstring(svg) for svg in re.findall(r'<svg class="lines".*?</svg>', text)]
     assert [svg.get("aria-label") for svg in svgs] == ["tokens/s, by microbatches", "bubble, by microbatches"]
     for svg in svgs:
-        paths = svg.findall("path")
-        assert [path.get("stroke-dasharray") is None for path in paths] == [False, True] * 2
-        assert len(svg.findall("g")) == 6  # marks
-        assert {path.get("stroke") for path in paths} == {"#0072b2", "#d55e00"}
+        lines = [group for group in svg.findall("g") if "mark" not in group.get("class", "")]
+        assert [group.get("class") for group in lines] == ["data dashed", "data"] * 2
+        assert len(svg.findall("g")) - len(lines) == 6  # marks
+        colours = [re.search(r"stroke: (#\w+)", group[0].get("style", "")) for group in lines]
+        assert [colour and colour[1] for colour in colours] == ["#0072b2"] * 2 + ["#d55e00"] * 2
     assert "gpipe, 8: 800" in text
     assert text.count('<tr><th scope="row">') == 6
     assert "script" not in re.sub("script-src", "", text)
@@ -236,24 +237,6 @@ def test_jobs_that_shared_the_machine_are_said_to_be_slower():
     said = write_summary(sweep, [replace(FINISHED, status="skipped")], records(sweep))
     assert "note: Jobs ran side by side, which slows each of them: their speeds are not those of a run alone" in said
     assert "Jobs ran side by side" in Path("runs/s/sweep.html").read_text()
-
-
-def test_marks_stand_to_scale_and_differ_by_colour_and_shape():
-    lines = [Line(str(i), [(2, i + 1), (8, 2 * i + 2)], others=[(4, 1)]) for i in range(MOST_LINES)]
-    svg = ET.fromstring(figure(lines, title="t", x_name="x", y_text="{:g}".format))
-    looks = set()  # shape and colour
-    for i in range(MOST_LINES):
-        first = next(g for g in svg.findall("g") if g[0].text == f"{i}, 2: {i + 1}")
-        corners = [tuple(map(float, each.split(","))) for each in (first[1].get("points") or "").split()]
-        shape = tuple((x - corners[0][0], y - corners[0][1]) for x, y in corners)
-        looks.add((tuple(round(part, 3) for corner in shape for part in corner), first[1].get("fill")))
-    assert len(looks) == MOST_LINES
-    circle = figure([Line("a", [(2, 5), (4, 10), (8, 10)])], title="t", x_name="x", y_text="{:g}".format)
-    xs = [float(x) for x in re.findall(r'cx="([\d.]+)"', circle)]
-    ys = [float(y) for y in re.findall(r'cy="([\d.]+)"', circle)]
-    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)  # doublings
-    zero, ten = (float(y) for y in re.findall(r'<line class="grid".*? y1="([\d.]+)"', circle)[::5])
-    assert (zero - ys[0], zero - ys[1]) == pytest.approx(((zero - ten) / 2, zero - ten), abs=0.2)
 
 
 TINY = ["recipes=tiny", "run.num_steps=2", "run.eval_every=2", "executor=mpmd", "run.timeline=true"]
@@ -319,5 +302,5 @@ def test_the_page_links_to_reports_that_there_are():
     jobs = [left(job_of(index, run_dir=f"runs/s/a b,{index}"), (4.0, 1.0)) for index in range(2)]
     (jobs[1].run_dir / "report.html").write_text("")
     sweep = Sweep("train", Path("runs/s"), jobs)
-    text = page(sweep, [FINISHED] * 2, [record_of(job, FINISHED) for job in jobs])
+    text = sweep_page(sweep, [FINISHED] * 2, [record_of(job, FINISHED) for job in jobs])
     assert re.findall(r'<a href="([^"]*)"', text) == ["a%20b%2C1/report.html"]

@@ -16,8 +16,8 @@ from ppctl.cli.commands.schedule_show import draw
 from ppctl.config import Costs, Mesh, ScheduleConfig
 from ppctl.config import Schedule as Plain
 from ppctl.errors import ConfigError
-from ppctl.reports.charts.drawing import document
-from ppctl.reports.charts.html import page
+from ppctl.reports.charts.drawing import drawing_document
+from ppctl.reports.charts.html import schedules_page
 from ppctl.reports.charts.image import DPI, MARGIN_IN, MAX_RANKS, ROW_IN, WIDTH_IN, image
 from ppctl.reports.charts.palette import COLOURS, shade
 from ppctl.reports.charts.perfetto import trace
@@ -86,7 +86,7 @@ def test_kinds_have_colours_and_chunks_have_shades_of_them():
 
 
 def test_the_document_is_the_timeline(any_drawing):
-    said, timeline = json.loads(json.dumps(document(any_drawing))), any_drawing.timeline
+    said, timeline = json.loads(json.dumps(drawing_document(any_drawing))), any_drawing.timeline
     assert said["makespan_s"] == timeline.makespan_s
     assert said["period_s"] == timeline.period_s
     near = 1 + 1e-12
@@ -141,13 +141,13 @@ def unpacked(data, *typed):
 
 
 def test_the_page_loads_nothing():
-    text = page([drawing("gpipe"), drawing("zb_v")])
+    text = schedules_page([drawing("gpipe"), drawing("zb_v")])
     assert "default-src 'none'" in text  # a browser refuses whatever this leaves out
     assert not re.search(r"https?:|//[\w-]+\.\w|@import|url\(|<link|<img|<iframe|\bsrc=|\bfetch\(|XMLHttp|@@", text)
 
 
 def test_the_data_of_the_page_is_the_timeline(any_drawing):
-    [chart] = embedded(page([any_drawing]))
+    [chart] = embedded(schedules_page([any_drawing]))
     timeline, schedule = any_drawing.timeline, any_drawing.schedule
     tasks = [task for program in schedule.ranks for task in program]
     n = len(tasks)
@@ -168,13 +168,13 @@ def test_the_data_of_the_page_is_the_timeline(any_drawing):
 
 def test_a_name_in_the_page_is_text_and_not_markup():
     one = drawing()
-    text = page([replace(one, label="</script><b>x")])
+    text = schedules_page([replace(one, label="</script><b>x")])
     assert "</script><b>" not in text
     assert embedded(text)[0]["label"] == "</script><b>x"
 
 
 def test_the_page_of_a_large_schedule_is_small():
-    assert len(page([drawing("1f1b", p=32, m=128)])) < 300_000  # 8,192 tasks
+    assert len(schedules_page([drawing("1f1b", p=32, m=128)])) < 300_000  # 8,192 tasks
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

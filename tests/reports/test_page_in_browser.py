@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from ppctl.training.memory import PARTS
 
 from ppctl.cli.commands.schedule_show import draw
 from ppctl.config import Config, Costs, Mesh, Mpmd, ScheduleConfig, Synthetic, Transformer
@@ -21,13 +22,12 @@ from ppctl.launch.sweep.records import NUMBERS
 from ppctl.planner import plan_page
 from ppctl.planner.plan import predicted
 from ppctl.reports import timeline_io
-from ppctl.reports.charts.html import page
-from ppctl.reports.run_page import compare
-from ppctl.reports.run_page import page as run_page
-from ppctl.reports.run_page.read import read
+from ppctl.reports.charts.html import schedules_page
+from ppctl.reports.run_page.compare import compare_page
+from ppctl.reports.run_page.page import run_page
+from ppctl.reports.run_page.read import read_run
 from ppctl.schedule.simulate import simulate
 from ppctl.training.job import assemble
-from ppctl.training.memory import PARTS
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -44,7 +44,7 @@ SCRIPT = """
 setTimeout(() => {
   const canvas = document.querySelector("canvas.gantt");
   if (!canvas) {
-    const marks = [...document.querySelectorAll(".lines g")].map((mark) => mark.getBoundingClientRect().toJSON());
+    const marks = [...document.querySelectorAll(".lines .mark")].map((mark) => mark.getBoundingClientRect().toJSON());
     const texts = [...document.querySelectorAll(".lines text")].map((text) => text.getBoundingClientRect().height);
     const hidden = document.documentElement.scrollWidth - innerWidth;
     const said = { marks, texts, hidden, loads: performance.getEntriesByType("resource").length };
@@ -62,7 +62,7 @@ setTimeout(() => {
   for (let i = 0; i < pixels.length; i += 4) colours.add(pixels.slice(i, i + 3).join(","));
   const loads = performance.getEntriesByType("resource").length;
   const said = { tip: $("tip").innerText, view, loads, colours: [...colours] };
-  said.boxes = [...document.querySelectorAll(".bars svg svg rect")].map((box) => box.getBoundingClientRect().width);
+  said.boxes = [...document.querySelectorAll(".bars .mark")].map((box) => box.getBoundingClientRect().width);
   said.hidden = document.documentElement.scrollWidth - innerWidth;
   document.body.append(element("pre", { id: "said" }, JSON.stringify(said)));
 }, 1000);
@@ -72,7 +72,7 @@ setTimeout(() => {
 def browse(tmp_path, family, keys, p=4, m=8, **costs):
     """(what the page of a schedule says after these keys, the page's DOM)."""
     drawing = draw(ScheduleConfig(mesh=Mesh(1, p), schedule=Plain(family, m), costs=Costs(**costs)))
-    return browse_page(tmp_path, page([drawing]), keys)
+    return browse_page(tmp_path, schedules_page([drawing]), keys)
 
 
 def browse_page(tmp_path, text, keys, width=1200):
@@ -127,7 +127,7 @@ def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
     )
     parts = assemble(asked)
     found = predicted(parts)
-    text = plan_page.page(found, asked, plan_page.picture_of(parts, found.unknown))
+    text = plan_page.plan_page(found, asked, plan_page.picture_of(parts, found.unknown))
     said, _ = browse_page(tmp_path, text, ["ArrowRight"], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0  # nothing stands to the right of the window
@@ -151,7 +151,7 @@ def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
         record = dict.fromkeys(NUMBERS) | {"tokens_per_s": speed, "step_time_s": 1.0, "predicted_bubble_fraction": 0.2}
         records.append({"job": index, **values, "status": "finished", "seconds": 3.0, **record})
     outcomes = [Outcome("finished", 0, 3.0), *[Outcome("failed", 1, 3.0, "y" * 200)] * 3]
-    text = sweep_page.page(Sweep("train", Path("runs/s"), tuple(jobs)), outcomes, records)
+    text = sweep_page.sweep_page(Sweep("train", Path("runs/s"), tuple(jobs)), outcomes, records)
     said, _ = browse_page(tmp_path, text, [], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0
@@ -171,13 +171,13 @@ def recorded(run_dir, num_steps, spike, pipeline=""):
         for step in range(1, num_steps + 1)
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return read(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [], pipeline)
+    return read_run(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [], pipeline)
 
 
 @pytest.mark.parametrize("width", [500, 1200])
 def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
     run = recorded(tmp_path / "run", 5000, spike=2500)
-    text = run_page.page(run, tmp_path / "report.html")
+    text = run_page(run, tmp_path / "report.html")
     said, _ = browse_page(tmp_path, text, [], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0
@@ -192,8 +192,8 @@ def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
 def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_path, width):
     pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
     run = recorded(tmp_path / "run", 50, 3, pipeline)
-    timeline_io.write(run.standing.path / "timeline", simulate(pipeline.schedule, pipeline.costs))
-    said, dom = browse_page(tmp_path, run_page.page(run, tmp_path / "report.html"), ["ArrowRight", "ArrowRight"], width)
+    timeline_io.write_timeline(run.summary.path / "timeline", simulate(pipeline.schedule, pipeline.costs))
+    said, dom = browse_page(tmp_path, run_page(run, tmp_path / "report.html"), ["ArrowRight", "ArrowRight"], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0
     assert {"86,180,233", "34,168,132", "204,121,167"} <= set(said["colours"])
@@ -205,7 +205,7 @@ def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_p
 @pytest.mark.parametrize("width", [500, 1200])
 def test_the_page_of_several_runs_fits(tmp_path, width):
     runs = [recorded(tmp_path / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)]
-    said, _ = browse_page(tmp_path, compare.page(runs, tmp_path / "report.html"), [], width)
+    said, _ = browse_page(tmp_path, compare_page(runs, tmp_path / "report.html"), [], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0
     assert min(said["texts"]) >= 11

@@ -104,7 +104,7 @@ def test_a_measured_timeline_stands_above_what_its_means_predict(run_dir, capsys
     taken = replace(
         taken, costs=timeline_io.mean_costs(schedule, {t: taken.end_s[t] - taken.start_s[t] for t in taken.end_s})
     )
-    timeline_io.write(run_dir / "timeline", taken)
+    timeline_io.write_timeline(run_dir / "timeline", taken)
     settings(run_dir, {"name": "zb_h1", "num_microbatches": 4}, {"name": "mpmd"})
     (measured, predicted), seen = report(capsys)
     assert (measured["label"], predicted["label"]) == ("zb_h1, measured", "zb_h1, predicted")
@@ -238,7 +238,7 @@ def test_a_schedule_that_cannot_be_drawn_is_told(run_dir, capsys, schedule, exec
 
 
 def test_no_jax_is_started_for_a_measured_step(run_dir):
-    timeline_io.write(run_dir / "timeline", shaken(build("1f1b", 2, 4)))
+    timeline_io.write_timeline(run_dir / "timeline", shaken(build("1f1b", 2, 4)))
     settings(run_dir, {"name": "1f1b", "num_microbatches": 4}, {"name": "mpmd"})
     code = "import sys; from ppctl import cli; code = cli.main(sys.argv[1:]); print(code, 'jax' in sys.modules)"
     words = [sys.executable, "-c", code, "report", "a"]
@@ -249,7 +249,7 @@ def test_no_jax_is_started_for_a_measured_step(run_dir):
 @pytest.mark.slow
 def test_64_ranks_of_512_microbatches_measured_stay_under_five_megabytes(run_dir, capsys):
     found = pipeline_of(Interleaved(num_microbatches=512), Mpmd(), 64, 128)
-    timeline_io.write(run_dir / "timeline", shaken(found.schedule))
+    timeline_io.write_timeline(run_dir / "timeline", shaken(found.schedule))
     settings(run_dir, {"name": "interleaved", "num_microbatches": 512, "num_chunks": 2}, {"name": "mpmd"}, 64, 128)
     drawn, _ = report(capsys)
     assert len(drawn) == 2
@@ -331,7 +331,7 @@ def test_the_memory_of_each_rank_is_drawn_by_part(run_dir, capsys, text, names, 
     assert "Memory of each rank" in report(capsys)[1]
     page = Path("runs/a/report.html").read_text(encoding="utf-8")
     bars = page.split("<h2>Memory of each rank</h2>")[1].split("</section>")[0]
-    assert re.findall(r'aria-label="((?:every )?rank ?\d*): ', bars) == names
+    assert re.findall(r'(?:aria-label="|; )((?:every )?rank ?\d*): ', bars) == names
     assert total in bars
 
 

@@ -25,7 +25,7 @@ def make(run_dir, steps=3, config=CONFIG, last="", **files):
 
 
 def found(run_dir):
-    return run_files.summary(run_dir.name, run_dir)
+    return run_files.run_summary(run_dir.name, run_dir)
 
 
 def test_runs_are_found_at_any_depth_and_once(tmp_path):
@@ -133,7 +133,7 @@ def test_a_torn_line_of_a_run_that_goes_on_is_no_fault(tmp_path):
 
 def test_history_says_first_last_and_least_and_counts_what_is_no_record(tmp_path):
     last = '{"step": 4, "loss": 9.0, "step_time_s": 2.5, "rows_per_s": 8}\nx\n{"step": 5, "loss": null}\n{"st'
-    past = run_files.history(make(tmp_path / "a", last=last))
+    past = run_files.run_history(make(tmp_path / "a", last=last))
     assert past.losses == {"first": (1, 4.0), "last": (4, 9.0), "least": (3, 4 / 3)}
     assert (past.step_time_s, past.unit, past.speed) == (0.5, "rows_per_s", 8.0)
     assert (past.eval_losses, past.problems) == ({}, ("1 line of metrics.jsonl is no record",))

@@ -23,18 +23,18 @@ def lines(run_dir):
 
 def state(run_dir):
     """(status, reason) as a list of runs says."""
-    found = run_files.summary("x", run_dir)
+    found = run_files.run_summary("x", run_dir)
     return found.status, found.reason
 
 
 def test_a_run_is_running_until_it_says_how_it_ended(tmp_path):
-    with RunStatus(tmp_path, 3) as standing:
+    with RunStatus(tmp_path, 3) as status:
         assert state(tmp_path) == ("running", None)
-        standing.end(INTERRUPTED, step=7, reason="SIGINT")
+        status.end(INTERRUPTED, step=7, reason="SIGINT")
     assert state(tmp_path) == ("interrupted", "SIGINT")
-    with RunStatus(tmp_path, 7) as standing:
+    with RunStatus(tmp_path, 7) as status:
         assert state(tmp_path) == ("running", None)
-        standing.end(FINISHED, step=9)
+        status.end(FINISHED, step=9)
     assert state(tmp_path) == ("finished", None)
     found = lines(tmp_path)
     assert [(line["status"], line["step"]) for line in found] == [
@@ -54,8 +54,8 @@ def test_an_exception_is_recorded_in_a_line_and_goes_on(tmp_path, error, reason)
 
 
 def say_finished_and_fail(run_dir):
-    with RunStatus(run_dir, 0) as standing:
-        standing.end(FINISHED, step=1)
+    with RunStatus(run_dir, 0) as status:
+        status.end(FINISHED, step=1)
         raise ValueError
 
 
@@ -90,9 +90,9 @@ def test_a_run_that_is_killed_is_running_before_and_broken_off_after(tmp_path, n
         process.communicate()
     assert state(tmp_path) == ("broken off", None)
     assert len(lines(tmp_path)) == 1
-    with RunStatus(tmp_path, 0) as standing:
+    with RunStatus(tmp_path, 0) as status:
         assert state(tmp_path) == ("running", None)
-        standing.end(FINISHED)
+        status.end(FINISHED)
     assert state(tmp_path) == ("finished", None)
 
 
@@ -144,7 +144,7 @@ def test_a_second_process_in_the_same_run_dir_does_not_claim_the_lock(tmp_path, 
 
 def test_a_torn_line_is_dropped_at_the_next_start(tmp_path):
     (tmp_path / "status.jsonl").write_text('{"status": "finished", "at": 1.0}\n{"status": "sta')
-    found = run_files.summary("x", tmp_path)
+    found = run_files.run_summary("x", tmp_path)
     assert (found.status, found.problems) == (
         "finished",
         ("config.yaml is missing", "the last line of status.jsonl is torn"),
@@ -169,8 +169,8 @@ def test_a_disk_that_is_full_hides_no_error(tmp_path, monkeypatch):
 
 def test_a_process_that_does_not_lead_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with NoRunStatus() as standing:
-        standing.end(FINISHED)
+    with NoRunStatus() as status:
+        status.end(FINISHED)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from ppctl import cli
-from ppctl.reports.timeline_io import mean_costs, measured
+from ppctl.reports.timeline_io import mean_costs, measured_timeline
 from ppctl.schedule import build
 from ppctl.schedule.ir import Task
 from ppctl.schedule.simulate import simulate
@@ -72,7 +72,7 @@ def test_where_the_trace_tells_nothing_tasks_are_timed_one_by_one(tmp_path, monk
 def test_a_task_without_a_program_takes_no_time_and_means_are_those_of_a_stage():
     schedule = build("gpipe", 1, 2)
     f0, f1, b0, b1 = (Task(0, kind, m) for kind, m in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))
-    line = measured(schedule, {f0: (5.0, 6.0), b1: (8.0, 12.0), b0: (12.0, 14.0)})
+    line = measured_timeline(schedule, {f0: (5.0, 6.0), b1: (8.0, 12.0), b0: (12.0, 14.0)})
     assert (line.start_s[f1], line.end_s[f1]) == (1.0, 1.0)
     assert (line.makespan_s, line.bubble_fractions) == (9.0, (pytest.approx(2 / 9),))
     assert line.costs.seconds("B", 0, 1) == 3.0

@@ -12,7 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ppctl.reports.charts.drawing import priced
+from ppctl.reports.charts.drawing import drawing_of_timeline
 from ppctl.reports.charts.palette import COLOURS
 from ppctl.schedule import build
 from ppctl.schedule.costs import Costs
@@ -55,7 +55,9 @@ def test_the_request_and_the_place_are_text_that_markdown_leaves_alone(tmp_path)
 
 def test_drawings_of_a_figure_share_their_time_axis_and_memory_has_a_bar_a_rank(tmp_path):
     schedule = build("gpipe", 2, 4)
-    slow, fast = (priced(f"{seconds}", simulate(schedule, Costs(*[seconds] * 3))) for seconds in (2.0, 1.0))
+    slow, fast = (
+        drawing_of_timeline(f"{seconds}", simulate(schedule, Costs(*[seconds] * 3))) for seconds in (2.0, 1.0)
+    )
     board = Board(tmp_path, 7)
     board.gantt("schedule/measured", schedule, lambda: [slow, fast], 9)
     board.memory([3 << 20, 0, 1 << 20], 4 << 20)
@@ -80,7 +82,7 @@ def test_drawings_of_a_figure_share_their_time_axis_and_memory_has_a_bar_a_rank(
 
 def test_what_is_done_again_after_a_resume_is_there_once(tmp_path):
     schedule = build("gpipe", 1, 1)
-    drawing = priced("x", simulate(schedule, Costs()))
+    drawing = drawing_of_timeline("x", simulate(schedule, Costs()))
     for first, last in ((1, 6), (5, 8), (5, 9)):  # killed at 6 and at 8, with a checkpoint of step 4
         board = Board(tmp_path, first)
         board.request([f"from={first}"], "", {})

@@ -18,7 +18,7 @@ from ppctl.reports.terminal import replace_file
 
 if TYPE_CHECKING:
     from ppctl.config.schedule_from_config import Pipeline
-    from ppctl.reports.run_page.read import Run
+    from ppctl.reports.run_page.read import RecordedRun
 
 EXAMPLES = ("ppctl report tiny", "ppctl report tiny runs/other --out both.html", "ppctl report runs/sweep/*/ --json")
 HELP = f"""\
@@ -64,20 +64,20 @@ def serve(words: list[str]) -> int:
         places[path.resolve()] = word
     file = report.place_of(options.out, [path for _, path in found])
     read = [_read(*each, is_alone=len(found) == 1) for each in found]
-    return report.serve(read, file, as_json=options.json)
+    return report.write_report(read, file, as_json=options.json)
 
 
-def write(run_dir: Path) -> None:
+def write_report_of(run_dir: Path) -> None:
     """Write the report of a run in its directory, if there is a run and the file is not another's."""
     from ppctl.reports.run_files import is_run
-    from ppctl.reports.run_page import page
     from ppctl.reports.run_page import write_report as report
+    from ppctl.reports.run_page.page import run_page
 
     if not is_run(run_dir):
         return
     with suppress(PpctlError, OSError):
         file = report.place_of(None, [run_dir])
-        replace_file(file, page.page(_read(str(run_dir), run_dir, is_alone=True), file))
+        replace_file(file, run_page(_read(str(run_dir), run_dir, is_alone=True), file))
 
 
 def _find(word: str) -> tuple[str, Path]:
@@ -88,16 +88,16 @@ def _find(word: str) -> tuple[str, Path]:
     top = Path(DEFAULT_DIR)
     if not is_run(Path(word)) and not (top.is_dir() and find_runs(top)):
         raise ConfigError(f"{word} is no run, and none is in {DEFAULT_DIR}/ here. Give the path of one.")
-    return runs_table.find(word, [top])
+    return runs_table.find_run(word, [top])
 
 
-def _read(name: str, path: Path, *, is_alone: bool) -> Run:
+def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
     from ppctl.cli.overrides import resumption
-    from ppctl.reports.run_page.read import read
+    from ppctl.reports.run_page.read import read_run
 
     found = resumption(path)
     pipeline = _pipeline(found.config, found.words) if is_alone else "Not drawn of several runs."
-    return read(name, path, found.config, found.words, found.command, found.notes, pipeline)
+    return read_run(name, path, found.config, found.words, found.command, found.notes, pipeline)
 
 
 def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:

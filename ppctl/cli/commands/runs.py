@@ -57,7 +57,7 @@ def _show(name: str, tops: list[Path], *, as_json: bool) -> int:
     from ppctl.cli.overrides import resumption
     from ppctl.reports import runs_table
 
-    name, path = runs_table.find(name, tops)
+    name, path = runs_table.find_run(name, tops)
     found = resumption(path)
     return runs_table.show_run(name, path, found.words, found.command, found.notes, as_json=as_json)
 

@@ -14,7 +14,7 @@ from ppctl import config as settings
 from ppctl.cli.commands.schedule_show import costs_of, deliver, is_large, prices, print_on
 from ppctl.config.schedule_from_config import label, schedule_of
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.reports.charts.drawing import number
+from ppctl.reports.charts.drawing import number_text
 from ppctl.reports.charts.image import Panel, panels
 from ppctl.reports.terminal import show_table
 from ppctl.schedule.simulate import simulate
@@ -139,7 +139,7 @@ def _panels(found: CurveGrid) -> Iterator[Panel]:
         return {
             name: line
             for size in found.kept_mb
-            for name, line in lines(lambda cell: size * value(cell), f", {number(size)} MB").items()  # noqa: B023
+            for name, line in lines(lambda cell: size * value(cell), f", {number_text(size)} MB").items()  # noqa: B023
         }
 
     unit = "MB" if found.kept_mb else "activations"
@@ -153,7 +153,7 @@ def _tables(console: Console, found: CurveGrid) -> None:
     """Prints a table for each figure: a row for each size on the x axis, a column for each line."""
     console.print(found.title, markup=False, highlight=False, soft_wrap=True)
     for panel in _panels(found):
-        write = (lambda y: f"{y:.1%}") if panel.is_share else number
+        write = (lambda y: f"{y:.1%}") if panel.is_share else number_text
         columns = [dict(line) for line in panel.lines.values()]
         rows = [(str(x), *("" if (y := column[x]) is None else write(y) for column in columns)) for x in columns[0]]
         unit = "" if panel.unit in panel.title else f" ({panel.unit})"

@@ -18,11 +18,11 @@ from rich.console import Console
 from ppctl import config as settings
 from ppctl.config.schedule_from_config import label, read, schedule_of
 from ppctl.errors import ScheduleError
-from ppctl.reports.charts.drawing import Drawing, Row, document, number, priced, row
-from ppctl.reports.charts.html import page
+from ppctl.reports.charts.drawing import Drawing, Row, drawing_document, drawing_of_timeline, number_text, row
+from ppctl.reports.charts.html import schedules_page
 from ppctl.reports.charts.image import image
 from ppctl.reports.charts.perfetto import trace
-from ppctl.reports.charts.text_chart import show_gantt, show_summary
+from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
 from ppctl.reports.terminal import write_file
 from ppctl.schedule.bounds import split_makespan_bound_s, whole_makespan_bound_s
 from ppctl.schedule.costs import Costs
@@ -59,13 +59,13 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
     if form in ("svg", "png"):
         content = image(drawing, form)
     elif form == "html":
-        content = page([drawing])
+        content = schedules_page([drawing])
     elif form == "csv":
         content = to_csv(drawing.schedule.ranks)
     elif form == "tasks":
         content = f"{drawing.title}\n{task_lists(drawing.schedule)}"
     else:
-        content = json.dumps(document(drawing) if form == "json" else trace(drawing)) + "\n"
+        content = json.dumps(drawing_document(drawing) if form == "json" else trace(drawing)) + "\n"
     return deliver(content, out)
 
 
@@ -79,10 +79,10 @@ def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: 
         return _show_rows(title, rows, {}, form, out)
     drawings = list(map(draw, configs))
     if form == "text":
-        return print_on(lambda console: show_summary(console, title, list(map(row, drawings))), out)
+        return print_on(lambda console: show_schedules_table(console, title, list(map(row, drawings))), out)
     if form == "html":
-        return deliver(page(drawings), out)
-    return deliver(json.dumps([document(drawing) for drawing in drawings]) + "\n", out)
+        return deliver(schedules_page(drawings), out)
+    return deliver(json.dumps([drawing_document(drawing) for drawing in drawings]) + "\n", out)
 
 
 def list_families(
@@ -108,7 +108,7 @@ def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: s
     width = max(map(len, stated), default=0)
 
     def draw_on(console: Console) -> None:
-        show_summary(console, title, rows, formulas=True)
+        show_schedules_table(console, title, rows, formulas=True)
         for text in [*(f"{family:{width}}  {text}" for family, text in stated.items()), "", *refused.values()]:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -135,15 +135,15 @@ def show_certified(config: settings.ScheduleConfig, time_limit_s: float, form: s
     }
     if form == "json":
         return deliver(json.dumps(numbers) + "\n", out)
-    under = f"under {number(found.cap)} activations on this placement"
-    shorter = "" if found.shortest_s >= own_s else f" One of {number(found.shortest_s)} s was found."
+    under = f"under {number_text(found.cap)} activations on this placement"
+    shorter = "" if found.shortest_s >= own_s else f" One of {number_text(found.shortest_s)} s was found."
     proven = (
-        f"No order {under} takes less than {number(found.lower_bound_s)} s."
+        f"No order {under} takes less than {number_text(found.lower_bound_s)} s."
         if found.is_proven
-        else f"Any order {under} takes at least {number(found.lower_bound_s)} s; the shortest known takes "
-        f"{number(found.shortest_s)} s. Raise --seconds for more."
+        else f"Any order {under} takes at least {number_text(found.lower_bound_s)} s; the shortest known takes "
+        f"{number_text(found.shortest_s)} s. Raise --seconds for more."
     )
-    text = f"{requested.label}, {_size(requested.schedule)}: {number(own_s)} s.{shorter} {proven}"
+    text = f"{requested.label}, {_size(requested.schedule)}: {number_text(own_s)} s.{shorter} {proven}"
     return deliver(f"{text} (CP-SAT, {time.perf_counter() - began:.1f} s)\n", out)
 
 
@@ -223,7 +223,7 @@ def formulas(family: str) -> str:
 def price(schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None) -> Drawing:
     """Return the drawing of a schedule with these costs."""
     seconds = costs_of(costs)
-    drawing = priced(label, simulate(schedule, seconds))
+    drawing = drawing_of_timeline(label, simulate(schedule, seconds))
     return replace(drawing, advice=advice(schedule, seconds), choice=choice)
 
 

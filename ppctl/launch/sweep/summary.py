@@ -13,14 +13,14 @@ from typing import Any
 from ppctl.launch.sweep.best import best_of
 from ppctl.launch.sweep.jobs import FILES, SHARED, Outcome, Sweep, ran_beside_others
 from ppctl.launch.sweep.records import ENDS, NUMBERS
-from ppctl.launch.sweep.sweep_page import page
+from ppctl.launch.sweep.sweep_page import sweep_page
 from ppctl.reports.terminal import json_safe, replace_file
 
 
 def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write the summary; return what to say of the sweep, a line each, also where a file cannot be written."""
     kept = earlier(sweep)
-    texts = (as_csv([*records, *kept]), as_json([*records, *kept]), page(sweep, outcomes, records, len(kept)))
+    texts = (as_csv([*records, *kept]), as_json([*records, *kept]), sweep_page(sweep, outcomes, records, len(kept)))
     lines = []
     for best in best_of(sweep, records):
         lines += [best.text, f"  again: {best.command}"]

@@ -16,11 +16,10 @@ from ppctl.launch.sweep.best import DONE, best_of
 from ppctl.launch.sweep.jobs import SHARED, Job, Outcome, Sweep, ran_beside_others
 from ppctl.launch.sweep.live_table import state_counts
 from ppctl.launch.sweep.theory import bubble_curve
-from ppctl.reports.charts.curves import Curve
-from ppctl.reports.charts.curves import figure as curve_figure
 from ppctl.reports.charts.elements import exact, section, table
-from ppctl.reports.charts.html import whole
-from ppctl.reports.charts.lines import MOST_LINES, Line, figure, key
+from ppctl.reports.charts.html import html_page
+from ppctl.reports.charts.palette import line_sample
+from ppctl.reports.charts.plots import MOST_LINES, Curve, Line, curves_svg, lines_svg
 from ppctl.reports.run_page.write_report import FILE as REPORT
 from ppctl.reports.terminal import size_text
 
@@ -40,16 +39,16 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a record: column, h
     "seconds": ("s in all", "{:,.1f}".format),
 }
 ABOUT = (
-    "Seconds of a step and tokens/s are medians over all steps of a run; predicted: what the planner foresaw for a "
-    "step. Bubble: idle share of the ranks, predicted for the executor that ran if all layers cost the same; measured: "
-    "from a timeline (run.timeline=true). Memory: of the fullest device, as compiled. Seconds in all are of this "
-    "sweep, start and compiling included."
+    "Seconds of a step and tokens/s are medians over all steps of a run; predicted: seconds of a step by the planner. "
+    "Bubble: idle share of the ranks, predicted for the executor that ran if all layers cost the same; measured: from "
+    "a timeline (run.timeline=true). Memory: of the fullest device, as compiled. Seconds in all are of this sweep, "
+    "start and compiling included."
 )
 Records = Sequence[Mapping[str, Any]]
 
 
-def page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_earlier: int = 0) -> str:
-    """The text of the page; `num_earlier`: jobs of earlier sweeps in this directory, which the other files keep."""
+def sweep_page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_earlier: int = 0) -> str:
+    """Return the page; `num_earlier`: jobs of earlier sweeps in this directory, which the other files keep."""
     found = {outcome.status for outcome in outcomes}
     colour, mark = (
         ("no", "&#10007;") if "failed" in found else ("yes", "&#10003;") if found <= {*DONE} else ("maybe", "?")
@@ -62,19 +61,20 @@ def page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_earlie
         section("Jobs", _jobs(sweep, outcomes, records) + _earlier(num_earlier)),
         _failures(sweep, outcomes),
     ]
-    return whole(f"Sweep: {sweep.directory}", f"<main>\n{''.join(sections)}</main>\n", "plan.css", "sweep.css")
+    content = f"<main>\n{''.join(sections)}</main>\n"
+    return html_page(f"Sweep: {sweep.directory}", content, "plots.css", "plan.css", "sweep.css")
 
 
 def _best(sweep: Sweep, records: Records) -> str:
-    told = [
+    lines = [
         f"<p>{escape(best.text)}. To train it anew:</p><code>{escape(best.command)}</code>"
         for best in best_of(sweep, records)
     ]
-    return section("The best", f'<div class="best">{"".join(told)}</div>') if told else ""
+    return section("The best", f'<div class="best">{"".join(lines)}</div>') if lines else ""
 
 
 def _figures(sweep: Sweep, records: Records) -> str:
-    """Speed and bubble over microbatches, where the sweep has several numbers of these."""
+    """Return the figures of speed and bubble over microbatches, where the sweep has several numbers of these."""
     by_line: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
     for job, record in zip(sweep.jobs, records, strict=True):
         if record["status"] in DONE and job.config is not None and job.config.executor.name != "reference":
@@ -82,10 +82,10 @@ def _figures(sweep: Sweep, records: Records) -> str:
     if len({_size(job) for jobs in by_line.values() for job, _ in jobs}) < 2:
         return ""
     drawn = dict(list(by_line.items())[:MOST_LINES])
-    names = "".join(f"<li>{key(number)}{escape(name)}</li>" for number, name in enumerate(drawn))
+    names = "".join(f"<li>{line_sample(number)}{escape(name)}</li>" for number, name in enumerate(drawn))
     figures = []
     for speed, unit in SPEEDS.items():
-        lines = [_line(name, jobs, speed, _foreseen(jobs, speed)) for name, jobs in drawn.items()]
+        lines = [_line(name, jobs, speed, _predicted_speed(jobs, speed)) for name, jobs in drawn.items()]
         if any(line.points for line in lines):
             figures.append(_figure(lines, unit, "dashed: as predicted before the run", "{:,.0f}".format))
     lines = [
@@ -94,7 +94,7 @@ def _figures(sweep: Sweep, records: Records) -> str:
     ]
     if any(line.points for line in lines):
         about = "dashed: the theory, on ranks that run freely; marks: the executor's own order"
-        about += "; hollow: measured" if any(line.others for line in lines) else ""
+        about += "; hollow: measured" if any(line.measured for line in lines) else ""
         figures.append(_figure(lines, "bubble", about, "{:.0%}".format))
     left_out = len(by_line) - len(drawn)
     few = f"<p class='soft'>The first {MOST_LINES} lines; {left_out} more are in the table.</p>" if left_out else ""
@@ -103,7 +103,7 @@ def _figures(sweep: Sweep, records: Records) -> str:
 
 
 def _history(search: Search, records: Records) -> str:
-    """What a search looks for, over its jobs, and the best so far."""
+    """Return the figure of what a search looks for, over its jobs, and the best so far."""
     name, better = search.metric, min if search.is_minimized else max
     points = [(float(record["job"]), record[name]) for record in records if record[name] is not None]
     if len(points) < 2:
@@ -111,16 +111,16 @@ def _history(search: Search, records: Records) -> str:
     so_far = accumulate((value for _, value in points), better)
     best = [(job, value) for (job, _), value in zip(points, so_far, strict=True)]
     curves = [Curve("best so far", best), Curve("each job", points, is_marked=True)]
-    drawn = curve_figure(curves, title=name, x_name="job")
+    drawn = curves_svg(curves, title=name, x_name="job")
     return section("The search", f'<div class="figures"><figure><figcaption>{name}</figcaption>{drawn}</figure></div>')
 
 
 def _line_name(job: Job) -> str:
-    """What tells a line from others: all that the sweep varies but the number of microbatches."""
+    """Return the name of a line: all settings that the sweep varies but the number of microbatches."""
     assert job.config is not None
     others = {name: value for name, value in job.values.items() if name != MICROBATCHES}
-    told = [str(value) if name == "schedule" else f"{name}={value}" for name, value in others.items()]
-    return " ".join(told) or job.config.schedule.name
+    parts = [str(value) if name == "schedule" else f"{name}={value}" for name, value in others.items()]
+    return " ".join(parts) or job.config.schedule.name
 
 
 def _size(job: Job) -> int:
@@ -141,8 +141,8 @@ def _line(
     return Line(name, points(number), expected, points(other) if other else ())
 
 
-def _foreseen(jobs: Sequence[tuple[Job, Mapping[str, Any]]], speed: str) -> list[tuple[float, float]]:
-    """The speed at the predicted seconds of a step, of each job that has both."""
+def _predicted_speed(jobs: Sequence[tuple[Job, Mapping[str, Any]]], speed: str) -> list[tuple[float, float]]:
+    """Return (microbatches, speed at the predicted seconds of a step) of each job that has both."""
     found = []
     for job, record in jobs:
         predicted_s = record["predicted_step_time_s"]
@@ -158,7 +158,7 @@ def _theory(jobs: Sequence[tuple[Job, Mapping[str, Any]]]) -> list[tuple[float, 
 
 
 def _figure(lines: Sequence[Line], name: str, about: str, y_text: Callable[[float], str]) -> str:
-    drawn = figure(lines, title=name, x_name="microbatches", y_text=y_text)
+    drawn = lines_svg(lines, title=name, x_name="microbatches", y_text=y_text)
     return f"<figure><figcaption>{name}</figcaption>{drawn}<p class='soft'>{about}</p></figure>"
 
 
@@ -178,7 +178,7 @@ def _jobs(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
 
 
 def _number(job: Job, directory: Path) -> str:
-    """The number of a job, as a link to its report if there is one."""
+    """Return the number of a job, as a link to its report if there is one."""
     report = job.run_dir / REPORT
     if not report.is_file():
         return str(job.index)
@@ -194,14 +194,14 @@ def _earlier(number: int) -> str:
 
 
 def _failures(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
-    told = [
+    errors = [
         f"<dt>{job.index}: {escape(job.name)}</dt><dd>{escape(outcome.error)}</dd>"
         for job, outcome in zip(sweep.jobs, outcomes, strict=True)
         if outcome.error is not None
     ]
-    return section("What failed", f'<dl class="errors">{"".join(told)}</dl>') if told else ""
+    return section("What failed", f'<dl class="errors">{"".join(errors)}</dl>') if errors else ""
 
 
 def _breakable(name: str) -> str:
-    """The name of a setting, which may go on in the next line after a dot or an underscore."""
+    """Return the name of a setting, which may go on in the next line after a dot or an underscore."""
     return escape(name).replace(".", ".<wbr>").replace("_", "_<wbr>")

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ppctl.errors import ConfigError
-from ppctl.reports.charts.drawing import Drawing, priced
-from ppctl.reports.charts.html import page
+from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
+from ppctl.reports.charts.html import schedules_page
 from ppctl.reports.charts.image import image
 from ppctl.reports.charts.perfetto import trace
 from ppctl.reports.charts.text_chart import show_gantt
@@ -37,7 +37,7 @@ def draw(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> Pa
     path = Path(path)
     if path.suffix not in _FORMS:
         raise ConfigError(f"{path} ends in none of {', '.join(_FORMS)}.")
-    drawing = priced(schedule.name, simulate(schedule, Costs() if costs is None else costs))
+    drawing = drawing_of_timeline(schedule.name, simulate(schedule, Costs() if costs is None else costs))
     write_file(f"path={path}", path, _FORMS[path.suffix](drawing))
     return path
 
@@ -51,7 +51,7 @@ def _text(drawing: Drawing) -> str:
 _FORMS: dict[str, Callable[[Drawing], str | bytes]] = {
     ".svg": lambda drawing: image(drawing, "svg"),
     ".png": lambda drawing: image(drawing, "png"),
-    ".html": lambda drawing: page([drawing]),
+    ".html": lambda drawing: schedules_page([drawing]),
     ".json": lambda drawing: json.dumps(trace(drawing)),
     ".txt": _text,
     ".csv": lambda drawing: to_csv(drawing.schedule.ranks),

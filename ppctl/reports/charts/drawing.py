@@ -1,4 +1,4 @@
-"""What every format draws: one schedule with its timeline, its name and its bound. Also the same as numbers."""
+"""A schedule with its timeline, its name and its bounds, which every format draws; the same as numbers, too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIND_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """One schedule, priced. `label` tells it from others beside it; no other order of its tasks beats the bounds."""
+    """One schedule and its times. `label` tells it from others; no other order of its tasks beats the bounds."""
 
     label: str
     timeline: Timeline
@@ -37,13 +37,13 @@ class Drawing:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds that occur, in the order of KINDS."""
+        """Return the kinds that occur, in the order of KINDS."""
         present = {task.kind for task in self.timeline.start_s}
         return tuple(kind for kind in KINDS if kind in present)
 
     @property
     def title(self) -> str:
-        """Name and size in words."""
+        """Return name and size in words."""
         schedule = self.schedule
         ranks = f"{schedule.num_ranks} rank" + "s" * (schedule.num_ranks != 1)
         return f"{self.label}: {ranks}, {schedule.num_microbatches} microbatch" + "es" * (
@@ -52,17 +52,17 @@ class Drawing:
 
     @property
     def verdict(self) -> str:
-        """Makespan, bound, period, bubble and memory in one line."""
+        """Return makespan, bound, period, bubble and memory in one line."""
         timeline = self.timeline
         return (
-            f"makespan {number(timeline.makespan_s)} s (at least {number(self.lower_bound_s)} s), "
-            f"period {number(timeline.period_s)} s, bubble {timeline.bubble_fraction:.1%}, "
-            f"peak {number(max(timeline.peak_activations))} activations"
+            f"makespan {number_text(timeline.makespan_s)} s (at least {number_text(self.lower_bound_s)} s), "
+            f"period {number_text(timeline.period_s)} s, bubble {timeline.bubble_fraction:.1%}, "
+            f"peak {number_text(max(timeline.peak_activations))} activations"
         )
 
 
-def priced(label: str, timeline: Timeline) -> Drawing:
-    """The drawing of a timeline, with what bounds its schedule at its costs."""
+def drawing_of_timeline(label: str, timeline: Timeline) -> Drawing:
+    """Return the drawing of a timeline, with what bounds its schedule at its costs."""
     schedule, costs = timeline.schedule, timeline.costs
     bounds = makespan_bound_s(schedule, costs), period_bound_s(schedule, costs)
     return Drawing(label, timeline, *bounds, peak_activations_bound(schedule, costs, timeline.period_s))
@@ -87,7 +87,7 @@ class Row:
 
 
 def row(drawing: Drawing, formula_s: float | None = None, peak_formula: float | None = None) -> Row:
-    """The row of a drawing, with what its family's closed forms say."""
+    """Return the row of a drawing, with what its family's closed forms say."""
     timeline = drawing.timeline
     return Row(
         drawing.schedule.name,
@@ -106,7 +106,7 @@ def row(drawing: Drawing, formula_s: float | None = None, peak_formula: float | 
 
 
 def reasons(drawing: Drawing) -> list[str]:
-    """Lines on why this schedule: what schedule=auto chose it from, and what speaks against it."""
+    """Return lines on why this schedule: what schedule=auto chose it from, and what speaks against it."""
     lines = [] if drawing.advice is None else [drawing.advice]
     choice = drawing.choice
     if choice is None:
@@ -115,33 +115,33 @@ def reasons(drawing: Drawing) -> list[str]:
     blocks = f" and {tried} of {within} V-shaped building blocks" if within else ""
     gap = "at which it stands" if choice.is_proven else f"{choice.gap_fraction:.1%} below"
     period = " period" if choice.by_period else ""
-    told = [
-        f"the shortest{period} with at most {number(choice.cap)} activations a rank, of {choice.num_published} "
-        f"published schedules{blocks}; on their placements none is below {number(choice.lower_bound_s)} s, {gap}"
+    choices = [
+        f"the shortest{period} with at most {number_text(choice.cap)} activations a rank, of {choice.num_published} "
+        f"published schedules{blocks}; on their placements none is below {number_text(choice.lower_bound_s)} s, {gap}"
     ]
     others = [c for c in choice.candidates[1:4] if c is not choice.best_published]
     if choice.best_published not in (None, choice.best):
-        told.append(f"best published one: {_named(choice.best_published)}")
+        choices.append(f"best published one: {_named(choice.best_published)}")
     if others:
-        told.append(f"next: {'; '.join(map(_named, others))}")
-    return told + lines
+        choices.append(f"next: {'; '.join(map(_named, others))}")
+    return choices + lines
 
 
 def _named(candidate: Candidate) -> str:
-    return f"{candidate.label} {number(candidate.length_s)} s"
+    return f"{candidate.label} {number_text(candidate.length_s)} s"
 
 
-def number(value: float) -> str:
-    """A number with up to five digits and no zeros at its end.
+def number_text(value: float) -> str:
+    """Return a number with up to five digits and no zeros at its end.
 
-    >>> number(28.5), number(0.1 + 0.2), number(3000)
+    >>> number_text(28.5), number_text(0.1 + 0.2), number_text(3000)
     ('28.5', '0.3', '3000')
     """
     return f"{value:.5g}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
-def document(drawing: Drawing) -> dict[str, Any]:
-    """The drawing as numbers, for scripts. Lists run over ranks; activations are those of 1/p of the model."""
+def drawing_document(drawing: Drawing) -> dict[str, Any]:
+    """Return the drawing as numbers, for scripts. Lists run over ranks; activations are those of 1/p of the model."""
     timeline, schedule = drawing.timeline, drawing.schedule
     return {
         "schedule": schedule.name,
@@ -168,7 +168,7 @@ def document(drawing: Drawing) -> dict[str, Any]:
 
 
 def _chosen(choice: Choice) -> dict[str, Any]:
-    """What schedule=auto found, as numbers."""
+    """Return what schedule=auto found, as numbers."""
     tried, within = choice.num_blocks
     return {
         "objective": "period" if choice.by_period else "makespan",

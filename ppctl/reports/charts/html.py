@@ -18,28 +18,28 @@ from ppctl.reports.charts.palette import INK, shade
 from ppctl.schedule.ir import KINDS
 
 
-def page(drawings: Sequence[Drawing]) -> str:
-    """The text of the page: a summary of all drawings, then the charts below each other on one time axis."""
+def schedules_page(drawings: Sequence[Drawing]) -> str:
+    """Return a page: a summary of all drawings, then the charts below each other on one time axis."""
     title = drawings[0].title if len(drawings) == 1 else "Schedules: " + ", ".join(d.label for d in drawings)
-    return whole(title, f"<main>\n{charts(drawings)}</main>\n")
+    return html_page(title, f"<main>\n{charts_html(drawings)}</main>\n")
 
 
-def whole(title: str, content: str, *styles: str) -> str:
-    """A page of some html below its title; `styles` are further files of this folder."""
+def html_page(title: str, content: str, *styles: str) -> str:
+    """Return a page of some html below its title; `styles` are further files of this folder."""
     return _filled(
         "page.html", TITLE=html.escape(title), CSS="".join(map(_read, ("page.css", *styles))), CONTENT=content
     )
 
 
-def charts(drawings: Sequence[Drawing]) -> str:
-    """The html of charts with their buttons, once in a page."""
-    data = json.dumps([chart(drawing) for drawing in drawings]).replace("<", "\\u003c")
+def charts_html(drawings: Sequence[Drawing]) -> str:
+    """Return the html of charts with their buttons, once in a page."""
+    data = json.dumps([chart_data(drawing) for drawing in drawings]).replace("<", "\\u003c")
     script = "".join(map(_read, ("page.js", "page_input.js", "page_start.js")))
     return _filled("charts.html", JS=script, DATA=data)
 
 
 def _filled(name: str, **texts: str) -> str:
-    """A file of this folder with `texts` in the place of @@their names@@."""
+    """Return a file of this folder with `texts` in the place of @@their names@@."""
     return re.sub(r"@@(\w+)@@", lambda found: texts[found[1]], _read(name))
 
 
@@ -47,8 +47,8 @@ def _read(name: str) -> str:
     return (files("ppctl.reports.charts") / name).read_text(encoding="utf-8")
 
 
-def chart(drawing: Drawing) -> dict[str, Any]:
-    """What the page's script gets of one drawing.
+def chart_data(drawing: Drawing) -> dict[str, Any]:
+    """Return the data of one drawing that the page's script reads.
 
     `tasks` is base64 of deflated little-endian arrays in this order, each over all tasks, rank after rank in program
     order: start (float64), waits_for (int32: distance to the number of that task, 0 for none), stage (uint32),

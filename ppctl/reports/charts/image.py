@@ -1,4 +1,4 @@
-"""Schedules and curves as png or svg. The only user of matplotlib, which is imported when a figure is asked for."""
+"""Schedules and curves as png or svg files, drawn by matplotlib, which is imported when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from math import ceil, nan
 from typing import Any
 
 from ppctl.errors import ConfigError
-from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, number
-from ppctl.reports.charts.palette import INK, LINES, PARTS, shade
+from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, number_text
+from ppctl.reports.charts.palette import INK, PARTS, line_style, shade
 from ppctl.schedule.ir import KINDS, Kind
 
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
 PANEL_IN = 5.0  # height of a panel of curves
-MARKS = ("o", "s", "^", "D")  # a colour and a mark tell lines apart
 MANY_MARKS = 4  # on each line
 SCREEN_DPI = 100  # of a figure that is only looked at
 MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches
@@ -25,7 +24,7 @@ POINTS_PER_CHARACTER = 4.6  # of the letters in cells, whose size is 7
 
 
 def image(drawing: Drawing, form: str) -> bytes:
-    """The bytes of a figure WIDTH_IN wide, with a row of ROW_IN for each rank; `form` is png or svg."""
+    """Return the bytes of a figure WIDTH_IN wide, with a row of ROW_IN for each rank; `form` is png or svg."""
     if drawing.schedule.num_ranks > MAX_RANKS:
         raise ConfigError(
             f"mesh.pp={drawing.schedule.num_ranks}: a {form} has {MAX_RANKS} rows at most. Use --format html."
@@ -54,15 +53,15 @@ class Panel:
 
 
 def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
-    """The bytes of a figure of panels in two columns; beside a share stands what is left of 1. `form`: png or svg."""
+    """Return the bytes of a figure of panels in two columns; a share has the rest up to 1 next to it."""
     figure = _figure(PANEL_IN * ceil(len(each) / 2), DPI)
     for axes, panel in zip(figure.subplots(ceil(len(each) / 2), 2).flat, each, strict=False):
         n = len(panel.lines)
         for i, (name, line) in enumerate(panel.lines.items()):
             x, y = zip(*((x, nan if y is None else y) for x, y in line), strict=True)
-            mark = MARKS[(i + i // len(LINES)) % len(MARKS)]
+            colour, mark = line_style(i)
             marked = (i, n) if len(x) >= MANY_MARKS * n else 1  # in turns, so that lines that coincide are seen
-            axes.plot(x, y, label=name, color=LINES[i % len(LINES)], marker=mark, markersize=4, markevery=marked)
+            axes.plot(x, y, label=name, color=colour, marker=mark, markersize=4, markevery=marked)
         axes.set(xlabel=x_name, ylabel=panel.unit)
         axes.set_title(panel.title, loc="left", fontsize=10)
         axes.grid(alpha=0.3)
@@ -77,12 +76,12 @@ def panels(title: str, each: Sequence[Panel], x_name: str, form: str) -> bytes:
 
 
 def gantt_pixels(drawings: Sequence[Drawing]) -> Any:
-    """Drawings below each other on one time axis, as an array of [height, width, RGB] bytes."""
+    """Return drawings below each other on one time axis, as an array of [height, width, RGB] bytes."""
     return _pixels(_gantt(drawings, SCREEN_DPI))
 
 
 def bar_pixels(title: str, sizes: Sequence[tuple[str, float]], unit: str, marks: Sequence[tuple[str, float]]) -> Any:
-    """A bar for each (name, size), and a dashed line at each of `marks`, as an array of [height, width, RGB] bytes."""
+    """Return a bar for each (name, size) and a dashed line at each mark, as [height, width, RGB] bytes."""
     figure = _figure(MARGIN_IN + ROW_IN * len(sizes), SCREEN_DPI)
     axes = figure.subplots()
     names, values = [name for name, _ in sizes], [size for _, size in sizes]
@@ -100,7 +99,7 @@ def bar_pixels(title: str, sizes: Sequence[tuple[str, float]], unit: str, marks:
 
 
 def _figure(height_in: float, dpi: int) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window system is asked for
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # which needs no window system
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=dpi, layout="constrained")
@@ -116,7 +115,7 @@ def _pixels(figure: Any) -> Any:
 
 
 def _gantt(drawings: Sequence[Drawing], dpi: int) -> Any:
-    """The figure of drawings below each other on one time axis."""
+    """Return the figure of drawings below each other on one time axis."""
     from matplotlib.patches import Patch
 
     heights = [MARGIN_IN + ROW_IN * drawing.schedule.num_ranks for drawing in drawings]
@@ -133,7 +132,7 @@ def _gantt(drawings: Sequence[Drawing], dpi: int) -> Any:
 
 
 def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
-    """Draws a row for each rank, with its bubble and peak to the right; time runs to `end_s`."""
+    """Draw a row for each rank, with its bubble and peak to the right; time runs to `end_s`."""
     timeline, schedule = drawing.timeline, drawing.schedule
     boxes: dict[tuple[Kind, int, int], list[tuple[float, float]]] = defaultdict(list)
     for task, start_s in timeline.start_s.items():
@@ -148,7 +147,7 @@ def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
         )
     _letters(axes, drawing, points_per_s=0.8 * WIDTH_IN * 72 / end_s)
     for rank, (bubble, peak) in enumerate(zip(timeline.bubble_fractions, timeline.peak_activations, strict=True)):
-        text = f"{bubble:.1%}, {number(peak)}"
+        text = f"{bubble:.1%}, {number_text(peak)}"
         axes.text(1.005, rank, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
     axes.text(1.005, -0.75, "bubble, peak", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
     axes.set(xlim=(0, end_s), ylim=(schedule.num_ranks - 0.5, -0.5), xlabel="seconds", ylabel="rank")
@@ -157,7 +156,7 @@ def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
 
 
 def _letters(axes: Any, drawing: Drawing, points_per_s: float) -> None:
-    """Writes the kind and microbatch of each task in its cell where they fit."""
+    """Write the kind and microbatch of each task in its cell where they fit."""
     timeline, schedule = drawing.timeline, drawing.schedule
     for task, start_s in timeline.start_s.items():
         end_s = timeline.end_s[task]

@@ -11,12 +11,14 @@ COLOURS: dict[Kind, str] = {"F": "#56b4e9", "B": "#e69f00", "I": "#22a884", "W":
 PARTS = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#ee8866", "#eedd88", "#ffaabb", "#dddddd")
 # Hues for lines, which stand out from light and from dark paper alike: Okabe and Ito again.
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+MARKS = ("o", "s", "^", "D")  # a colour and a mark tell lines apart
+SIGNS = "●■▲◆"  # the same as letters
 INK = "#10151c"  # letters in cells
 LIGHTEST = 0.55  # share of white in the last chunk
 
 
 def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """The colour of a kind in a chunk: the first chunk has the full colour, the last one the most white.
+    """Return the colour of a kind in a chunk: the first chunk has the full colour, the last one the most white.
 
     >>> shade("F", 0, 2), shade("F", 1, 2)
     ('#56b4e9', '#b3ddf5')
@@ -24,3 +26,23 @@ def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
     white = LIGHTEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     red, green, blue = (int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in (red, green, blue))
+
+
+def line_style(number: int) -> tuple[str, str]:
+    """Return the (colour, mark) of a line; those of the first 16 differ.
+
+    >>> line_style(0), line_style(4)
+    (('#0072b2', 'o'), ('#0072b2', 's'))
+    """
+    return LINES[number % len(LINES)], MARKS[(number + number // len(LINES)) % len(MARKS)]
+
+
+def line_sample(number: int) -> str:
+    """Return the html of a line's mark, for a legend."""
+    colour, mark = line_style(number)
+    return f'<span class="key" style="color:{colour}" aria-hidden="true">{SIGNS[MARKS.index(mark)]}</span>'
+
+
+def part_sample(number: int) -> str:
+    """Return the html of a part's colour and number, for a legend."""
+    return f'<span class="swatch" style="background:{PARTS[number]};color:{INK}" aria-hidden="true">{number + 1}</span>'

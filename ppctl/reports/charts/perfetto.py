@@ -8,7 +8,7 @@ from ppctl.reports.charts.drawing import KIND_NAMES, Drawing
 
 
 def trace(drawing: Drawing) -> dict[str, Any]:
-    """One complete event ("X") for each task, a thread for each rank, and a counter of activations for each rank.
+    """Return one complete event ("X") for each task, a thread and a counter of activations for each rank.
 
     Times are in microseconds, as the format asks.
     """

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, Row, number, reasons
+from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, Row, number_text, reasons
 from ppctl.reports.charts.palette import INK, shade
 from ppctl.reports.terminal import show_table
 from ppctl.schedule.ir import Task
@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 def show_gantt(console: Console, drawing: Drawing) -> None:
-    """Nothing; prints the chart as wide as the terminal. Bubbles are dots; without colour, dashes fill a task."""
+    """Print the chart as wide as the terminal. Bubbles are dots; without colour, dashes fill a task."""
     timeline, schedule = drawing.timeline, drawing.schedule
     labels = [f"rank {rank}" for rank in range(schedule.num_ranks)]
     left, right = max(map(len, labels)), len("  bubble    peak")
@@ -47,28 +47,28 @@ def show_gantt(console: Console, drawing: Drawing) -> None:
         for text, style in _row(drawing, schedule.ranks[rank], scale, width, pad):
             row.append(text, style)
         bubble, peak = timeline.bubble_fractions[rank], timeline.peak_activations[rank]
-        say(row.append(f"  {bubble:>6.1%}  {number(peak):>6}"))
+        say(row.append(f"  {bubble:>6.1%}  {number_text(peak):>6}"))
     say("")
     say(_legend(drawing, scale))
 
 
-def show_summary(console: Console, title: str, rows: Sequence[Row], *, formulas: bool = False) -> None:
-    """Nothing; prints a table with a row for each schedule, then the notes on each; formulas: their columns too."""
-    told = lambda value: "-" if value is None else number(value)  # noqa: E731
+def show_schedules_table(console: Console, title: str, rows: Sequence[Row], *, formulas: bool = False) -> None:
+    """Print a table with a row for each schedule, then the notes on each; formulas: their columns too."""
+    cell = lambda value: "-" if value is None else number_text(value)  # noqa: E731
     columns = [column for column in COLUMNS if formulas or column != FORMULA]
     cells = []
     for row in rows:
         line = [
             row.label,
-            number(row.makespan_s),
-            *([told(row.makespan_formula_s)] if formulas else []),
-            number(row.lower_bound_s),
-            number(row.period_s),
-            number(row.period_lower_bound_s),
+            number_text(row.makespan_s),
+            *([cell(row.makespan_formula_s)] if formulas else []),
+            number_text(row.lower_bound_s),
+            number_text(row.period_s),
+            number_text(row.period_lower_bound_s),
             f"{row.bubble_fraction:.1%}",
-            number(row.peak_activations),
-            *([told(row.peak_activations_formula)] if formulas else []),
-            told(row.peak_activations_lower_bound),
+            number_text(row.peak_activations),
+            *([cell(row.peak_activations_formula)] if formulas else []),
+            cell(row.peak_activations_lower_bound),
         ]
         cells.append(line)
     show_table(console, title, columns, cells)
@@ -78,7 +78,7 @@ def show_summary(console: Console, title: str, rows: Sequence[Row], *, formulas:
 
 
 def _columns_per_s(drawing: Drawing, room: int) -> float:
-    """Columns that one second gets in `room` columns: enough for the letter and number of every task if they fit."""
+    """Return the columns of one second in `room`: enough for the letter and number of every task if they fit."""
     timeline = drawing.timeline
     lasts = (timeline.end_s[task] - start for task, start in timeline.start_s.items())
     shortest_s = min(seconds for seconds in lasts if seconds > 0)
@@ -90,7 +90,7 @@ def _columns_per_s(drawing: Drawing, room: int) -> float:
 def _row(
     drawing: Drawing, tasks: Sequence[Task], scale: float, width: int, pad: str
 ) -> Iterator[tuple[str, Style | str]]:
-    """The pieces of one rank's row: text and style."""
+    """Yield the pieces of one rank's row: text and style."""
     timeline, schedule = drawing.timeline, drawing.schedule
     column = 0
     for task in tasks:
@@ -111,7 +111,7 @@ def _row(
 
 
 def _shown(num_ranks: int) -> Iterator[int | None]:
-    """The ranks that get a row; None where some are left out."""
+    """Yield the ranks that get a row; None where some are left out."""
     if num_ranks <= MAX_RANKS:
         yield from range(num_ranks)
         return
@@ -126,4 +126,4 @@ def _legend(drawing: Drawing, scale: float) -> Text:
         legend.append(f" {kind} ", Style(color=INK, bgcolor=shade(kind, 0, 1))).append(f" {KIND_NAMES[kind]}  ")
     if drawing.schedule.num_chunks > 1:
         legend.append("lighter: later chunk  ")
-    return legend.append(f"1 column: {number(1 / scale)} s")
+    return legend.append(f"1 column: {number_text(1 / scale)} s")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ppctl.reports.charts.elements import exact, section, table
-from ppctl.reports.charts.html import whole
-from ppctl.reports.charts.lines import key
-from ppctl.reports.run_page.figures import SPEED_NAMES, of_several
-from ppctl.reports.run_page.page import MARK, STYLES, link, loss_text, printable, steps_text, warnings
-from ppctl.reports.run_page.read import SPEEDS, Run
+from ppctl.reports.charts.elements import exact, link, printable, section, table
+from ppctl.reports.charts.html import html_page
+from ppctl.reports.charts.palette import line_sample
+from ppctl.reports.run_page.figures import SPEED_NAMES, figures_of_runs
+from ppctl.reports.run_page.page import MARK, STYLES, loss_text, steps_text, warnings_of
+from ppctl.reports.run_page.read import SPEEDS, RecordedRun
 from ppctl.reports.terminal import size_text
 
 OWN = (
@@ -24,22 +25,28 @@ OWN = (
     "run.process_id",
 )  # of every run, and no difference
 NONE = "&ndash;"
+OPTIONAL = ("eval loss", "MFU")  # columns of numbers that not every kind of run has
+ABOUT = (
+    "Seconds of a step and speed are medians. Memory: of the fullest device, as compiled. Bubble: predicted; "
+    "measured: of a timeline (run.timeline=true)."
+)
+Value = Callable[[RecordedRun], float | None]
 
 
-def page(runs: Sequence[Run], file: Path) -> str:
-    """The text of the page; `file`: where it will stand."""
-    labels = [f"{number} {Path(run.standing.name).name}" for number, run in enumerate(runs, 1)]
-    figures = of_several(runs, list(map(printable, labels)))
+def compare_page(runs: Sequence[RecordedRun], file: Path) -> str:
+    """Return the text of the page; `file`: where it will stand."""
+    labels = [f"{number} {Path(run.summary.name).name}" for number, run in enumerate(runs, 1)]
+    figures = figures_of_runs(runs, list(map(printable, labels)))
     sections = [
         section("Runs", _table(runs)),
         section("Over the steps", f'<div class="figures">{"".join(figures)}</div>') if figures else "",
         section("Where they are", _places(runs, file)),
         _warnings(runs),
     ]
-    return whole(f"{len(runs)} runs", f"{MARK}\n{''.join(sections)}</main>\n", *STYLES)
+    return html_page(f"{len(runs)} runs", f"{MARK}\n{''.join(sections)}</main>\n", *STYLES)
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
+def differing_settings(runs: Sequence[RecordedRun]) -> dict[str, list[str | None]]:
     """Return each setting that is not the same in all runs that have it, or that someone set: its value in each run."""
     names = dict.fromkeys(word.split("=", 1)[0].lstrip("+") for run in runs for word in run.words)
     names |= dict.fromkeys(name for name in _names(runs[0].config) if all(name in _names(run.config) for run in runs))
@@ -58,7 +65,7 @@ def _names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _value(config: Mapping[str, Any], name: str) -> str | None:
-    """A setting or a choice of a composed config; None where it has none of that name."""
+    """Return a setting or a choice of a composed config; None where it has none of that name."""
     if name == "mesh":
         values = config.get(name)
         return "x".join(map(str, values.values())) if isinstance(values, dict) else None
@@ -70,61 +77,55 @@ def _value(config: Mapping[str, Any], name: str) -> str | None:
     return str(value.get("name") if isinstance(value, dict) else value)
 
 
-def _table(runs: Sequence[Run]) -> str:
-    differ = differences(runs)
-    columns = ["", *(_breakable(name) for name in differ), "status", "step", "loss"]
-    has_eval, has_mfu = (
-        any(run.standing.eval_loss is not None for run in runs),
-        any(run.values("mfu_fraction") for run in runs),
-    )
-    speeds = [speed for speed in SPEEDS if any(run.speed == speed for run in runs)]
-    columns += [
-        *(["eval loss"] if has_eval else []),
-        "s/step",
-        *(SPEED_NAMES[speed] for speed in speeds),
-        *(["MFU"] if has_mfu else []),
-        "memory",
-        "bubble",
-        "measured",
+def _table(runs: Sequence[RecordedRun]) -> str:
+    differ = differing_settings(runs)
+    columns = [
+        column
+        for column in _columns(runs)
+        if column[0] not in OPTIONAL or any(column[1](run) is not None for run in runs)
     ]
     rows = []
     for index, run in enumerate(runs):
-        said = run.standing
-        numbers: list[tuple[float | None, Any]] = [
-            *([(said.eval_loss, "{:.4f}".format)] if has_eval else []),
-            (run.median("step_time_s"), "{:.4g}".format),
-            *((run.median(speed), "{:,.0f}".format) for speed in speeds),
-            *([(run.median("mfu_fraction"), "{:.1%}".format)] if has_mfu else []),
-            (run.newest.get("memory_bytes"), lambda size: size_text(int(size))),
-            (run.newest.get("predicted_bubble_fraction"), "{:.1%}".format),
-            (run.measured_bubble, "{:.1%}".format),
-        ]
-        settings = [
-            NONE if value is None else escape(printable(value)) for value in (each[index] for each in differ.values())
-        ]
-        cells = [NONE if value is None else exact(value, text(value)) for value, text in numbers]
-        name = f"{key(index)}{index + 1} {escape(printable(said.name))}"
-        rows.append([name, *settings, said.status, steps_text(run), loss_text(run), *cells])
-    about = (
-        "Seconds of a step and speed are medians. Memory: of the fullest device, as compiled. Bubble: predicted; "
-        "measured: of a timeline (run.timeline=true)."
-    )
-    same = "" if differ else " No setting that anyone asked for differs."
-    return f'<div class="jobs runs">{table("the runs", columns, rows)}</div><p class="soft">{about}{same}</p>'
+        settings = [NONE if value is None else escape(printable(value)) for value in _at(index, differ)]
+        values = ((value(run), text) for _, value, text in columns)
+        numbers = [NONE if value is None else exact(value, text(value)) for value, text in values]
+        name = f"{line_sample(index)}{index + 1} {escape(printable(run.summary.name))}"
+        rows.append([name, *settings, run.summary.status, steps_text(run), loss_text(run), *numbers])
+    names = ["", *map(_breakable, differ), "status", "step", "loss", *(name for name, _, _ in columns)]
+    same = "" if differ else " No requested setting differs."
+    return f'<div class="jobs runs">{table("the runs", names, rows)}</div><p class="soft">{ABOUT}{same}</p>'
 
 
-def _places(runs: Sequence[Run], file: Path) -> str:
+def _columns(runs: Sequence[RecordedRun]) -> list[tuple[str, Value, Callable[[Any], str]]]:
+    """Return (name, value of a run, how it is written) of each number."""
+    speeds = [speed for speed in SPEEDS if any(run.speed == speed for run in runs)]
+    return [
+        ("eval loss", lambda run: run.summary.eval_loss, "{:.4f}".format),
+        ("s/step", lambda run: run.median("step_time_s"), "{:.4g}".format),
+        *((SPEED_NAMES[speed], partial(RecordedRun.median, name=speed), "{:,.0f}".format) for speed in speeds),
+        ("MFU", lambda run: run.median("mfu_fraction"), "{:.1%}".format),
+        ("memory", lambda run: run.newest.get("memory_bytes"), lambda size: size_text(int(size))),
+        ("bubble", lambda run: run.newest.get("predicted_bubble_fraction"), "{:.1%}".format),
+        ("measured", lambda run: run.measured_bubble, "{:.1%}".format),
+    ]
+
+
+def _at(index: int, differ: Mapping[str, Sequence[str | None]]) -> list[str | None]:
+    return [values[index] for values in differ.values()]
+
+
+def _places(runs: Sequence[RecordedRun], file: Path) -> str:
     rows = []
     for number, run in enumerate(runs, 1):
-        own = run.standing.path / "report.html"
-        told = link(run.standing.path, file) + (f", {link(own, file)}" if own.exists() else "")
-        rows.append([f"{number} {escape(printable(run.standing.name))}", told])
+        own = run.summary.path / "report.html"
+        links = link(run.summary.path, file) + (f", {link(own, file)}" if own.exists() else "")
+        rows.append([f"{number} {escape(printable(run.summary.name))}", links])
     return f'<div class="stages">{table("directories", [], rows)}</div>'
 
 
-def _warnings(runs: Sequence[Run]) -> str:
-    told = [(run, each) for run in runs for each in warnings(run)]
-    items = "".join(f"<li>{escape(printable(f'{run.standing.name}: {each}'))}</li>" for run, each in told)
+def _warnings(runs: Sequence[RecordedRun]) -> str:
+    found = [(run, each) for run in runs for each in warnings_of(run)]
+    items = "".join(f"<li>{escape(printable(f'{run.summary.name}: {each}'))}</li>" for run, each in found)
     return section("To know", f'<ul class="warnings">{items}</ul>') if items else ""
 
 

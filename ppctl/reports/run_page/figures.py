@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from html import escape
 
-from ppctl.reports.charts.curves import Curve, Points, figure
-from ppctl.reports.charts.histogram import histogram, is_far
-from ppctl.reports.run_page.read import Run
+from ppctl.reports.charts.plots import Curve, curves_svg, histogram_svg, is_far
+from ppctl.reports.charts.thinning import Points
+from ppctl.reports.run_page.read import RecordedRun
 
 SPEED_NAMES = {"tokens_per_s": "tokens/s", "rows_per_s": "rows/s"}
 SPEED_STEPS = 5  # over which speed is drawn
@@ -16,8 +16,8 @@ FEW_EVALUATIONS = 40  # that carry a mark each
 _SPEED = f"Speed, {{}}, over {SPEED_STEPS} steps"
 
 
-def of_run(run: Run) -> list[str]:
-    """The figures of one run, those it has records for."""
+def figures_of_run(run: RecordedRun) -> list[str]:
+    """Return the figures of one run, those it has records for."""
     drawn = [_loss(run)]
     for name, title in (("grad_norm", "Gradient norm"), ("lr", "Learning rate")):
         drawn.append(_figure(title, [_curve(run, name, title)], from_zero=name == "lr"))
@@ -28,8 +28,8 @@ def of_run(run: Run) -> list[str]:
     return [each for each in drawn if each]
 
 
-def of_several(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
-    """Losses and speeds of runs, drawn together."""
+def figures_of_runs(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
+    """Return the losses and speeds of runs, drawn together."""
     drawn = [_figure("Loss", [_curve(run, "loss", label) for run, label in zip(runs, labels, strict=True)])]
     curves = [Curve(label, run.evaluations, _lost(run.evaluations)) for run, label in zip(runs, labels, strict=True)]
     drawn.append(_figure("Eval loss", curves))
@@ -39,7 +39,7 @@ def of_several(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
     return [each for each in drawn if each]
 
 
-def _loss(run: Run) -> str:
+def _loss(run: RecordedRun) -> str:
     curves = [_curve(run, "loss", "train")]
     if run.evaluations:
         is_marked = len(run.evaluations) <= FEW_EVALUATIONS
@@ -47,7 +47,7 @@ def _loss(run: Run) -> str:
     return _figure("Loss", curves)
 
 
-def _step_times(run: Run) -> str:
+def _step_times(run: RecordedRun) -> str:
     values = [value for value in run.values("step_time_s") if value > 0]
     median, predicted = run.median("step_time_s"), run.newest.get("predicted_step_time_s")
     if not values or not median or median < 0:
@@ -58,12 +58,12 @@ def _step_times(run: Run) -> str:
         named.append(("predicted", predicted))
         far = f"; predicted: {predicted:.4g} s, too far to be drawn"
         note += far if is_far(median, predicted) else "; dashed: as predicted"
-    drawn = histogram(values, named, title="Step times", x_name="seconds of a step")
+    drawn = histogram_svg(values, named, title="Step times", x_name="seconds of a step")
     return _framed("Step times, number of steps", drawn, note)
 
 
 def over_steps(speeds: Points, step_times_s: Points, num_steps: int) -> Points:
-    """The speed over the newest `num_steps` recorded steps, at each: their work by their time.
+    """Return the speed over the newest `num_steps` recorded steps, at each: their work by their time.
 
     A host that is late makes one step too short and the next one too long, which evens out. At a step without
     speed or time it begins anew.
@@ -75,22 +75,22 @@ def over_steps(speeds: Points, step_times_s: Points, num_steps: int) -> Points:
     window: deque[tuple[float, float]] = deque(maxlen=num_steps)  # (work, seconds)
     found: list[tuple[float, float | None]] = []
     for step, speed in speeds:
-        taken_s = seconds.get(step)
-        if speed is None or taken_s is None or taken_s <= 0:
+        measured_s = seconds.get(step)
+        if speed is None or measured_s is None or measured_s <= 0:
             window.clear()
             found.append((step, speed))
             continue
-        window.append((speed * taken_s, taken_s))
-        found.append((step, sum(work for work, _ in window) / sum(taken for _, taken in window)))
+        window.append((speed * measured_s, measured_s))
+        found.append((step, sum(work for work, _ in window) / sum(time_s for _, time_s in window)))
     return found
 
 
-def _speed(run: Run, name: str, label: str) -> Curve:
+def _speed(run: RecordedRun, name: str, label: str) -> Curve:
     points = over_steps(run.curves.get(name, ()), run.curves.get("step_time_s", ()), SPEED_STEPS)
     return Curve(label, points, _lost(points))
 
 
-def _curve(run: Run, name: str, label: str) -> Curve:
+def _curve(run: RecordedRun, name: str, label: str) -> Curve:
     points = run.curves.get(name, ())
     return Curve(label, points, _lost(points))
 
@@ -100,11 +100,11 @@ def _lost(points: Points) -> list[float]:
 
 
 def _figure(title: str, curves: Sequence[Curve], *, from_zero: bool = False) -> str:
-    """Empty where no curve has a finite value."""
+    """Return a figure with its caption, nothing where no curve has a finite value."""
     if not any(y is not None for curve in curves for _, y in curve.points):
         return ""
     note = "crosses: not finite" if any(curve.lost for curve in curves) else ""
-    return _framed(title, figure(curves, title=title, x_name="step", from_zero=from_zero), note)
+    return _framed(title, curves_svg(curves, title=title, x_name="step", from_zero=from_zero), note)
 
 
 def _framed(title: str, drawn: str, note: str) -> str:

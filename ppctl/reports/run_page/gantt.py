@@ -1,4 +1,4 @@
-"""The step of a run, rank by rank: when each task ran where that was measured, and when it was predicted to."""
+"""The step of a run, rank by rank: when each task ran if that was measured, and when it was predicted to."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from ppctl.config.schedule_from_config import Pipeline
 from ppctl.errors import PpctlError
-from ppctl.reports.charts.drawing import Drawing, priced
-from ppctl.reports.charts.html import charts
-from ppctl.reports.timeline_io import FILES, TASKS_FILE, beside, read, read_profile
+from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
+from ppctl.reports.charts.html import charts_html
+from ppctl.reports.timeline_io import FILES, TASKS_FILE, measured_and_predicted, read_profile, read_timeline
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.timeline import timeline_at
 
@@ -35,13 +35,13 @@ class Picture(NamedTuple):
 
     @property
     def html(self) -> str:
-        """The notes, and the charts below them."""
-        said = "".join(f'<p class="soft">{escape(note)}</p>\n' for note in self.notes)
-        return said + (charts(self.drawings) if self.drawings else "")
+        """Return the notes, and the charts below them."""
+        notes = "".join(f'<p class="soft">{escape(note)}</p>\n' for note in self.notes)
+        return notes + (charts_html(self.drawings) if self.drawings else "")
 
 
 def picture(run_dir: Path, pipeline: Pipeline | str) -> Picture:
-    """The step of the run in a directory; `pipeline`: what its settings ask for, or why nobody knows."""
+    """Return the step of the run in a directory; `pipeline`: as its settings have it, or why it is not known."""
     notes: list[str] = []
     measured = _timed(run_dir, pipeline, notes) or _traced(run_dir, pipeline, notes)
     if measured:
@@ -50,11 +50,11 @@ def picture(run_dir: Path, pipeline: Pipeline | str) -> Picture:
         return Picture((), [*notes, pipeline])
     timeline = timeline_at(pipeline.schedule, pipeline.ticks, pipeline.costs)
     lockstep = [] if pipeline.ticks is None else [LOCKSTEP]
-    return Picture([priced(f"{pipeline.label}, predicted", timeline)], [*notes, HOW, UNITS, *lockstep])
+    return Picture([drawing_of_timeline(f"{pipeline.label}, predicted", timeline)], [*notes, HOW, UNITS, *lockstep])
 
 
 def too_large(num_ranks: int, num_microbatches: int, words: Sequence[str]) -> str | None:
-    """What to say in the place of a chart of more tasks than a page should hold."""
+    """Return the line in place of a chart of more tasks than a page should hold, None where it can be drawn."""
     if 3 * num_ranks * num_microbatches <= MOST_TASKS:
         return None
     drawn_by = [word for word in words if word.lstrip("+").split("=")[0].split(".")[0] in DRAWN_BY]
@@ -63,23 +63,23 @@ def too_large(num_ranks: int, num_microbatches: int, words: Sequence[str]) -> st
 
 
 def _timed(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequence[Drawing]:
-    """The step that run.timeline measured, and its prediction."""
+    """Return the step that run.timeline measured, and its prediction."""
     file = run_dir / "timeline" / FILES[0]
     if not file.is_file():
         return ()
     try:
-        timeline = read(file, "the schedule" if isinstance(pipeline, str) else pipeline.label)
+        timeline = read_timeline(file, "the schedule" if isinstance(pipeline, str) else pipeline.label)
     except (OSError, ValueError, PpctlError) as error:
         notes.append(f"{file} cannot be drawn: {_line(error)}.")
         return ()
     if not _is_small(timeline.schedule, file.with_name(FILES[2]), notes):
         return ()
     notes += ["Measured: one step (run.timeline=true).", MEANS]
-    return beside(timeline)
+    return measured_and_predicted(timeline)
 
 
 def _traced(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequence[Drawing]:
-    """A step that the profiler traced, and its prediction."""
+    """Return a step that the profiler traced, and its prediction."""
     file = run_dir / "profile" / TASKS_FILE
     if isinstance(pipeline, str) or pipeline.ticks is None or not file.is_file():
         return ()
@@ -92,7 +92,7 @@ def _traced(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequen
         return ()
     which = "one traced step" if num_steps == 1 else f"the median one of {num_steps} traced steps"
     notes += [f"Measured: {which} (run.profile.start=N), on the first device of each rank.", LOCKSTEP, MEANS]
-    return beside(timeline, pipeline.ticks, pipeline.label)
+    return measured_and_predicted(timeline, pipeline.ticks, pipeline.label)
 
 
 def _is_small(schedule: Schedule, file: Path, notes: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What a run has left, read whole: its curves, its newest numbers, where it ran, and what is odd about it."""
+"""The files of a run, read whole: its curves, its newest numbers, where it ran, and what is odd about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ppctl.config.schedule_from_config import Pipeline
 from ppctl.reports import run_status
-from ppctl.reports.run_files import MEMORY_FILE, Summary, number, read_lines, summary, whole_number
+from ppctl.reports.run_files import MEMORY_FILE, RunSummary, read_lines, record_number, run_summary, whole_number
 from ppctl.reports.timeline_io import measured_bubble
 
 CURVES = ("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "rows_per_s", "mfu_fraction")
@@ -34,13 +34,13 @@ Points = Sequence[tuple[float, float | None]]  # (step, value), ascending; None:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run."""
+class RecordedRun:
+    """One run, as its files have it."""
 
-    standing: Summary
+    summary: RunSummary
     config: Mapping[str, Any]  # composed; empty: it cannot be read
-    words: Sequence[str]  # what was asked for beside the defaults
-    command: str  # what goes on with it; empty where nobody knows
+    words: Sequence[str]  # its request: settings other than the defaults
+    command: str  # resumes it; empty where that is not known
     curves: Mapping[str, Points]  # of CURVES, each that a step recorded
     evaluations: Points
     newest: Mapping[str, float]  # of NEWEST, as last recorded
@@ -48,29 +48,29 @@ class Run:
     versions: Mapping[str, str]  # as its newest start has them, else its newest checkpoint
     starts: Sequence[Mapping[str, Any]]  # of status.jsonl
     problems: Sequence[str]
-    pipeline: Pipeline | str  # that its settings ask for, or why nobody knows
-    memory: Sequence[Mapping[str, int]]  # of each rank bytes of a device by part; none of ranks that nobody recorded
+    pipeline: Pipeline | str  # of its settings, or why it is not known
+    memory: Sequence[Mapping[str, int]]  # of each rank bytes of a device by part; none where it was not recorded
 
     @property
     def speed(self) -> str | None:
-        """Of SPEEDS, the one that it recorded."""
+        """Return the one of SPEEDS that the run recorded."""
         return next((name for name in SPEEDS if self.median(name) is not None), None)
 
     def values(self, name: str) -> list[float]:
-        """The finite values of a curve."""
+        """Return the finite values of a curve."""
         return [value for _, value in self.curves.get(name, ()) if value is not None]
 
     def median(self, name: str) -> float | None:
-        """Of a curve; None where it has no finite value."""
+        """Return the median of a curve, None where it has no finite value."""
         values = self.values(name)
         return statistics.median(values) if values else None
 
     def non_finite(self, name: str) -> list[float]:
-        """The steps at which a curve is not finite."""
+        """Return the steps at which a curve is not finite."""
         return [step for step, value in self.curves.get(name, ()) if value is None]
 
     def slow_steps(self) -> list[tuple[float, float]]:
-        """(step, seconds) of the steps that took more than SLOW times the median, the slowest first."""
+        """Return (step, seconds) of the steps that took more than SLOW times the median, the slowest first."""
         median = self.median("step_time_s")
         if not median:
             return []
@@ -78,7 +78,7 @@ class Run:
         return sorted((pair for pair in pairs if pair[1] > SLOW * median), key=lambda pair: -pair[1])
 
 
-def read(
+def read_run(
     name: str,
     path: Path,
     config: Mapping[str, Any],
@@ -86,16 +86,16 @@ def read(
     command: str,
     notes: Sequence[str],
     pipeline: Pipeline | str,
-) -> Run:
-    """The run in a directory. What is wrong with its files is among its problems, and no exception."""
-    standing, problems = summary(name, path), []
+) -> RecordedRun:
+    """Return the run in a directory. What is wrong with its files is among its problems, and no exception."""
+    summary, problems = run_summary(name, path), []
     curves, newest = _training(path / "metrics.jsonl", problems)
     evaluations = _ordered(_evaluations(path / "eval.jsonl", problems), "eval.jsonl", problems)
     memory = _memory(path / MEMORY_FILE, problems)
     lines = read_lines(path / run_status.FILE, problems)
     starts = [line for line in lines if line.get("status") == run_status.STARTED]
-    return Run(
-        standing,
+    return RecordedRun(
+        summary,
         config,
         words,
         command,
@@ -103,16 +103,16 @@ def read(
         evaluations,
         newest,
         measured_bubble(path / "timeline" / "timeline.csv"),
-        versions_of(starts[-1]) if starts and versions_of(starts[-1]) else _versions(path, standing.checkpoints),
+        versions_of(starts[-1]) if starts and versions_of(starts[-1]) else _versions(path, summary.checkpoints),
         starts,
-        list(dict.fromkeys((*standing.problems, *problems, *notes))),
+        list(dict.fromkeys((*summary.problems, *problems, *notes))),
         pipeline,
         memory,
     )
 
 
 def _memory(path: Path, problems: list[str]) -> list[dict[str, int]]:
-    """Of each rank its bytes by part, as the newest start recorded them."""
+    """Return the bytes of each rank by part, as the newest start recorded them."""
     try:
         ranks = json.loads(path.read_bytes())["ranks"]
         return [{str(part): _whole(size) for part, size in of_rank.items()} for of_rank in ranks]
@@ -155,7 +155,7 @@ def _evaluations(path: Path, problems: list[str]) -> list[tuple[float, float | N
 
 
 def _ordered(points: list[tuple[float, float | None]], name: str, problems: list[str]) -> Points:
-    """Points that ascend; of a step that is there twice the last one counts, and `problems` says so."""
+    """Return points that ascend; of a step that is there twice the last one counts, which is added to `problems`."""
     if all(before[0] < after[0] for before, after in pairwise(points)):
         return points
     problem = f"steps of {name} are not in order, or there twice: of each the last line counts"
@@ -170,12 +170,12 @@ def _step(record: Mapping[str, Any]) -> int | None:
 
 
 def _finite(record: Mapping[str, Any], name: str) -> float | None:
-    value = number(record, name)
+    value = record_number(record, name)
     return value if value is not None and abs(value) < LARGEST else None
 
 
 def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
-    """The versions that a start ran with; none where it does not say."""
+    """Return the versions that a start ran with; none where it does not say."""
     found = start.get("versions")
     return {str(name): str(version) for name, version in found.items()} if isinstance(found, dict) else {}
 
@@ -183,6 +183,6 @@ def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
 def _versions(path: Path, checkpoints: Sequence[int]) -> dict[str, str]:
     for step in reversed(checkpoints):
         with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            sealed = json.loads((path / "checkpoints" / str(step) / "meta" / "data.json").read_bytes())
-            return {str(name): str(version) for name, version in sealed["meta"]["versions"].items()}
+            manifest = json.loads((path / "checkpoints" / str(step) / "meta" / "data.json").read_bytes())
+            return {str(name): str(version) for name, version in manifest["meta"]["versions"].items()}
     return {}
