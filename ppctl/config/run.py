@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from ppctl.config.checks import at_least, choice, dotted, fraction
 from ppctl.errors import ConfigError
+from ppctl.schedule.remat import Remat
 
 DTYPES = ("float32", "bfloat16", "float64")
 
@@ -19,7 +20,7 @@ class Reference:
     remat: str = "none"  # none | layer | full: what the backward recomputes
     unroll: int = 16  # layers of a device unrolled in the program up to this many, scanned above
 
-    REMAT: ClassVar[tuple[str, ...]] = ("none", "layer", "full")
+    REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
 
     def check(self) -> None:
         choice("executor.remat", self.remat, self.REMAT)

@@ -92,7 +92,7 @@ def _pieces(parts: Parts) -> Times:
     """The tasks of a layer and of both ends, on all devices at the same time; "alone": F on one device."""
     model, mesh = parts.model, parts.mesh
     bodies = layer_bodies(model, split=parts.schedule.is_split) | end_bodies(model)
-    is_quick = parts.config.executor.name == "mpmd" and model.remat == "none" and _is_shared(parts)
+    is_quick = parts.config.executor.name == "mpmd" and not model.remat.recomputes and _is_shared(parts)
     options = cpu_options("quick") if is_quick else None
     times = {name: turn(*body, mesh, options) for name, body in bodies.items()}
     one = Mesh(np.array(mesh.devices.flat[:1]), ("all",), axis_types=mesh.axis_types[:1])

@@ -12,6 +12,7 @@ from ppctl.planner.op_times import Prices
 from ppctl.planner.roofline import ModelWork
 from ppctl.planner.sizes import Microbatch, held_bytes
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
+from ppctl.schedule.remat import Remat
 
 CHUNKED = ("interleaved", "looped_bfs", "interleaved_zb", "gis")  # families that take a number of chunks
 V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v", "hanayo")  # these have two
@@ -30,7 +31,7 @@ class Space:
     executor: str = "spmd"
     gathers_each_tick: bool = False  # executor.gather=tick
     families: tuple[str, ...] = PREFERRED
-    remats: tuple[str, ...] = ("none", "layer", "full")
+    remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
     layer_worth: tuple[float, ...] | None = None  # of each layer, in means of them; None: all are alike
 
@@ -116,7 +117,8 @@ class Bounds:
         """
         prices, pp, number = self.prices, self.mesh[1], self.microbatch.number
         layer, ends_s = prices.layer, prices.embed.all_s + prices.head.all_s
-        last_s = layer.all_s - (layer.forward_s if self.microbatch.remat == "full" else 0.0)  # of a layer of that stage
+        is_left_to_backward = Remat.of(self.microbatch.remat).keeps_input_only
+        last_s = layer.all_s - (layer.forward_s if is_left_to_backward else 0.0)  # of a layer of that stage
         speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks
         rank_s = number * (self.space.num_layers + ends_s / layer.all_s) / speed
         way_s, hops = layer.forward_s, 1 + is_whole

@@ -13,6 +13,7 @@ from ppctl.planner.timing import Timing
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.partition.partition import stage_costs as stage_worth
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import Timeline
 from ppctl.training.engines import Engine
 from ppctl.training.job import Parts, relative_costs_of
@@ -38,7 +39,7 @@ def as_run(parts: Parts, prices: Prices) -> tuple[Costs, int]:
     partition, mesh = parts.states.layout.partition, parts.config.mesh
     layers = None if parts.stack.are_alike else relative_costs_of(parts.config, parts.stack, parts.data).layers
     sizes = stage_worth(partition, embed=0.0, head=0.0, layers=layers)
-    keeps_input = parts.config.executor.remat == "full"
+    keeps_input = Remat.of(parts.config.executor.remat).keeps_input_only
     return stage_costs(prices, sizes, keeps_input=keeps_input, split=parts.schedule.is_split), mesh.dp * mesh.fsdp
 
 

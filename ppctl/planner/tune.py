@@ -32,6 +32,7 @@ from ppctl.planner.step_runs import run_steps
 from ppctl.planner.step_time import device_bytes, machine_of, param_bytes
 from ppctl.planner.tune_terminal import Tuned, show
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
+from ppctl.schedule.remat import Remat
 from ppctl.training.job import (
     DEFAULT_DTYPE,
     assemble,
@@ -75,7 +76,7 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
     state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), make_optimizer(config)[0]))
     row = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in next(data.batches(rows=(0,))).items()}
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state["params"]["layers"])
-    model = Model(stack, state["params"]["ends"], layer, row, 1, "none", config.executor.unroll, dtype)
+    model = Model(stack, state["params"]["ends"], layer, row, 1, Remat.NONE, config.executor.unroll, dtype)
     space = Space(
         num_devices,
         stack.num_layers,

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ppctl.errors import ConfigError
+from ppctl.schedule.remat import Remat
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Costs:
         return _of_stage(self.activation_bytes, stage, num_chunks)
 
     def check(self, num_stages: int) -> None:
-        """Nothing, or ConfigError where a tuple has not one entry a stage."""
+        """Check that every tuple has one entry for each stage. ConfigError where one has not."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, tuple) and len(value) != num_stages:
@@ -87,6 +88,12 @@ def _of_stage(cost: float | tuple[float, ...], stage: int, num_chunks: int) -> f
     return cost[stage] if isinstance(cost, tuple) else cost / num_chunks
 
 
-def task_costs(remat: str) -> Costs:
-    """Relative seconds of a stage's tasks: the input and the weight gradient cost a forward each, recomputing one."""
-    return Costs(forward_s=1.0, input_grad_s=1.0 + (remat != "none"), weight_grad_s=1.0)
+def task_costs(remat: Remat | str) -> Costs:
+    """Return relative seconds of a stage's tasks: F = I = W = 1, and an I that recomputes runs a forward more.
+
+    ConfigError for another remat than none, layer or full.
+
+    >>> task_costs("layer").backward_s
+    3.0
+    """
+    return Costs(forward_s=1.0, input_grad_s=1.0 + Remat.of(remat).recompute_forwards, weight_grad_s=1.0)

@@ -40,6 +40,7 @@ from ppctl.schedule import Schedule
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.ir import Task
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import Ticks, forward_only, ticks
 from ppctl.training import optim
@@ -95,7 +96,7 @@ class Parts:
         rows = self.config.data.batch_size // (mesh.dp * mesh.fsdp * m)
         microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), self.batch_shapes)
         ends = params["ends"]
-        return Model(self.stack, ends, layer, microbatch, m, executor.remat, executor.unroll, self.dtype)
+        return Model(self.stack, ends, layer, microbatch, m, Remat.of(executor.remat), executor.unroll, self.dtype)
 
     @property
     def bubble_fraction(self) -> float | None:
@@ -150,7 +151,7 @@ def partition_text(parts: Parts) -> str | None:
 
 def relative_costs_of(config: Config, stack: Stack, data: DataSet) -> RelativeCosts:
     """What the pieces of the model cost, in layers."""
-    return relative_costs(stack, _batch_shapes(data), recompute=config.executor.remat != "none")
+    return relative_costs(stack, _batch_shapes(data), recompute=Remat.of(config.executor.remat).recomputes)
 
 
 def _batch_shapes(data: DataSet) -> Tree:
@@ -292,20 +293,20 @@ def _one_program(parts: Parts) -> OneProgram:
             reference,
             stack,
             num_microbatches=schedule.num_microbatches,
-            remat=executor.remat,
+            remat=Remat.of(executor.remat),
             unroll=executor.unroll,
             dtype=dtype,
         )
         gradients, loss = (_on_staged(build_reference(with_grads=flag), layout) for flag in (True, False))
     else:
         options = Options(
-            remat=executor.remat,
+            remat=Remat.of(executor.remat),
             skip_idle=executor.idle != "compute",
             gather_each_tick=executor.gather == "tick",
             unroll=executor.unroll,
             dtype=dtype,
         )
-        evaluation = ticks(forward_only(schedule), task_costs(executor.remat), **options.lowering)
+        evaluation = ticks(forward_only(schedule), task_costs(executor.remat), options.remat)
         gradients, loss = spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
     return OneProgram(parts.states, parts.batch_shapes, gradients, loss, parts.optimizer, parts.lr_schedule)
 

@@ -160,9 +160,9 @@ def program_text(parts: Parts, found: Inspected) -> str:
     if ticks is None:
         return f"what the host dispatches in a step\n{listing(found.dispatch, schedule.stages_of)}"
     slots = ", ".join(f"{number} of {kind}" for kind, number in ticks.num_slots.items() if number)
-    which = "an F, then a B, and a hop each way" if ticks.program == "pair" else "one task of any kind"
+    which = "an F, then a B, and a hop each way" if ticks.program == "fb" else "one task of any kind"
     head = f"one scan over {ticks.num_ticks} ticks, each {which}; slots of a rank: {slots or 'none'}"
-    if ticks.program == "pair" and parts.config.executor.idle == "compute":
+    if ticks.program == "fb" and parts.config.executor.idle == "compute":
         scans = [f"{rows.start}-{rows.stop - 1}" for rows, _, _ in ticks.segments(apart=True)]
         head = head.replace("one scan", f"{len(scans)} scans (ticks {', '.join(scans)})")
     return f"{head}\n{tick_text(ticks)}"

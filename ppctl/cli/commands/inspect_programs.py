@@ -18,6 +18,7 @@ from ppctl.executors.mpmd.listing import Entry, entries
 from ppctl.executors.mpmd.plan import Op, last_uses
 from ppctl.executors.placement import runs_text
 from ppctl.executors.spmd.memory import shard_bytes
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.text import WORDS
 from ppctl.training.engines.mpmd import Mpmd
 from ppctl.training.engines.one_program import OneProgram
@@ -166,7 +167,7 @@ def _chosen(parts: Parts, ops: Sequence[Op]) -> set[Op] | None:
     if not found:
         where = "" if asked.stage is None else f" of stage {asked.stage} and its rank"
         last = schedule.num_stages - 1
-        left = asked.task == "F" and parts.config.executor.remat == "full" and asked.stage == last
+        left = asked.task == "F" and Remat.of(parts.config.executor.remat).keeps_input_only and asked.stage == last
         why = " With executor.remat=full the last stage's forward is left to its backward." if left else ""
         kinds = ", ".join(dict.fromkeys(map(_kind, run)))
         raise ConfigError(f"inspect.task={asked.task} is no program{where}.{why} Use one of {kinds}.")

@@ -211,4 +211,4 @@ class Library:
         """How hard the compiler is to try, on CPU."""
         if program.kind == "prepare":
             return "once"
-        return "quick" if program.kind in TASKS and self.model.remat == "none" else "full"
+        return "quick" if program.kind in TASKS and not self.model.remat.recomputes else "full"

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ppctl.executors.mpmd.plan import Role
 from ppctl.executors.stage.stage import Rows, Stage
 from ppctl.model.stack import Stack
+from ppctl.schedule.remat import Remat
 
 Tree = Any
 
@@ -33,9 +34,12 @@ class Model:
     layer: Tree  # shapes of one layer
     microbatch: Tree  # shapes of one device's rows of a microbatch: {"inputs", "targets"}
     num_microbatches: int
-    remat: str
+    remat: Remat
     unroll: int
     dtype: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:

@@ -15,7 +15,8 @@ from ppctl.executors.stage.layers import zeros_like
 from ppctl.executors.stage.stage import Rows, Stage
 from ppctl.model.stack import Stack
 from ppctl.schedule.ir import Kind
-from ppctl.schedule.ticks import Ticks, keeping
+from ppctl.schedule.remat import Remat
+from ppctl.schedule.ticks import Ticks
 
 Tree = Any
 
@@ -27,16 +28,14 @@ SCOPES: dict[Kind, str] = {"F": "tick_forward", "B": "tick_backward", "I": "tick
 class Options:
     """How the program is written; none of them changes what it computes."""
 
-    remat: str = "full"  # none | layer | full
+    remat: Remat = Remat.FULL  # or its name
     skip_idle: bool = True  # a rank without a task branches round it; otherwise it computes and masks the result
     gather_each_tick: bool = False  # gather layers over fsdp in every tick instead of once a step
     unroll: int = 16  # a rank's layers are unrolled up to this many, scanned above
     dtype: Any = jnp.float32  # of compute
 
-    @property
-    def lowering(self) -> dict[str, bool]:
-        """The arguments of `schedule.ticks` that these options need."""
-        return keeping(self.remat)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "remat", Remat.of(self.remat))
 
 
 class Place(NamedTuple):

@@ -18,13 +18,13 @@ from ppctl.executors.stage.layers import zeros_like
 Tree = Any
 
 
-def run_pairs(device: Device, table: jax.Array) -> Tree:
+def run_fb_ticks(device: Device, table: jax.Array) -> Tree:
     """The sums of a device after all ticks; table [tick, column].
 
     Carried from tick to tick: `acts` and `grads`, slots for values that arrive from a neighbour; `stash`, slots for
     what forwards keep (empty with remat=full); `sums`.
     """
-    program = _Pairs(device)
+    program = _ForwardBackwardTicks(device)
     carry = {
         "acts": device.slots_of_x("act"),
         "grads": device.slots_of_x("grad"),
@@ -43,7 +43,7 @@ def _place(at: dict[str, jax.Array], prefix: str) -> Place:
     return Place(*(at[f"{prefix}_{name}"] for name in Place._fields))
 
 
-class _Pairs:
+class _ForwardBackwardTicks:
     def __init__(self, device: Device):
         self.device, self.stage = device, device.stage
 

@@ -23,7 +23,7 @@ from ppctl.schedule.op_ticks import HOPS
 Tree = Any
 
 
-def run_singles(device: Device, table: jax.Array) -> Tree:
+def run_op_ticks(device: Device, table: jax.Array) -> Tree:
     """The sums of a device after all ticks; table [tick, column].
 
     Carried from tick to tick: `values`, slots for activations and gradients that arrive; `stash`, slots for what
@@ -33,7 +33,7 @@ def run_singles(device: Device, table: jax.Array) -> Tree:
     occurring = {name: {line[column] for row in device.ticks.table for line in row} for name, column in names.items()}
     kinds: dict[Kind, int] = {kind: number for number, kind in enumerate(KINDS, start=1) if number in occurring["kind"]}
     hops = {hop: step for hop, step in HOPS.items() if 1 in occurring[f"{hop}_arrives"]}
-    tasks = _Singles(device).tasks
+    tasks = _SingleOpTicks(device).tasks
 
     def tick(carry: Tree, row: jax.Array) -> tuple[Tree, None]:
         at = {name: row[column] for name, column in names.items()}
@@ -58,7 +58,7 @@ def run_singles(device: Device, table: jax.Array) -> Tree:
     return carry["sums"]
 
 
-class _Singles:
+class _SingleOpTicks:
     """A function (columns of the tick, output, carry) -> (output, carry) for each kind of task."""
 
     def __init__(self, device: Device):

@@ -16,6 +16,7 @@ import numpy as np
 
 from ppctl.executors.stage.jaxprs import depending_only, flatten, is_literal, run
 from ppctl.executors.stage.split import Split, split
+from ppctl.schedule.remat import Remat
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
@@ -79,14 +80,14 @@ class Residuals:
 class Programs:
     """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes."""
 
-    def __init__(self, function: Layer, remat: str, w: Tree, x: Shape):
+    def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape):
         self.run, self.remat, self._shapes = function, remat, (w, x)
 
     @cached_property
     def residuals(self) -> Residuals:
         # forward and backward are different programs, or ticks: there is nothing that a compiler could merge
         kept = self.run
-        if self.remat == "none":
+        if self.remat.keeps_residuals:
             kept = jax.checkpoint(self.run, policy=KEEP_PRODUCTS, prevent_cse=False)
         return Residuals(kept, *self._shapes)
 

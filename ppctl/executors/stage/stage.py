@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.stage.layers import Layer, OneOf, Packings, Programs, zeros_like
+from ppctl.schedule.remat import Remat
 
 Tree = Any
 
@@ -76,7 +77,7 @@ class Stage:
     told which `rows` it has. None: layers that are all alike.
     """
 
-    def __init__(self, layers: Layer | Sequence[Layer], remat: str, w0: Tree, x: jax.ShapeDtypeStruct):
+    def __init__(self, layers: Layer | Sequence[Layer], remat: Remat, w0: Tree, x: jax.ShapeDtypeStruct):
         functions = (layers,) if callable(layers) else layers
         self.remat, self.are_alike, self.x = remat, callable(layers), x
         self.layers = [Programs(function, remat, w0, x) for function in functions]
@@ -93,7 +94,7 @@ class Stage:
     @property
     def keeps_input(self) -> bool:
         """Whether the stash is the stage's input, so that it can stay in the slot where it arrived."""
-        return self.remat == "full"
+        return self.remat.keeps_input_only
 
     def stash_shapes(self, w: Any, rows: Rows | None = None) -> Tree:
         """Shapes of the stash of a microbatch; w may be shapes. rows: None: of any layers, where layers differ."""
@@ -118,29 +119,29 @@ class Stage:
 
     def forward(self, w: Any, rows: Rows | None, x: jax.Array) -> tuple[jax.Array, Tree]:
         """The stage's output and its stash."""
-        if self.remat == "none":
+        if self.remat.keeps_residuals:
             return self._save(w, rows, x)
 
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, jax.Array | None]:
             k, layer_w = item
             y = where_layer(rows, k, self.layer(rows, k).run, lambda w, x: x, layer_w, x)
-            return y, x if self.remat == "layer" else None
+            return y, x if self.remat.keeps_layer_inputs else None
 
         y, inputs = fold(body, x, numbered(w))
-        return y, inputs if self.remat == "layer" else x
+        return y, inputs if self.remat.keeps_layer_inputs else x
 
     def backward(self, w: Any, rows: Rows | None, stash: Tree, cotangent: Callable) -> tuple[jax.Array, Any, Any]:
         """(gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
 
         y is the stage's output where the backward recomputes all of it (remat=full), else None.
         """
-        if self.remat == "full":
+        if self.remat.keeps_input_only:
             y, saved = self._save(w, rows, stash)
             gy, aux = cotangent(y)
             gx, dw = self._pull(w, rows, saved, gy)
             return gx, dw, aux
         gy, aux = cotangent(None)
-        if self.remat == "none":
+        if self.remat.keeps_residuals:
             gx, dw = self._pull(w, rows, stash, gy)
             return gx, dw, aux
 
@@ -154,7 +155,7 @@ class Stage:
 
     def input_grad(self, w: Any, rows: Rows | None, stash: Tree, cotangent: Callable) -> tuple[jax.Array, Any, Any]:
         """(gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
-        y, kept = self._save(w, rows, stash) if self.remat == "full" else (None, stash)
+        y, kept = self._save(w, rows, stash) if self.remat.keeps_input_only else (None, stash)
         gy, aux = cotangent(y)
 
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, list[jax.Array]]:
@@ -162,7 +163,7 @@ class Stage:
             layer = self.layer(rows, k)
 
             def run(w: Tree, kept: Any, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-                saved = layer.save(w, kept)[1] if self.remat == "layer" else kept
+                saved = layer.save(w, kept)[1] if self.remat.keeps_layer_inputs else kept
                 return layer.input_grad(w, saved, gy)
 
             skip = lambda w, kept, gy: (gy, zeros_like(layer.pending))  # noqa: E731

@@ -23,7 +23,7 @@ from ppctl.schedule.families.v_shaped import v_half, v_min
 from ppctl.schedule.families.zb_v import zb_v
 from ppctl.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.ticks import runs_in_pairs, runs_on_ring
+from ppctl.schedule.ticks import runs_in_fb_ticks, runs_on_ring
 from ppctl.schedule.validate import validate
 
 FAMILIES: dict[str, Callable[..., Schedule]] = {
@@ -45,7 +45,7 @@ FAMILIES: dict[str, Callable[..., Schedule]] = {
 
 # the families that executor=spmd runs; those of them with looped placement and whole backwards, which it runs in pairs
 ON_RING = tuple(name for name, generate in FAMILIES.items() if runs_on_ring(generate(2, 4)))
-LOOPED_WHOLE = tuple(name for name in ON_RING if runs_in_pairs(FAMILIES[name](2, 4)))
+LOOPED_WHOLE = tuple(name for name in ON_RING if runs_in_fb_ticks(FAMILIES[name](2, 4)))
 
 ADVICE: dict[str, Callable[[Schedule, Costs], str | None]] = {
     "v_half": needs_split_backward,
