@@ -17,7 +17,6 @@ import jax
 
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
-from ppctl.executors.known_hardware import NOMINAL, mfu_peak_flops
 from ppctl.planner.advise import propose
 from ppctl.planner.plan_page import page, picture_of
 from ppctl.planner.plan_terminal import show
@@ -26,6 +25,7 @@ from ppctl.planner.step_runs import as_run
 from ppctl.planner.step_time import device_bytes, hardware_of, priced, prices_of
 from ppctl.reports.terminal import check_file, show_json, write_file
 from ppctl.training.job import Parts, assemble, model_flops, unit_of_work
+from ppctl.training.known_hardware import NOMINAL, mfu_peak_flops
 from ppctl.training.memory import by_part, weighed
 
 AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # as XLA's compiler for TPUs refuses

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from ppctl.config import Analytic, AutoHardware, Config, Hardware, Measure
 from ppctl.errors import ConfigError
-from ppctl.executors.known_hardware import NOMINAL, links_of, of_topology, peak_flops, resolved
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.planner import analytic
 from ppctl.planner.analytic import Layout, Machine, ParamBytes
@@ -22,6 +21,7 @@ from ppctl.planner.op_times import Prices, StepTime
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import time_of
 from ppctl.training.job import Parts
+from ppctl.training.known_hardware import NOMINAL, links_of, of_topology, peak_flops, resolved
 
 Tree = Any
 GIB = 2**30

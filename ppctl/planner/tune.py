@@ -18,7 +18,6 @@ from ppctl import config as settings
 from ppctl.config import Config, Explicit, Spmd, Uniform
 from ppctl.config.schedule_from_config import named
 from ppctl.errors import ConfigError
-from ppctl.executors.known_hardware import mfu_peak_flops, resolved
 from ppctl.executors.mesh import all_devices
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import tree_bytes
@@ -42,6 +41,7 @@ from ppctl.training.job import (
     relative_costs_of,
     start_jax,
 )
+from ppctl.training.known_hardware import mfu_peak_flops, resolved
 from ppctl.training.train_step import init_state
 
 

@@ -24,7 +24,6 @@ from ppctl.config import Config
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.data import BUILDERS, DataSet
 from ppctl.errors import ConfigError
-from ppctl.executors.known_hardware import of_topology
 from ppctl.executors.layout import Layout
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.mpmd.tasks import Model
@@ -49,6 +48,7 @@ from ppctl.training.engines.mpmd import Mpmd
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.engines.post_validation import PostValidated
 from ppctl.training.engines.states import States
+from ppctl.training.known_hardware import gpu_names, gpu_target, of_topology
 from ppctl.training.train_step import init_state
 from ppctl.training.user_code import custom_data, custom_stack
 
@@ -210,7 +210,8 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> Parts:
     if topology is None:
         mesh = make_mesh(*sizes)
     else:
-        mesh = described_mesh(*sizes, topology, of_topology(config.hardware, topology))
+        gpu = gpu_target(of_topology(config.hardware, topology))
+        mesh = described_mesh(*sizes, topology, gpu, gpu_names())
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     stack = make_stack(config, data, dtype)
