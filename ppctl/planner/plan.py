@@ -2,7 +2,7 @@
 
 Seconds are priced (`price`), memory is weighed (`weigh`): parts that follow from shapes are exact. What else a program
 needs (its temporaries) only its compiler knows. XLA's for CPUs is asked at once, without the code being made that
-training runs (`runtime.effort`): an estimate for CPUs, which simulated devices are. plan.compile=true compiles what
+training runs (`compiler_preset`): an estimate for CPUs, which simulated devices are. plan.compile=true compiles what
 training runs, for the devices of this machine or for TPUs that are not here.
 """
 

@@ -8,7 +8,7 @@ from ppctl.schedule import build
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import ON_RING
 from ppctl.schedule.ir import Task
-from ppctl.schedule.tick_text import ran, tick_text
+from ppctl.schedule.tick_text import tick_tasks, tick_text
 from ppctl.schedule.ticks import forward_only, ticks
 
 SIZES = ((4, 8), (2, 4), (1, 2))
@@ -30,7 +30,7 @@ def goes_to(schedule, task):
 @pytest.mark.parametrize("name", ON_RING)
 def test_every_task_is_there_in_order_and_sends_to_the_rank_that_reads_it(name, sizes, remat):
     table = lowered(name, sizes, remat)
-    schedule, rows = table.schedule, ran(table)
+    schedule, rows = table.schedule, tick_tasks(table)
     last = schedule.num_stages - 1
     for rank, tasks in enumerate(schedule.ranks):
         mine = [one for row in rows for one in row[rank]]

@@ -20,7 +20,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.listing import listing
 from ppctl.executors.placement import runs_text
 from ppctl.reports.terminal import show_json, show_table, size_text, write_files
-from ppctl.schedule.tick_text import ran, tick_text
+from ppctl.schedule.tick_text import tick_tasks, tick_text
 from ppctl.training.job import DEFAULT_DTYPE, Parts, assemble
 
 FILE_WIDTH = 200  # columns of a summary that goes to a file
@@ -89,7 +89,7 @@ def _ticks(parts: Parts) -> dict[str, Any]:
     assert ticks is not None, "executor=spmd has them"
     rows = [
         [[{"task": str(one.task), "is_run": one.is_run, "to": one.to} for one in cell] for cell in row]
-        for row in ran(ticks)
+        for row in tick_tasks(ticks)
     ]
     return {"ticks": rows, "num_slots": ticks.num_slots}
 

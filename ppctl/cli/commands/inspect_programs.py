@@ -14,8 +14,8 @@ import jax
 from ppctl.errors import ConfigError
 from ppctl.executors.collectives import Collective, collectives
 from ppctl.executors.compiler_preset import temp_bytes
-from ppctl.executors.mpmd.listing import Entry, entries
-from ppctl.executors.mpmd.plan import Op, last_uses
+from ppctl.executors.mpmd.listing import ListedEntry, listed_entries
+from ppctl.executors.mpmd.plan import PlanEntry, last_uses
 from ppctl.executors.placement import runs_text
 from ppctl.executors.spmd.memory import shard_bytes
 from ppctl.schedule.remat import Remat
@@ -79,7 +79,7 @@ class Inspected(NamedTuple):
     """The programs of a step. The last two are of executor=mpmd."""
 
     programs: list[Compiled]
-    dispatch: list[Entry]
+    dispatch: list[ListedEntry]
     transfers: list[Transfers]
 
 
@@ -110,7 +110,7 @@ def _of_ranks(parts: Parts, engine: Mpmd, what: str) -> Inspected:
     wanted = _chosen(parts, ops)
     if wanted is not None:
         plan = [(op, freed) for op, freed in plan if op in wanted]
-    users: dict[Any, list[Op]] = {}
+    users: dict[Any, list[PlanEntry]] = {}
     for op, _ in plan:
         if op.program is not None:
             users.setdefault(op.program, []).append(op)
@@ -130,10 +130,10 @@ def _of_ranks(parts: Parts, engine: Mpmd, what: str) -> Inspected:
         if op.sender is not None and op.sender != op.rank:
             sent.setdefault((op.sender, op.rank), []).append(shard_bytes(shapes[op.reads[0]]))
     transfers = [Transfers(*ends, len(sizes), sum(sizes)) for ends, sizes in sorted(sent.items())]
-    return Inspected(programs, entries(plan), transfers)
+    return Inspected(programs, listed_entries(plan), transfers)
 
 
-def _name(ops: Sequence[Op]) -> str:
+def _name(ops: Sequence[PlanEntry]) -> str:
     """What tells a program from others: its kind, and the stages or ranks that run it."""
     op = ops[0]
     assert op.program is not None, "a move has no program"
@@ -143,13 +143,13 @@ def _name(ops: Sequence[Op]) -> str:
     return f"{op.program.kind} of rank {runs_text(sorted({each.rank for each in ops}))}"
 
 
-def _kind(op: Op) -> str:
+def _kind(op: PlanEntry) -> str:
     """What inspect.task calls a program."""
     assert op.program is not None, "a move has no program"
     return op.program.kind if op.task is None else op.task.kind
 
 
-def _chosen(parts: Parts, ops: Sequence[Op]) -> set[Op] | None:
+def _chosen(parts: Parts, ops: Sequence[PlanEntry]) -> set[PlanEntry] | None:
     """The entries that run what inspect.stage and inspect.task ask for; None: all. ConfigError where there is none."""
     asked, schedule = parts.config.inspect, parts.schedule
     if asked.stage is None and asked.task is None:

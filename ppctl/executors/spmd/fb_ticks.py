@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, arrive, read, write
+from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, read_slot, write_arrival, write_slot
 from ppctl.executors.stage.layers import zeros_like
 
 Tree = Any
@@ -75,7 +75,7 @@ class _ForwardBackwardTicks:
 
     def _arrive(self, slots: jax.Array, value: jax.Array, step: int, arrives: jax.Array, slot: jax.Array) -> jax.Array:
         """Slots after `value` of every rank moved `step` ranks round the ring."""
-        return arrive(slots, slot, self.device.hop(value, step), arrives) if slots.shape[0] else slots
+        return write_arrival(slots, slot, self.device.hop(value, step), arrives) if slots.shape[0] else slots
 
     def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at, "f")
@@ -84,22 +84,22 @@ class _ForwardBackwardTicks:
         if not device.ticks.has_backward:
             carry["sums"] = device.loss(place, y, carry["sums"])
         elif not self.stage.keeps_input:
-            old = read(carry["stash"], at["f_stash"])
-            carry["stash"] = write(carry["stash"], at["f_stash"], self._if_active(at["f"], stash, old))
-            slot = lambda: read(carry["grads"], at["f_grad"])  # noqa: E731
+            old = read_slot(carry["stash"], at["f_stash"])
+            carry["stash"] = write_slot(carry["stash"], at["f_stash"], self._if_active(at["f"], stash, old))
+            slot = lambda: read_slot(carry["grads"], at["f_grad"])  # noqa: E731
             gy, carry["sums"] = device.head(place, y, slot, carry["sums"])
-            carry["grads"] = write(carry["grads"], at["f_grad"], gy)
+            carry["grads"] = write_slot(carry["grads"], at["f_grad"], gy)
         return y, carry
 
     def _backward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at, "b")
-        arrived = lambda: read(carry["grads"], at["b_grad"])  # noqa: E731
+        arrived = lambda: read_slot(carry["grads"], at["b_grad"])  # noqa: E731
         if self.stage.keeps_input:
             stash = device.input(place, carry["acts"], at["b_stash"])
             otherwise = arrived if carry["grads"].shape[0] else None
             cotangent = lambda y: device.head(place, y, otherwise, carry["sums"])  # noqa: E731
         else:
-            stash = read(carry["stash"], at["b_stash"])
+            stash = read_slot(carry["stash"], at["b_stash"])
             cotangent = lambda _: (arrived(), carry["sums"])  # noqa: E731
 
         def run(v: int) -> tuple[jax.Array, Tree]:

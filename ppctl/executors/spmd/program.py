@@ -16,12 +16,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.layout import Layout, scatter
+from ppctl.executors.layout import Layout, scatter_sums
 from ppctl.executors.mesh import AXES, DATA_AXES
 from ppctl.executors.spmd.body import Device, Options
 from ppctl.executors.spmd.fb_ticks import run_fb_ticks
 from ppctl.executors.spmd.op_ticks import run_op_ticks
-from ppctl.executors.stage.stage import Rows
+from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.stack import Stack
 from ppctl.schedule.ticks import Ticks
 
@@ -67,15 +67,17 @@ def spmd(
             params: Tree, batch: Tree, table: jax.Array, counts: jax.Array, numbers: jax.Array
         ) -> tuple[jax.Array, Tree]:
             microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
-            rows = [_rows(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in range(layout.num_chunks)]
-            device = Device(stack, ticks, options, params, specs, microbatches, rows)
+            layer_slots = [
+                _layer_slots(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in range(layout.num_chunks)
+            ]
+            device = Device(stack, ticks, options, params, specs, microbatches, layer_slots)
             loss, number, grads = device.results(run(device, table[0]))
             loss, number = jax.lax.psum((loss, number), AXES)
             if grads is None:
                 return loss / number, None
             grads = {
-                "ends": scatter(grads["ends"], specs["ends"], AXES),
-                "layers": scatter(grads["layers"], specs["layers"], DATA_AXES),
+                "ends": scatter_sums(grads["ends"], specs["ends"], AXES),
+                "layers": scatter_sums(grads["layers"], specs["layers"], DATA_AXES),
             }
             return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 
@@ -94,8 +96,8 @@ def _ranks_text(rank_of: tuple[int, ...]) -> str:
     return " ".join(map(str, rank_of))
 
 
-def _rows(stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array) -> Rows | None:
+def _layer_slots(stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array) -> LayerSlots | None:
     """What the rows of chunk v are on this rank, which holds so many layers with these numbers."""
     if stack.are_alike:
-        return None if layout.is_even else Rows(count)
-    return Rows(None if layout.is_even else count, numbers, layout.among(v))
+        return None if layout.is_even else LayerSlots(count)
+    return LayerSlots(None if layout.is_even else count, numbers, layout.among(v))
