@@ -33,7 +33,7 @@ class Analytic:
     doctor: str | None = None  # what `ppctl doctor --json` wrote: links as measured; None: those of hardware
 
     def check(self) -> None:
-        """Nothing: `ppctl.executors.known_hardware.links_of` reads the file."""
+        """Check nothing here: `ppctl.training.known_hardware.links_of` reads the file."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from ppctl.config.checks import at_least, choice, dotted, fraction
 from ppctl.errors import ConfigError
+from ppctl.schedule.remat import Remat
 
 DTYPES = ("float32", "bfloat16", "float64")
 
@@ -22,7 +23,7 @@ class Reference:
     IS_PIPELINED: ClassVar[bool] = False
     IN_TICKS: ClassVar[bool] = False  # ranks run in lockstep, in one program
     DISPATCHES_TASKS: ClassVar[bool] = False  # each task is a program of its own
-    REMAT: ClassVar[tuple[str, ...]] = ("none", "layer", "full")
+    REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
 
     def check(self) -> None:
         choice("executor.remat", self.remat, self.REMAT)

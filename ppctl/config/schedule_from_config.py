@@ -13,9 +13,10 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.auto import Choice, choose
 from ppctl.schedule.text import from_csv
-from ppctl.schedule.ticks import Ticks, keeping, ticks
+from ppctl.schedule.ticks import Ticks, ticks
 
 # the settings of a family are the class that has just its knobs
 CLASSES: tuple[type[settings.Schedule], ...] = (
@@ -82,7 +83,7 @@ def schedule_of(
 def pipeline_of(schedule: settings.Schedule, executor: Any, num_ranks: int, num_layers: int) -> Pipeline:
     """The schedule that a run asks for, as its executor runs it. ScheduleError or ConfigError for what cannot be."""
     costs = task_costs(executor.remat)
-    lower = partial(ticks, costs=costs, **keeping(executor.remat))
+    lower = partial(ticks, costs=costs, remat=Remat.of(executor.remat))
     is_lockstep = executor.IN_TICKS
     in_lockstep = (lambda each: lower(each).makespan_s(costs)) if is_lockstep else None
     found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), in_lockstep)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ppctl.config.checks import above_zero, at_least
 from ppctl.errors import ConfigError
+from ppctl.schedule.remat import Remat
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Tune:
     measure: int = 0  # how many of the best are run here for a few steps, and ranked by what that took
     recipe: str | None = "tuned"  # the best one is written to ./recipes/NAME.yaml; None: to no file
 
-    REMAT: ClassVar[tuple[str, ...]] = ("none", "layer", "full")
+    REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
 
     def check(self) -> None:
         at_least("tune.devices", self.devices, 1)

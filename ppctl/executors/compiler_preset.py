@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import jax
 
-Effort = Literal["full", "quick", "once"]  # once: for what runs once a step, or is only weighed
+CompilerPreset = Literal["full", "quick", "once"]  # once: for what runs once a step, or is only weighed
 
 # In mpmd, where every rank pays for its own programs. Bench model, jax 0.10.2, step over the reference's, compile over
 # spmd's, CPU s:
@@ -30,7 +30,7 @@ Effort = Literal["full", "quick", "once"]  # once: for what runs once a step, or
 # Rejected: finish as `once` (copies all gradients in 10 ms, not 5); level 0 for tasks (F takes 55 ms, not 34); level 1
 # or 2 for them (no gain), xla_cpu_opt_preset, xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (none),
 # xla_disable_hlo_passes=fusion (2.4 times as long).
-CPU_OPTIONS: dict[Effort, dict[str, Any]] = {
+CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
     "full": {},
     "quick": {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1},  # one LLVM module
     "once": {
@@ -42,9 +42,9 @@ CPU_OPTIONS: dict[Effort, dict[str, Any]] = {
 NOT_EVERYWHERE = "xla_cpu_use_fusion_emitters"  # newer compilers (jaxlib 0.12) have MLIR's emitters alone
 
 
-def cpu_options(effort: Effort) -> dict[str, Any]:
+def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
     """The options of XLA's CPU compiler, of those that it has."""
-    ours = CPU_OPTIONS[effort]
+    ours = CPU_OPTIONS[preset]
     return {name: ours[name] for name in ours if name != NOT_EVERYWHERE or _is_known(name)}
 
 

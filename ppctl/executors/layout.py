@@ -84,16 +84,16 @@ class Layout:
 
     def among(self, chunk: int) -> tuple[tuple[int, ...], ...]:
         """For each row of a chunk the layers that it is on the ranks; where it is padding on all, layer 0."""
-        _, num_ranks, num_rows = self.numbers.shape
+        _, num_ranks, num_layer_slots = self.numbers.shape
         of_row = lambda k: {int(self.numbers[chunk, r, k]) for r in range(num_ranks) if k < self.counts[chunk, r]}  # noqa: E731
-        return tuple(tuple(sorted(of_row(k))) or (0,) for k in range(num_rows))
+        return tuple(tuple(sorted(of_row(k))) or (0,) for k in range(num_layer_slots))
 
     @property
     def places(self) -> list[tuple[int, int, int]]:
         """For each layer in model order its (chunk, rank, row) in staged form."""
         layer, place = self._index
-        chunks, ranks, rows = np.unravel_index(place, layer.shape)
-        return list(zip(chunks.tolist(), ranks.tolist(), rows.tolist(), strict=True))
+        chunks, ranks, layer_slots = np.unravel_index(place, layer.shape)
+        return list(zip(chunks.tolist(), ranks.tolist(), layer_slots.tolist(), strict=True))
 
     def to_staged(self, tree: Tree) -> Tree:
         """The staged form of a tree in natural order; other leaves unchanged."""
@@ -158,12 +158,12 @@ class Layout:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
 
 
-def gather(tree: Tree, specs: Tree) -> Tree:
+def gather_shards(tree: Tree, specs: Tree) -> Tree:
     """Inside shard_map: every leaf whole along the dims that its spec shards over fsdp or (pp, fsdp)."""
     return _over_shards(lambda leaf, axes, dim: jax.lax.all_gather(leaf, axes, axis=dim, tiled=True), tree, specs)
 
 
-def scatter(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
+def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
     """Inside shard_map: the sum of every leaf over `replicated`, each device keeping its shard of the spec."""
 
     def reduce(leaf: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:

@@ -25,7 +25,7 @@ RUNS = 5  # after one that compiles and warms up; the median counts
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What an exchange between two devices takes. Ids are those of `jax.Device`."""
 
     first: int
@@ -46,7 +46,7 @@ class AllReduce:
     is_right: bool
 
 
-def probed(devices: Sequence[Device], most: int = 16) -> list[Device]:
+def probe_devices(devices: Sequence[Device], most: int = 16) -> list[Device]:
     """All of a few devices; of many, the first one of each process, or of one process's the first few."""
     if len(devices) <= most:
         return list(devices)
@@ -54,17 +54,17 @@ def probed(devices: Sequence[Device], most: int = 16) -> list[Device]:
     return [firsts[i] for i in sorted(firsts)] if len(firsts) > 1 else list(devices[:most])
 
 
-def pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
+def device_pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
     """Every two of `devices`."""
     return [(a, b) for i, a in enumerate(devices) for b in devices[i + 1 :]]
 
 
-def exchange(a: Device, b: Device) -> Link:
+def measure_link(a: Device, b: Device) -> MeasuredLink:
     """The link between two devices. The processes of both call this, for the same pairs in the same order."""
     mesh = Mesh(np.array([a, b]), ("pair",), axis_types=(AxisType.Auto,))
     (latency_s, right), (large_s, large_right) = (_exchanges(mesh, *size) for size in (SMALL, LARGE))
     moving_s = max(large_s - latency_s, 1e-9)
-    return Link(a.id, b.id, latency_s, LARGE[0] * 4 / moving_s, right and large_right)
+    return MeasuredLink(a.id, b.id, latency_s, LARGE[0] * 4 / moving_s, right and large_right)
 
 
 def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
@@ -83,7 +83,7 @@ def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
     return seconds / number, right
 
 
-def all_reduce(mesh: Mesh, axis: str, length: int = LARGE[0]) -> AllReduce:
+def measure_all_reduce(mesh: Mesh, axis: str, length: int = LARGE[0]) -> AllReduce:
     """A sum over `axis` of float32 [length] from each device. All processes of the mesh call this."""
     run = jax.jit(
         jax.shard_map(lambda x: jax.lax.psum(x, axis), mesh=mesh, in_specs=P(axis), out_specs=P()),

@@ -56,24 +56,24 @@ def placement(trees: Sequence[Tree], layout: Layout, gather: Callable[[str], lis
             rows += _of_layers(path, a, layout, rank) if is_layer(path) else [_of_end(path, a, rank_of)]
             for device in a.sharding.device_set:
                 held[device.id] = held.get(device.id, 0) + prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-    told = [json.loads(text) for text in gather(json.dumps([list(map(asdict, rows)), list(held.items())]))]
-    everywhere = dict.fromkeys(_read(row) for each, _ in told for row in each)
-    held = {device: size for _, each in told for device, size in each}
+    cells = [json.loads(text) for text in gather(json.dumps([list(map(asdict, rows)), list(held.items())]))]
+    everywhere = dict.fromkeys(_read(row) for each, _ in cells for row in each)
+    held = {device: size for _, each in cells for device, size in each}
     by_rank = [[held[device] for device in held if rank_of[device] == r] for r in range(layout.mesh.shape["pp"])]
     return Placement(tuple(_grouped(list(everywhere))), tuple(map(max, by_rank)))
 
 
-def show(console: Console, found: Placement) -> None:
+def print_placement(console: Console, found: Placement) -> None:
     """Nothing; prints the table, and what it comes to."""
     cells = []
     for row in found.rows:
         names = textwrap.wrap(", ".join(row.parameters), NAMES_WIDTH, break_long_words=False)
-        told = (
+        line = (
             *("\n".join(names), runs_text(row.layers), runs_text(row.stages)),
             *(runs_text(row.ranks), runs_text(row.devices), str(list(row.shape)), row.sharding),
             f"{row.bytes_a_device:,}",
         )
-        cells.append(told)
+        cells.append(line)
     title = "where parameters lie (shape and bytes: of one layer; sharding: of the array, chunk x rank x layer x shape)"
     show_table(console, title, COLUMNS, cells)
     alike: dict[int, list[int]] = {}

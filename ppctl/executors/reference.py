@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.model.stack import Stack
+from ppctl.schedule.remat import Remat
 
 Tree = Any
 
 
 def reference(
-    stack: Stack, *, num_microbatches: int, remat: str, unroll: int, dtype: Any, with_grads: bool = True
+    stack: Stack, *, num_microbatches: int, remat: Remat | str, unroll: int, dtype: Any, with_grads: bool = True
 ) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
     """(loss, gradients) of parameters in natural order and a batch {"inputs", "targets"}: [batch, ...] each.
 
@@ -27,8 +28,10 @@ def reference(
     Without with_grads the gradients are None.
     """
 
+    setting = Remat.of(remat)
+
     def layer(l: int) -> Callable[[Tree, jax.Array], jax.Array]:
-        return jax.checkpoint(stack.layer_of(l)) if remat == "layer" else stack.layer_of(l)
+        return jax.checkpoint(stack.layer_of(l)) if setting.keeps_layer_inputs else stack.layer_of(l)
 
     def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
         params = jax.tree.map(lambda a: a.astype(dtype), params)
@@ -40,7 +43,7 @@ def reference(
             x, _ = jax.lax.scan(lambda x, w: (layer(0)(w, x), None), x, params["layers"])
         return stack.head(params["ends"], x, microbatch["targets"])
 
-    if remat == "full":
+    if setting.keeps_input_only:
         loss_sum = jax.checkpoint(loss_sum)
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:

@@ -8,6 +8,8 @@ large for the device.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,9 +17,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
-from ppctl.config.hardware import Hardware
 from ppctl.errors import ConfigError
-from ppctl.executors.known_hardware import known
 from ppctl.executors.mesh import AXES
 
 AWAY_FROM_TPU = {  # libtpu asks a metadata server for these and complains of each
@@ -30,13 +30,32 @@ AWAY_FROM_GPU = "--xla_gpu_autotune_level=0"  # nothing can be timed
 CUDA_PLUGINS = ("xla_cuda12", "xla_cuda13")
 
 
-def described_mesh(dp: int, pp: int, fsdp: int, topology: str, hardware: Hardware | None) -> Mesh:
-    """A mesh of all devices of a topology: "v5e:4x4" of TPUs, "h100:2x8" (hosts x GPUs) of GPUs.
+@dataclass(frozen=True)
+class GpuTarget:
+    """An NVIDIA GPU as XLA's compiler needs it described."""
 
-    hardware: what is known of them; GPUs are those with `cuda`. ConfigError where the compiler for them is missing,
-    where it knows no such topology, or where that has another number of devices.
+    name: str  # in a topology, such as "h100" of "h100:2x8"
+    device_kind: str  # as jax.Device.device_kind names it
+    memory_bytes_per_s: float
+    capability: str  # compute capability, such as "9.0"
+    cores: int  # streaming multiprocessors
+    fp32_per_core: int  # float32 lanes
+    clock_ghz: float
+    memory_bytes: int  # as CUDA states it
+    l2_bytes: int
+    shared_bytes_per_core: int  # shared memory
+
+
+def described_mesh(
+    dp: int, pp: int, fsdp: int, topology: str, gpu: GpuTarget | None, gpu_names: Sequence[str] = ()
+) -> Mesh:
+    """Return a mesh of all devices of a topology: "v5e:4x4" of TPUs, "h100:2x8" (hosts x GPUs) of GPUs.
+
+    gpu: the GPU that the topology names; None: it is of TPUs. gpu_names: those that a message may name.
+    ConfigError where the compiler for the devices is missing, where it knows no such topology, or where that has
+    another number of devices than dp*pp*fsdp.
     """
-    devices = _gpus(topology, hardware) if hardware is not None and hardware.cuda is not None else _tpus(topology)
+    devices = _tpus(topology, gpu_names) if gpu is None else _gpus(topology, gpu)
     need = dp * pp * fsdp
     if need != len(devices):
         raise ConfigError(
@@ -47,13 +66,13 @@ def described_mesh(dp: int, pp: int, fsdp: int, topology: str, hardware: Hardwar
     return Mesh(order, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def _tpus(topology: str) -> list[Any]:
+def _tpus(topology: str, gpu_names: Sequence[str]) -> list[Any]:
     for name, value in AWAY_FROM_TPU.items():
         os.environ.setdefault(name, value)
     if find_spec("libtpu") is None:
         raise ConfigError(
             f"plan.topology={topology} needs libtpu, which holds the compiler for TPUs. Install ppctl[tpu]; a TPU is "
-            f"not needed. GPUs are {', '.join(_gpu_names())}."
+            f"not needed. GPUs are {', '.join(gpu_names)}."
         )
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -61,16 +80,16 @@ def _tpus(topology: str) -> list[Any]:
         reason = str(error).split("\n")[0]
         raise ConfigError(
             f"plan.topology={topology} is none that libtpu describes: {reason}. Use one such as v5e:4x4; GPUs are "
-            f"{', '.join(_gpu_names())}."
+            f"{', '.join(gpu_names)}."
         ) from error
 
 
-def _gpus(topology: str, hardware: Hardware) -> list[Any]:
+def _gpus(topology: str, gpu: GpuTarget) -> list[Any]:
     shape = topology.partition(":")[2]
     if shape.count("x") != 1:
         raise ConfigError(
             f"plan.topology={topology} is of GPUs: write the number of hosts and of GPUs in each, such as "
-            f"{hardware.name}:2x8."
+            f"{gpu.name}:2x8."
         )
     if not has_plugin():
         raise ConfigError(
@@ -80,12 +99,8 @@ def _gpus(topology: str, hardware: Hardware) -> list[Any]:
     flags = os.environ.get("XLA_FLAGS", "")
     if AWAY_FROM_GPU.partition("=")[0] not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {AWAY_FROM_GPU}".strip()
-    target = target_config(hardware)
+    target = target_config(gpu)
     return topologies.get_topology_desc(platform="cuda", topology=f"1x{shape}", target_config=target).devices
-
-
-def _gpu_names() -> list[str]:
-    return [name for name, hardware in known().items() if hardware.cuda is not None]
 
 
 def has_plugin() -> bool:
@@ -93,26 +108,24 @@ def has_plugin() -> bool:
     return find_spec("jax_plugins") is not None and any(find_spec(f"jax_plugins.{name}") for name in CUDA_PLUGINS)
 
 
-def target_config(hardware: Hardware) -> str:
-    """A GPU as XLA's compiler wants it described, a GpuTargetConfigProto as text.
+def target_config(gpu: GpuTarget) -> str:
+    """Return a GPU as XLA's compiler wants it described, a GpuTargetConfigProto as text.
 
     What all NVIDIA GPUs from the A100 on have in common stands here. Source: the CUDA C++ programming guide, compute
     capabilities; xla/backends/gpu/target_config of XLA.
     """
-    cuda = hardware.cuda
-    assert cuda is not None, "only GPUs are described so"
-    major, minor = cuda.capability.split(".")
+    major, minor = gpu.capability.split(".")
     return f"""
         gpu_device_info {{
           cuda_compute_capability {{ major: {major} minor: {minor} }}
-          core_count: {cuda.cores}
-          fpus_per_core: {cuda.fp32_per_core}
-          clock_rate_ghz: {cuda.clock_ghz}
-          device_memory_size: {cuda.memory_bytes}
-          memory_bandwidth: {round(hardware.memory_bytes_per_s)}
-          l2_cache_size: {cuda.l2_bytes}
-          shared_memory_per_core: {cuda.shared_bytes_per_core}
-          shared_memory_per_block_optin: {cuda.shared_bytes_per_core - 1024}
+          core_count: {gpu.cores}
+          fpus_per_core: {gpu.fp32_per_core}
+          clock_rate_ghz: {gpu.clock_ghz}
+          device_memory_size: {gpu.memory_bytes}
+          memory_bandwidth: {round(gpu.memory_bytes_per_s)}
+          l2_cache_size: {gpu.l2_bytes}
+          shared_memory_per_core: {gpu.shared_bytes_per_core}
+          shared_memory_per_block_optin: {gpu.shared_bytes_per_core - 1024}
           shared_memory_per_block: 49152
           registers_per_core_limit: 65536
           registers_per_block_limit: 65536
@@ -125,5 +138,5 @@ def target_config(hardware: Hardware) -> str:
         }}
         platform_name: "CUDA"
         dnn_version_info {{ major: 9 minor: 8 }}
-        device_description_str: "{hardware.device_kinds[0]}"
+        device_description_str: "{gpu.device_kind}"
     """

@@ -10,6 +10,7 @@ from math import inf
 
 from ppctl.planner.op_times import OpTimes, PieceTimes
 from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
+from ppctl.schedule.remat import Remat
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def op_times(
     gather_s = links["fsdp"].gather_s(layout.chunk_layers * params.layer, layout.fsdp)
     return OpTimes(
         embed=seconds(work.embed, redo=False),
-        layer=seconds(work.layer, redo=remat != "none"),
+        layer=seconds(work.layer, redo=Remat.of(remat).recomputes),
         head=seconds(work.head, redo=False),
         task_s=machine.task_s + (gather_s if gathers_each_tick else 0.0),
         hop_s=hop_s,

@@ -18,11 +18,12 @@ from ppctl.schedule.bounds import makespan_bound_s
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import FAMILIES, peak_formula
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.lockstep import Counted, Shape, rows_s
+from ppctl.schedule.lockstep import Counted, TickShape, rows_s
 from ppctl.schedule.partition.cut import divided_evenly as divided
 from ppctl.schedule.partition.partition import explicit
 from ppctl.schedule.partition.partition import stage_costs as stage_worth
-from ppctl.schedule.ticks import Packing, fastest, in_shape, keeping, packings
+from ppctl.schedule.remat import Remat
+from ppctl.schedule.ticks import TickPacking, fastest, in_shape, packings
 
 MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
 FEW_RANKS = 16  # up to here two rounds of microbatches tell what one more takes, above one
@@ -90,7 +91,8 @@ class Pricer:
         layout = PlannedLayout(dp, pp, fsdp, most, largest)
         op_times = bounds.op_times_at(layout)
         worth = _worth(sizes, bounds.space.layer_worth)
-        costs = stage_costs(op_times, worth, keeps_input=microbatch.remat == "full", split=placed.is_split)
+        keeps_input = Remat.of(microbatch.remat).keeps_input_only
+        costs = stage_costs(op_times, worth, keeps_input=keeps_input, split=placed.is_split)
         if makespan_bound_s(placed, costs, microbatch.number) + op_times.overhead_s > last_s:
             return None  # whatever the order of its tasks
         keys = [(family, pp, number, chunks) for number in shorter(pp, microbatch.number, chunks)]
@@ -113,7 +115,7 @@ class Pricer:
             rows = rows_s(_rows(*key)[_shape(*key, microbatch.remat)], costs, chunks) if is_spmd else None
             times.append(vars(ticking_s(op_times, schedule, rows, costs, layout.rows)))
         time = StepTime(**along(numbers, times, microbatch.number))
-        again = {"none": 0, "layer": sum(sizes), "full": sum(sizes[:-1])}[microbatch.remat]  # layers
+        again = Remat.of(microbatch.remat).recomputed_layers(sizes)
         redone = again * op_times.layer.forward_s * microbatch.number * layout.rows / time.tasks_s
         if time.total_s > last_s:
             return None
@@ -164,17 +166,17 @@ def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int) -> S
 
 
 @lru_cache(maxsize=8)  # the cells are many
-def _packings(family: str, pp: int, number: int, chunks: int) -> dict[Shape, Packing]:
+def _packings(family: str, pp: int, number: int, chunks: int) -> dict[TickShape, TickPacking]:
     return packings(_built(family, pp, number, chunks))
 
 
 @cache
-def _rows(family: str, pp: int, number: int, chunks: int) -> dict[Shape, Counted]:
+def _rows(family: str, pp: int, number: int, chunks: int) -> dict[TickShape, Counted]:
     return {shape: packing.counted for shape, packing in _packings(family, pp, number, chunks).items()}
 
 
 @cache
-def _shape(family: str, pp: int, number: int, chunks: int, remat: str) -> Shape:
+def _shape(family: str, pp: int, number: int, chunks: int, remat: str) -> TickShape:
     """Of the ticks that the executor lowers to."""
     return fastest(_rows(family, pp, number, chunks), task_costs(remat), chunks)
 
@@ -183,7 +185,7 @@ def _shape(family: str, pp: int, number: int, chunks: int, remat: str) -> Shape:
 def _slots(family: str, pp: int, number: int, chunks: int, remat: str) -> Mapping[str, int]:
     """Slots of the rank with most."""
     key = family, pp, number, chunks
-    return in_shape(_built(*key), _packings(*key)[_shape(*key, remat)], **keeping(remat)).num_slots
+    return in_shape(_built(*key), _packings(*key)[_shape(*key, remat)], Remat.of(remat)).num_slots
 
 
 @cache

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ppctl.executors.mpmd.tasks import Model
-from ppctl.executors.spmd.body import add
+from ppctl.executors.spmd.body import add_trees
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import PRODUCTS, product_flops
 from ppctl.executors.stage.jaxprs import flatten
-from ppctl.executors.stage.stage import Rows, Stage
+from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.planner.roofline import ModelWork, Op, PieceWork
+from ppctl.schedule.remat import Remat
 
 Tree = Any
 ROWS = (2, 4)  # everything grows with the rows of a microbatch by equal steps; one row alone is traced otherwise
@@ -39,7 +40,7 @@ def work_of(model: Model) -> ModelWork:
         "head": _piece(_tasks(few, "head"), _tasks(many, "head")),
     }
     stash, pending = {}, {}
-    for remat in ("none", "layer", "full"):
+    for remat in Remat:
         kept = [_kept_bytes(each, remat) for each in (few, many)]
         stash[remat], pending[remat] = ((high - low) // (ROWS[1] - ROWS[0]) for low, high in zip(*kept, strict=True))
     return ModelWork(**pieces, x_bytes=tree_bytes(few.x) // ROWS[0], stash_bytes=stash, pending_bytes=pending)
@@ -60,7 +61,7 @@ def _mean(layers: list[PieceWork]) -> PieceWork:
     return PieceWork(*(tuple(op for ops in kind for op in part(ops)) for kind in kinds))
 
 
-def _kept_bytes(model: Model, remat: str) -> tuple[int, int]:
+def _kept_bytes(model: Model, remat: Remat) -> tuple[int, int]:
     """(what a forward keeps of a layer, what I hands to W). Gradients of norms, that I may hand on, do not grow."""
     stage, w = _stage(model, remat), [_computed(model, model.layer)]
     return tree_bytes(stage.stash_shapes(w)), tree_bytes(stage.pending_shapes(w))
@@ -68,10 +69,10 @@ def _kept_bytes(model: Model, remat: str) -> tuple[int, int]:
 
 def _with_rows(model: Model, rows: int) -> Model:
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), model.microbatch)
-    return replace(model, microbatch=shapes, remat="none")
+    return replace(model, microbatch=shapes, remat=Remat.NONE)
 
 
-def _stage(model: Model, remat: str) -> Stage:
+def _stage(model: Model, remat: Remat) -> Stage:
     return Stage(model.stack.layer, remat, _computed(model, model.layer), model.x)
 
 
@@ -81,13 +82,13 @@ def _computed(model: Model, tree: Tree) -> Tree:
 
 def _layer_tasks(model: Model, l: int) -> tuple[list[Op], ...]:
     """The operations of F, I and W of layer l, as `_tasks`."""
-    stage, w, x = _stage(model, "none"), [_computed(model, model.layer)], model.x
-    rows = None if model.stack.are_alike else Rows(numbers=range(l, l + 1))
+    stage, w, x = _stage(model, Remat.NONE), [_computed(model, model.layer)], model.x
+    rows = None if model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
     stash, pending = stage.stash_shapes(w, rows), stage.pending_shapes(w, rows)
     return (
         _ops(lambda w, x: stage.forward(w, rows, x), w, x),
         _ops(lambda w, s, gy: stage.input_grad(w, rows, s, lambda _: (gy, None))[:2], w, stash, x),
-        _ops(lambda w, p, acc: add(acc, stage.weight_grad(w, rows, p)), w, pending, [model.layer]),
+        _ops(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, rows, p)), w, pending, [model.layer]),
     )
 
 
@@ -108,12 +109,12 @@ def _tasks(model: Model, piece: str, l: int = 0) -> tuple[list[Op], ...]:
         return stack.embed(model.fill(ends), inputs)
 
     def embed_grad(ends: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
-        return add(acc, jax.vjp(lambda ends: embed(ends, inputs), ends)[1](gx)[0])
+        return add_trees(acc, jax.vjp(lambda ends: embed(ends, inputs), ends)[1](gx)[0])
 
     def head(ends: Tree, y: jax.Array, targets: Any, acc: Tree) -> Tree:
         loss, pull, _ = jax.vjp(lambda e, y: stack.head(model.fill(e), y, targets), ends, y, has_aux=True)
         grads, gy = pull(jnp.ones_like(loss))
-        return gy, add(acc, grads)
+        return gy, add_trees(acc, grads)
 
     if piece == "embed":
         return _ops(embed, ends, inputs), [], _ops(embed_grad, ends, inputs, x, acc)

@@ -93,7 +93,7 @@ def _pieces(pipe: Pipeline) -> Times:
     """The tasks of a layer and of both ends, on all devices at the same time; "alone": F on one device."""
     model, mesh = pipe.model, pipe.mesh
     bodies = layer_bodies(model, split=pipe.schedule.is_split) | end_bodies(model)
-    is_quick = pipe.execution.dispatches_tasks and model.remat == "none" and _is_shared(pipe)
+    is_quick = pipe.execution.dispatches_tasks and not model.remat.recomputes and _is_shared(pipe)
     options = cpu_options("quick") if is_quick else None
     times = {name: turn(*body, mesh, options) for name, body in bodies.items()}
     one = Mesh(np.array(mesh.devices.flat[:1]), ("all",), axis_types=mesh.axis_types[:1])

@@ -108,7 +108,7 @@ def step_time(
     The bubble is of what ranks that share `capacity` could do together: 0 where they always use all of it. With enough
     for all it is the idle share of the ranks.
     """
-    assert not masked or (ticks is not None and ticks.program == "pair"), "spmd refuses others"
+    assert not masked or (ticks is not None and ticks.program == "fb"), "spmd refuses others"
     if ticks is None:
         return ticking_s(op_times, schedule, None, costs, copies)
     rows = _masked_s(op_times, ticks, costs) if masked else rows_s(ticks.packing.counted, costs, schedule.num_chunks)

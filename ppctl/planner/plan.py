@@ -2,7 +2,7 @@
 
 Step time comes from `step_time`; memory that follows from shapes is exact. What else a program
 needs (its temporaries) only its compiler knows. XLA's for CPUs is asked at once, without the code being made that
-training runs (`runtime.effort`): an estimate for CPUs, which simulated devices are. plan.compile=true compiles what
+training runs (`compiler_preset`): an estimate for CPUs, which simulated devices are. plan.compile=true compiles what
 training runs, for the devices of this machine or for TPUs that are not here.
 """
 
@@ -17,7 +17,6 @@ import jax
 
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
-from ppctl.executors.known_hardware import NOMINAL, mfu_peak_flops
 from ppctl.planner.advise import propose
 from ppctl.planner.plan_page import picture_of, plan_page
 from ppctl.planner.plan_terminal import show
@@ -26,6 +25,7 @@ from ppctl.planner.step_runs import as_run
 from ppctl.planner.step_time import device_bytes, device_kind, hardware_of, op_times_of, predicted_time
 from ppctl.reports.terminal import check_file, show_json, write_file
 from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
+from ppctl.training.known_hardware import NOMINAL, mfu_peak_flops
 from ppctl.training.pipeline import Pipeline
 
 AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # as XLA's compiler for TPUs refuses

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ppctl.planner.analytic import ParamBytes, PlannedLayout
 from ppctl.planner.roofline import ModelWork
+from ppctl.schedule.remat import Remat
 
 SLOTS_OF_X = ("act", "grad", "value")  # of the slots of `schedule.ticks`: those for values between stages
 
@@ -30,7 +31,8 @@ def held_bytes(
     """
     layers, rows, remat = layout.rank_layers * params.layer, microbatch.rows, microbatch.remat
     state = layers / layout.fsdp + params.ends / (layout.fsdp * layout.pp)
-    stash = 0 if remat == "full" else slots.get("stash", 0) * work.stash_bytes[remat] * layout.chunk_layers
+    stashes = 0 if Remat.of(remat).keeps_input_only else slots.get("stash", 0)
+    stash = stashes * work.stash_bytes[remat] * layout.chunk_layers
     pending = slots.get("pending", 0) * work.pending_bytes[remat] * layout.chunk_layers
     return {
         "parameters": round(state),
@@ -45,6 +47,6 @@ def held_bytes(
 
 def workspace_bytes(work: ModelWork, params: ParamBytes, layout: PlannedLayout, microbatch: Microbatch) -> int:
     """About what a task needs beside: gradients of a chunk before they are added, and activations of what it redoes."""
-    redone = {"none": 0, "layer": 1, "full": layout.chunk_layers}[microbatch.remat]
+    redone = Remat.of(microbatch.remat).live_residual_layers(layout.chunk_layers)
     kept = (1 + redone) * work.stash_bytes["none"] * microbatch.rows
     return round(layout.chunk_layers * params.layer * params.compute_ratio + kept)

@@ -12,6 +12,7 @@ from ppctl.planner.op_times import OpTimes
 from ppctl.planner.roofline import ModelWork
 from ppctl.planner.sizes import Microbatch, held_bytes
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
+from ppctl.schedule.remat import Remat
 
 PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # where several do the same
 CHUNKS = (2, 4, 8)  # stages a rank, of the families that take a number of them
@@ -28,7 +29,7 @@ class Space:
     executor: str = "spmd"
     gathers_each_tick: bool = False  # executor.gather=tick
     families: tuple[str, ...] = PREFERRED
-    remats: tuple[str, ...] = ("none", "layer", "full")
+    remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
     layer_worth: tuple[float, ...] | None = None  # of each layer, in means of them; None: all are alike
 
@@ -112,7 +113,8 @@ class Bounds:
         """
         op_times, pp, number = self.op_times, self.mesh[1], self.microbatch.number
         layer, ends_s = op_times.layer, op_times.embed.all_s + op_times.head.all_s
-        last_s = layer.all_s - (layer.forward_s if self.microbatch.remat == "full" else 0.0)  # of a layer of that stage
+        is_left_to_backward = Remat.of(self.microbatch.remat).keeps_input_only
+        last_s = layer.all_s - (layer.forward_s if is_left_to_backward else 0.0)  # of a layer of that stage
         speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks
         rank_s = number * (self.space.num_layers + ends_s / layer.all_s) / speed
         way_s, hops = layer.forward_s, 1 + is_whole

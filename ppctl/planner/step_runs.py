@@ -40,7 +40,7 @@ def as_run(pipe: Pipeline, op_times: OpTimes) -> tuple[Costs, int]:
     """Return the costs of each stage's tasks, and how many pipelines run at the same time (dp*fsdp)."""
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
     sizes = relative_stage_costs(pipe.partition, embed=0.0, head=0.0, layers=layers)
-    keeps_input = pipe.execution.remat == "full"
+    keeps_input = pipe.execution.remat.keeps_input_only
     costs = stage_costs(op_times, sizes, keeps_input=keeps_input, split=pipe.schedule.is_split)
     return costs, pipe.mesh.shape["dp"] * pipe.mesh.shape["fsdp"]
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from ppctl.config import Analytic, AutoHardware, Config, Hardware, Measure
 from ppctl.errors import ConfigError
-from ppctl.executors.known_hardware import NOMINAL, links_of, of_topology, peak_flops, resolved
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.planner import analytic
 from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout
@@ -22,6 +21,7 @@ from ppctl.planner.op_times import OpTimes, StepTime
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import time_of
 from ppctl.training.job import TrainingJob
+from ppctl.training.known_hardware import NOMINAL, links_of, of_topology, peak_flops, resolved
 from ppctl.training.pipeline import Pipeline
 
 Tree = Any

@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.layout import Layout, gather, scatter
+from ppctl.executors.layout import Layout, gather_shards, scatter_sums
 from ppctl.executors.mesh import AXES, DATA_AXES
 from ppctl.executors.mpmd.tasks import Model
-from ppctl.executors.spmd.body import add, arrive, read, write
+from ppctl.executors.spmd.body import add_trees, read_slot, write_arrival, write_slot
 from ppctl.model.stack import Stack
 
 Tree = Any
@@ -103,18 +103,18 @@ def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tr
 
     def forward(i: jax.Array, w: Tree, goes: Tree) -> Tree:
         y, stash = stage.forward(w, None, goes[0])
-        return y, goes[1] if stage.keeps_input else write(goes[1], i % SLOTS, stash)
+        return y, goes[1] if stage.keeps_input else write_slot(goes[1], i % SLOTS, stash)
 
     def backward(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
-        gx, dw, _ = stage.backward(stays[0], None, read(stays[1], i % SLOTS), lambda y: (goes[0], None))
-        return gx, add(goes[1], dw)
+        gx, dw, _ = stage.backward(stays[0], None, read_slot(stays[1], i % SLOTS), lambda y: (goes[0], None))
+        return gx, add_trees(goes[1], dw)
 
     def input_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
-        gx, pending, _ = stage.input_grad(stays[0], None, read(stays[1], i % SLOTS), lambda y: (goes[0], None))
-        return gx, write(goes[1], i % SLOTS, pending)
+        gx, pending, _ = stage.input_grad(stays[0], None, read_slot(stays[1], i % SLOTS), lambda y: (goes[0], None))
+        return gx, write_slot(goes[1], i % SLOTS, pending)
 
     def weight_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
-        return add(goes, stage.weight_grad(stays[0], None, read(stays[1], i % SLOTS)))
+        return add_trees(goes, stage.weight_grad(stays[0], None, read_slot(stays[1], i % SLOTS)))
 
     stashes = slots(stash)
     bodies: dict[str, tuple[Body, Tree, Tree]] = {"F": (forward, weights, (x, stashes))}
@@ -135,17 +135,17 @@ def end_bodies(model: Model) -> dict[str, tuple[Body, Tree, Tree]]:
     rows = random_like(jax.tree.map(lambda a: jax.ShapeDtypeStruct((SLOTS, *a.shape), a.dtype), model.microbatch))
 
     def embed(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
-        return stack.embed(stays[0], read(stays[1]["inputs"], i % SLOTS)).astype(goes.dtype)
+        return stack.embed(stays[0], read_slot(stays[1]["inputs"], i % SLOTS)).astype(goes.dtype)
 
     def embed_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
-        inputs = read(stays[1]["inputs"], i % SLOTS)
-        return add(goes, jax.vjp(lambda ends: stack.embed(ends, inputs), stays[0])[1](stays[2])[0])
+        inputs = read_slot(stays[1]["inputs"], i % SLOTS)
+        return add_trees(goes, jax.vjp(lambda ends: stack.embed(ends, inputs), stays[0])[1](stays[2])[0])
 
     def head(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
-        targets = read(stays[1]["targets"], i % SLOTS)
+        targets = read_slot(stays[1]["targets"], i % SLOTS)
         loss, pull, _ = jax.vjp(lambda e, y: stack.head(e, y, targets), stays[0], goes[0], has_aux=True)
         ends, gy = pull(jnp.ones_like(loss))
-        return gy, add(goes[1], ends)
+        return gy, add_trees(goes[1], ends)
 
     return {
         "embed": (embed, (ends, rows), x),
@@ -192,7 +192,9 @@ def tick_body(x: jax.ShapeDtypeStruct, num_ranks: int) -> tuple[Body, Tree, Tree
 
     def arrived(i: jax.Array, slots: jax.Array, step: int) -> jax.Array:
         ring = [(r, (r + step) % num_ranks) for r in range(num_ranks)]
-        return arrive(slots, i % SLOTS, jax.lax.ppermute(read(slots, (i + 1) % SLOTS), "pp", ring), i % 3 > 0)
+        return write_arrival(
+            slots, i % SLOTS, jax.lax.ppermute(read_slot(slots, (i + 1) % SLOTS), "pp", ring), i % 3 > 0
+        )
 
     def body(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         return arrived(i, goes[0], 1), arrived(i, goes[1], -1)
@@ -207,12 +209,12 @@ def without_tasks(layout: Layout, dtype: Any) -> Callable[[Tree, Tree], tuple[ja
         specs = layout.staged_specs(params)
 
         def local(params: Tree) -> tuple[jax.Array, Tree]:
-            whole = jax.tree.map(lambda a: a.astype(dtype), gather(params, specs))
+            whole = jax.tree.map(lambda a: a.astype(dtype), gather_shards(params, specs))
             grads = jax.tree.map(lambda g, a: (g * 0.5).astype(a.dtype), whole, params)
             loss = jax.lax.psum(jnp.float32(1), AXES)
             grads = {
-                "ends": scatter(grads["ends"], specs["ends"], AXES),
-                "layers": scatter(grads["layers"], specs["layers"], DATA_AXES),
+                "ends": scatter_sums(grads["ends"], specs["ends"], AXES),
+                "layers": scatter_sums(grads["layers"], specs["layers"], DATA_AXES),
             }
             return loss, grads
 

@@ -18,7 +18,6 @@ from ppctl import config as settings
 from ppctl.config import Config, Explicit, Spmd, Uniform
 from ppctl.config.schedule_from_config import named
 from ppctl.errors import ConfigError
-from ppctl.executors.known_hardware import mfu_peak_flops, resolved
 from ppctl.executors.mesh import all_devices
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import tree_bytes
@@ -33,6 +32,7 @@ from ppctl.planner.step_runs import run_steps
 from ppctl.planner.step_time import device_bytes, machine_of, param_bytes
 from ppctl.planner.tune_terminal import Tuned, show
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
+from ppctl.schedule.remat import Remat
 from ppctl.training.job import (
     DEFAULT_DTYPE,
     assemble,
@@ -40,6 +40,7 @@ from ppctl.training.job import (
     make_optimizer,
     open_data,
 )
+from ppctl.training.known_hardware import mfu_peak_flops, resolved
 from ppctl.training.models import make_stack
 from ppctl.training.optim import clipped
 from ppctl.training.start import start_jax
@@ -79,8 +80,8 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
     batch = batch_shapes(data)
     row = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state["params"]["layers"])
-    model = Model(stack, state["params"]["ends"], layer, row, 1, "none", config.executor.unroll, dtype)
-    recompute = config.executor.remat != "none"
+    model = Model(stack, state["params"]["ends"], layer, row, 1, Remat.NONE, config.executor.unroll, dtype)
+    recompute = Remat.of(config.executor.remat).recomputes
     space = Space(
         num_devices,
         stack.num_layers,

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ppctl.errors import ConfigError
+from ppctl.schedule.remat import Remat
 
 OfStages = float | tuple[float, ...]  # of one microbatch through 1/p of the model, or of each stage in model order
 
@@ -90,6 +91,12 @@ def _of_stage(cost: OfStages, stage: int, num_chunks: int) -> float:
     return cost[stage] if isinstance(cost, tuple) else cost / num_chunks
 
 
-def task_costs(remat: str) -> Costs:
-    """Relative seconds of a stage's tasks: the input and the weight gradient cost a forward each, recomputing one."""
-    return Costs(forward_s=1.0, input_grad_s=1.0 + (remat != "none"), weight_grad_s=1.0)
+def task_costs(remat: Remat | str) -> Costs:
+    """Return relative seconds of a stage's tasks: F = I = W = 1, and an I that recomputes runs a forward more.
+
+    ConfigError for another remat than none, layer or full.
+
+    >>> task_costs("layer").backward_s
+    3.0
+    """
+    return Costs(forward_s=1.0, input_grad_s=1.0 + Remat.of(remat).recompute_forwards, weight_grad_s=1.0)

@@ -11,7 +11,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import KINDS, Schedule, Task
 from ppctl.schedule.walk import Rule, walk
 
-Shape = Literal["one", "pair"]  # one task a tick | an F, then a backward
+TickShape = Literal["op", "fb"]  # one task a tick | an F, then a backward
 
 
 class Cell(NamedTuple):
@@ -44,7 +44,7 @@ def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
     return [([seconds[cell] for cell in row], number) for row, number in rows]
 
 
-def pack(schedule: Schedule, shape: Shape) -> tuple[tuple[Cell, ...], ...]:
+def pack(schedule: Schedule, shape: TickShape) -> tuple[tuple[Cell, ...], ...]:
     """The tasks of every rank in ticks, in program order and as early as their values allow; [tick][rank].
 
     ScheduleError when the ranks wait for each other.
@@ -82,7 +82,7 @@ def pack(schedule: Schedule, shape: Shape) -> tuple[tuple[Cell, ...], ...]:
                 task = tasks[step]
                 cell = Cell(task, None) if task.kind == "F" else Cell(None, task)
                 step += 1
-                follows = shape == "pair" and task.kind == "F" and step < len(tasks) and tasks[step].kind != "F"
+                follows = shape == "fb" and task.kind == "F" and step < len(tasks) and tasks[step].kind != "F"
                 if follows and runs(tasks[step], tick):
                     cell = Cell(task, tasks[step])
                     step += 1

@@ -1,4 +1,4 @@
-"""The table of a schedule with one task of any kind a tick, for split backwards and for placements that turn.
+"""The table of single-op ticks: one task of any kind a tick, for split backwards and for placements that turn.
 
 Every task but a W has one output, an activation or a gradient. After the tick it stays on its rank (the turn of a V),
 or goes one hop to rank r+1 or r-1, round the ring; its receiver's table says from where, and into which slot. Both
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ppctl.schedule.ir import KINDS, Kind, Schedule, Task
 from ppctl.schedule.lockstep import Cell, Slots
+from ppctl.schedule.remat import Remat
 
 HOPS = {"stay": 0, "next": 1, "previous": -1}
 
@@ -57,17 +58,16 @@ def hop_between(here: int, there: int, num_ranks: int) -> str | None:
     return next((hop for hop, step in HOPS.items() if (here + step) % num_ranks == there), None)
 
 
-def assign_slots(
-    schedule: Schedule, cells: tuple[tuple[Cell, ...], ...], *, keep_input: bool, head_in_forward: bool
-) -> tuple[Table, dict[str, int]]:
-    """(table, number of slots of each kind: value, stash, pending); the arguments are those of `ticks`.
+def assign_slots(schedule: Schedule, cells: tuple[tuple[Cell, ...], ...], remat: Remat) -> tuple[Table, dict[str, int]]:
+    """Return (table, number of slots of each kind: value, stash, pending).
 
-    With head_in_forward the output of the last stage's forward is the gradient of its activation.
+    Unless remat=full the output of the last stage's forward is the gradient of its activation.
     """
     num_ranks, num_stages, number = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
     last = num_stages - 1
     trains = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
-    keep_input, keep_stash = trains and keep_input, trains and not keep_input
+    keep_input = trains and remat.keeps_input_only
+    keep_stash = head_in_forward = trains and not remat.keeps_input_only
     values, stashes, pendings = ([Slots() for _ in range(num_ranks)] for _ in range(3))
     # a value between stages by its number; a stash or pending gradient by (stage, microbatch)
     act = [stage * number for stage in range(num_stages)]
@@ -109,7 +109,7 @@ def assign_slots(
     for stage in range(last):
         sends(stage, "F", stage + 1, act[stage])
         sends(stage + 1, "BI", stage, grad[stage + 1])
-    if trains and head_in_forward:
+    if head_in_forward:
         sends(last, "F", last, grad[last + 1])
 
     table: list[tuple[tuple[int, ...], ...]] = []

@@ -9,13 +9,13 @@ from ppctl.schedule.ir import Task
 from ppctl.schedule.op_ticks import HOPS
 from ppctl.schedule.ticks import Ticks
 
-PAIR = (("f", "act", 1), ("b", "grad", -1))  # column of a task, of what it sends, hop
+FB_OUTPUTS = (("f", "act", 1), ("b", "grad", -1))  # column of a task, of what it sends, hop
 LEGEND = (
     "2F0>3: task 2F0 (stage, kind, microbatch), its output goes to rank 3; =: stays here; (3F0): left to its B or I"
 )
 
 
-class Ran(NamedTuple):
+class TickTask(NamedTuple):
     """A task in a tick of the table that the program reads."""
 
     task: Task
@@ -25,7 +25,7 @@ class Ran(NamedTuple):
     def text(self, rank: int) -> str:
         """As `LEGEND` says.
 
-        >>> Ran(Task(2, "F", 0), True, 3).text(2)
+        >>> TickTask(Task(2, "F", 0), True, 3).text(2)
         '2F0>3'
         """
         if not self.is_run:
@@ -33,20 +33,20 @@ class Ran(NamedTuple):
         return f"{self.task}" + ("" if self.to is None else "=" if self.to == rank else f">{self.to}")
 
 
-def ran(ticks: Ticks) -> list[list[tuple[Ran, ...]]]:
+def tick_tasks(ticks: Ticks) -> list[list[tuple[TickTask, ...]]]:
     """[tick][rank]: the tasks in it, as its table has them."""
     return [[tuple(_of_cell(ticks, t, r)) for r in range(ticks.schedule.num_ranks)] for t in range(ticks.num_ticks)]
 
 
-def _of_cell(ticks: Ticks, t: int, rank: int) -> Iterator[Ran]:
+def _of_cell(ticks: Ticks, t: int, rank: int) -> Iterator[TickTask]:
     row, num_ranks, column = ticks.table[t], ticks.schedule.num_ranks, ticks.columns.index
     forward, backward = ticks.cells[t][rank]
-    if ticks.program == "pair":
-        for task, (name, what, step) in zip((forward, backward), PAIR, strict=True):
+    if ticks.program == "fb":
+        for task, (name, what, step) in zip((forward, backward), FB_OUTPUTS, strict=True):
             there = (rank + step) % num_ranks
             if task is not None:
                 arrives = row[there][column(f"{what}_arrives")]
-                yield Ran(task, bool(row[rank][column(name)]), there if arrives else None)
+                yield TickTask(task, bool(row[rank][column(name)]), there if arrives else None)
         return
     task = forward or backward
     if task is not None:
@@ -54,12 +54,12 @@ def _of_cell(ticks: Ticks, t: int, rank: int) -> Iterator[Ran]:
         for hop, step in HOPS.items():  # of two ranks either is next to the other: the first hop that leads there
             ends.setdefault((rank + step) % num_ranks, f"{hop}_arrives")
         to = next((there for there, name in ends.items() if row[there][column(name)]), None)
-        yield Ran(task, bool(row[rank][column("kind")]), to)
+        yield TickTask(task, bool(row[rank][column("kind")]), to)
 
 
 def tick_text(ticks: Ticks) -> str:
     """The table: a line for each tick, a column for each rank."""
-    cells = [[" ".join(one.text(r) for one in cell) for r, cell in enumerate(row)] for row in ran(ticks)]
+    cells = [[" ".join(one.text(r) for one in cell) for r, cell in enumerate(row)] for row in tick_tasks(ticks)]
     header = ["tick", *(f"rank {r}" for r in range(ticks.schedule.num_ranks))]
     lines = [header, *([str(t), *row] for t, row in enumerate(cells))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -1,8 +1,9 @@
 """The lowering pass of the spmd executor: a schedule as lockstep ticks, every value in a numbered slot.
 
-Two programs run ticks. Looped schedules of whole backwards run in pairs: in a tick every rank may run one F, then one
-B; afterwards activations move one hop to rank r+1 and gradients one hop to rank r-1, round the ring. All others run one
-task of any kind a tick (`schedule.single`). A value that crosses ranks in tick t can be read from tick t+1 on.
+Two programs run ticks. Looped schedules of whole backwards run in forward-backward ticks ("fb"): in a tick every rank
+may run one F, then one B; afterwards activations move one hop to rank r+1 and gradients one hop to rank r-1, round the
+ring. All others run in single-op ticks ("op"), one task of any kind each (`schedule.op_ticks`). A value that crosses
+ranks in tick t can be read from tick t+1 on.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule import op_ticks
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Value
-from ppctl.schedule.lockstep import Cell, Counted, Shape, Slots, counted, counted_s, pack
+from ppctl.schedule.lockstep import Cell, Counted, Slots, TickShape, counted, counted_s, pack
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import duration_s
 
-PAIR_COLUMNS = (
+FB_COLUMNS = (
     # forward: run?, chunk, microbatch, stage is the first / the last, slot read (act), slot written (stash or grad)
     *("f", "f_chunk", "f_microbatch", "f_first", "f_last", "f_act", "f_stash", "f_grad"),
     # backward: the same; slots read
@@ -29,38 +31,46 @@ PAIR_COLUMNS = (
 )
 
 
-class Packing(NamedTuple):
+class TickPacking(NamedTuple):
     """The tasks of a schedule in ticks of one shape."""
 
-    shape: Shape
+    shape: TickShape
     cells: tuple[tuple[Cell, ...], ...]  # [tick][rank]
     counted: Counted  # the rows of cells that differ
 
 
 @dataclass(frozen=True)
 class Ticks:
-    """A lowered schedule. `table[t][r][columns.index(name)]` is a small integer; booleans are 0 and 1."""
+    """A schedule lowered for one setting of remat; only a program with that setting runs them.
+
+    `table[t][r][columns.index(name)]` is a small integer; booleans are 0 and 1.
+    """
 
     schedule: Schedule
-    program: Literal["pair", "single"]  # which columns the table has, and so which program runs it
-    packing: Packing
+    program: Literal["fb", "op"]  # which columns the table has, and so which program runs it
+    packing: TickPacking
     table: op_ticks.Table  # [tick][rank][column]
-    num_slots: dict[str, int]  # by kind. pair: act, grad, stash; single: value (act or grad), stash, pending
+    num_slots: dict[str, int]  # by kind. fb: act, grad, stash; op: value (act or grad), stash, pending
+    remat: Remat  # what they were lowered for: it decides which values have slots, and what the last stage's F does
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return PAIR_COLUMNS if self.program == "pair" else op_ticks.COLUMNS
+        """The names of the table's columns."""
+        return FB_COLUMNS if self.program == "fb" else op_ticks.COLUMNS
 
     @property
     def has_backward(self) -> bool:
+        """Whether any task is more than a forward."""
         return has_backward(self.schedule)
 
     @property
     def num_ticks(self) -> int:
+        """The length of the table."""
         return len(self.cells)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TickShape:
+        """Whether a rank may run two tasks in a tick, an F and then a B (fb), or one (op)."""
         return self.packing.shape
 
     @property
@@ -69,11 +79,11 @@ class Ticks:
         return self.packing.cells
 
     def segments(self, *, apart: bool) -> tuple[tuple[range, bool, bool], ...]:
-        """(ticks, whether any rank runs a forward in them, whether any a backward), of the program of pairs.
+        """Scans of forward-backward ticks: (ticks, whether any rank runs a forward in them, whether any a backward).
 
         All ticks in one, or `apart`: warm-up and cool-down each in one of its own.
         """
-        columns = [PAIR_COLUMNS.index(kind) for kind in "fb"]
+        columns = [FB_COLUMNS.index(kind) for kind in "fb"]
         runs = [tuple(any(line[column] for line in row) for column in columns) for row in self.table]
         cuts = {0, len(runs)}
         if apart:
@@ -112,64 +122,58 @@ def runs_on_ring(schedule: Schedule) -> bool:
     return op_ticks.why_not(schedule) is None
 
 
-def runs_in_pairs(schedule: Schedule) -> bool:
+def runs_in_fb_ticks(schedule: Schedule) -> bool:
     """Whether placement is looped and every backward whole, so that a tick may run an F, then a B."""
     hops = zip(schedule.rank_of, schedule.rank_of[1:], strict=False)
     is_loop = all(there == (here + 1) % schedule.num_ranks for here, there in hops)
     return is_loop and all(task.kind in "FB" for tasks in schedule.ranks for task in tasks)
 
 
-def ticks(schedule: Schedule, costs: Costs, *, keep_input: bool = True, head_in_forward: bool = False) -> Ticks:
-    """`schedule` in the tick shape that is faster for `costs` (of those its program has), with slots for every value.
+def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> Ticks:
+    """Return `schedule` in the tick shape that is faster for `costs`, with slots for every value.
 
-    keep_input: the stash of a stage is its input and stays in the slot where it arrived, and the last stage's forward
-    is left to its backward, which recomputes it; otherwise the forward writes a stash of its own.
-    head_in_forward: the last stage's forward also writes the gradient of its output.
-    A schedule of forwards alone keeps nothing.
-    ScheduleError for a schedule that a ring cannot carry.
+    With remat=full the stash of a stage is its input, which stays in the slot where it arrived, and the last stage's
+    forward is left to its backward, which recomputes it. Otherwise a forward writes a stash of its own, and the last
+    stage's also the gradient of its output. A schedule of forwards alone keeps nothing.
+    ScheduleError for a schedule that a ring cannot carry, ConfigError for another remat than none, layer or full.
     """
     packed = packings(schedule)
     shape = fastest({shape: packing.counted for shape, packing in packed.items()}, costs, schedule.num_chunks)
-    return in_shape(schedule, packed[shape], keep_input=keep_input, head_in_forward=head_in_forward)
+    return in_shape(schedule, packed[shape], Remat.of(remat))
 
 
-def packings(schedule: Schedule) -> dict[Shape, Packing]:
-    """`schedule` in each tick shape that its program has."""
+def packings(schedule: Schedule) -> dict[TickShape, TickPacking]:
+    """Return `schedule` in each tick shape that its program has. ScheduleError where a ring cannot carry it."""
     reason = op_ticks.why_not(schedule)
     if reason is not None:
         raise ScheduleError(reason)
-    shapes: tuple[Shape, ...] = ("pair", "one") if runs_in_pairs(schedule) else ("one",)
+    shapes: tuple[TickShape, ...] = ("fb", "op") if runs_in_fb_ticks(schedule) else ("op",)
     cells = {shape: pack(schedule, shape) for shape in shapes}
-    return {shape: Packing(shape, cells[shape], counted(cells[shape])) for shape in shapes}
+    return {shape: TickPacking(shape, cells[shape], counted(cells[shape])) for shape in shapes}
 
 
-def fastest(rows: Mapping[Shape, Counted], costs: Costs, num_chunks: int) -> Shape:
-    """The tick shape whose rows take least at these costs."""
+def fastest(rows: Mapping[TickShape, Counted], costs: Costs, num_chunks: int) -> TickShape:
+    """Return the tick shape whose rows take least time at these costs."""
     return min(rows, key=lambda shape: counted_s(rows[shape], costs, num_chunks)) if len(rows) > 1 else next(iter(rows))
 
 
-def keeping(remat: str) -> dict[str, bool]:
-    """What slots keep with this setting of executor.remat, as the keywords of `ticks`."""
-    return {"keep_input": remat == "full", "head_in_forward": remat != "full"}
+def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
+    """Return `schedule` as it was packed, with slots for every value."""
+    if runs_in_fb_ticks(schedule):
+        return Ticks(schedule, "fb", packing, *_assign_slots(schedule, packing.cells, remat), remat)
+    return Ticks(schedule, "op", packing, *op_ticks.assign_slots(schedule, packing.cells, remat), remat)
 
 
-def in_shape(schedule: Schedule, packing: Packing, *, keep_input: bool, head_in_forward: bool) -> Ticks:
-    """`schedule` as it was packed, with slots for every value."""
-    if runs_in_pairs(schedule):
-        return _assign_slots(schedule, packing, keep_input, head_in_forward)
-    lowered = op_ticks.assign_slots(schedule, packing.cells, keep_input=keep_input, head_in_forward=head_in_forward)
-    return Ticks(schedule, "single", packing, *lowered)
-
-
-def _assign_slots(schedule: Schedule, packing: Packing, keep_input: bool, head_in_forward: bool) -> Ticks:
+def _assign_slots(
+    schedule: Schedule, cells: tuple[tuple[Cell, ...], ...], remat: Remat
+) -> tuple[op_ticks.Table, dict[str, int]]:
+    """Return (table, number of slots of each kind: act, grad, stash) of forward-backward ticks."""
     num_ranks, last = schedule.num_ranks, schedule.num_stages - 1
-    if not has_backward(schedule):  # nothing is kept for later
-        keep_input = keep_stash = head_in_forward = False
-    else:
-        keep_stash = not keep_input
+    keep_input = has_backward(schedule) and remat.keeps_input_only  # of forwards alone nothing is kept for later
+    keep_stash = head_in_forward = has_backward(schedule) and not remat.keeps_input_only
     acts, grads, stashes = ([Slots() for _ in range(num_ranks)] for _ in range(3))
     table: list[tuple[tuple[int, ...], ...]] = []
-    for row in packing.cells:
+    for row in cells:
         lines: list[dict[str, int]] = [{} for _ in range(num_ranks)]
         # within a tick: all forwards, then all backwards, then the transfers
         for rank, (task, _) in enumerate(row):
@@ -208,7 +212,7 @@ def _assign_slots(schedule: Schedule, packing: Packing, keep_input: bool, head_i
                 rank = schedule.rank_of[backward.stage - 1]
                 slot = grads[rank].put(Value("grad", backward.stage, backward.microbatch))
                 lines[rank] |= {"grad_arrives": 1, "grad_slot": slot}
-        table.append(tuple(tuple(line.get(name, 0) for name in PAIR_COLUMNS) for line in lines))
+        table.append(tuple(tuple(line.get(name, 0) for name in FB_COLUMNS) for line in lines))
     kinds = {"act": acts, "grad": grads, "stash": stashes}
     counts = {name: max(slots.count for slots in of_rank) for name, of_rank in kinds.items()}
-    return Ticks(schedule, "pair", packing, tuple(table), counts)
+    return tuple(table), counts

@@ -17,7 +17,6 @@ from ppctl import config as settings
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.data import BUILDERS, DataSet
-from ppctl.executors.known_hardware import of_topology
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.flops import RelativeCosts, matmul_flops
@@ -27,6 +26,7 @@ from ppctl.schedule import Schedule
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.training import optim
+from ppctl.training.known_hardware import gpu_names, gpu_target, of_topology
 from ppctl.training.models import make_stack
 from ppctl.training.pipeline import Pipeline, pipeline
 from ppctl.training.start import start_jax
@@ -56,7 +56,7 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> TrainingJ
     if topology is None:
         mesh = make_mesh(*axes)
     else:
-        mesh = described_mesh(*axes, topology, of_topology(config.hardware, topology))
+        mesh = described_mesh(*axes, topology, gpu_target(of_topology(config.hardware, topology)), gpu_names())
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     optimizer, lr_schedule = make_optimizer(config)

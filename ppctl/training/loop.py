@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 from ppctl.errors import ConfigError, NonFiniteError, PpctlError, SaveError
-from ppctl.executors.known_hardware import mfu_peak_flops
 from ppctl.launch import distributed
 from ppctl.reports import timeline_io
 from ppctl.reports.charts.drawing import Drawing
@@ -28,6 +27,7 @@ from ppctl.training.engines import Footprint
 from ppctl.training.environment import versions
 from ppctl.training.heartbeat import Watch
 from ppctl.training.job import TrainingJob, model_flops, unit_of_work
+from ppctl.training.known_hardware import mfu_peak_flops
 from ppctl.training.metrics import Metrics
 from ppctl.training.prediction import StepPrediction
 

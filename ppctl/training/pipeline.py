@@ -27,15 +27,16 @@ from ppctl.executors.reference import reference
 from ppctl.executors.spmd.memory import spmd_bytes
 from ppctl.executors.spmd.program import Options, spmd
 from ppctl.executors.stage.flops import RelativeCosts, relative_costs
-from ppctl.executors.stage.traced_network import Pieces, stack_of
+from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import simulate
-from ppctl.schedule.ticks import Ticks, forward_only, keeping, ticks
+from ppctl.schedule.ticks import Ticks, forward_only, ticks
 from ppctl.schedule.validate import validate
 from ppctl.training import optim
 from ppctl.training.engines import Engine, Footprint
@@ -61,7 +62,7 @@ class Execution:
     """
 
     executor: str = SpmdSettings.name
-    remat: str = SpmdSettings.remat
+    remat: Remat = Remat.NONE
     unroll: int = SpmdSettings.unroll
     idle: str = SpmdSettings.idle
     gather: str = SpmdSettings.gather
@@ -128,7 +129,7 @@ class Pipeline:
     @cached_property
     def relative_costs(self) -> RelativeCosts:
         """What each layer, the embedding and the head cost, in layers, by FLOPs."""
-        return relative_costs(self.stack, self.batch_shapes, recompute=self.execution.remat != "none")
+        return relative_costs(self.stack, self.batch_shapes, recompute=self.execution.remat.recomputes)
 
     # training
 
@@ -217,7 +218,7 @@ def pipeline(
     batch: Tree,
     optimizer: optax.GradientTransformation,
     executor: str = Execution.executor,
-    remat: str = Execution.remat,
+    remat: str = SpmdSettings.remat,
     partition: str | Sequence[int] = "uniform",
     dtype: Any = jnp.float32,
     clip_norm: float | None = None,
@@ -252,7 +253,7 @@ def pipeline(
     Raises:
         ConfigError, ScheduleError: The request is impossible, with values, equation and remedy; before any compiling.
     """
-    execution = Execution(executor, remat, unroll, idle, gather, post_validation)
+    execution = Execution(executor, Remat.of(remat), unroll, idle, gather, post_validation)
     _check_execution(execution, mesh)
     shapes = _shapes_of(batch)
     lowered = schedule if isinstance(schedule, Ticks) else None
@@ -264,8 +265,8 @@ def pipeline(
     elif num_layers not in (None, stack.num_layers):
         raise ConfigError(f"num_layers={num_layers}, but the stack has {stack.num_layers} layers. Leave it out.")
     if execution.in_ticks and lowered is None:
-        lowered = ticks(plan, task_costs(remat), **keeping(remat))
-    costs = lambda: relative_costs(stack, shapes, recompute=remat != "none")  # noqa: E731
+        lowered = ticks(plan, task_costs(execution.remat), execution.remat)
+    costs = lambda: relative_costs(stack, shapes, recompute=execution.remat.recomputes)  # noqa: E731
     layout = Layout(mesh, _partition_of(partition, stack.num_layers, plan, costs), plan.rank_of)
     optimizer = optim.clipped(optimizer, clip_norm)
     states = States(layout, lambda seed: init_state(init(stack, seed), optimizer), seed)
@@ -284,7 +285,6 @@ def pipeline(
 def _check_execution(execution: Execution, mesh: Mesh) -> None:
     choices = {
         "executor": tuple(EXECUTORS),
-        "remat": SpmdSettings.REMAT,
         "idle": SpmdSettings.IDLE,
         "gather": SpmdSettings.GATHER,
     }
@@ -370,7 +370,7 @@ def _traced(
         raise ConfigError(f"layers={layers} is not one of marks, auto.")
     inputs = jax.ShapeDtypeStruct((2, *shapes["inputs"].shape[1:]), shapes["inputs"].dtype)
     wide = jnp.promote_types(dtype, jnp.float32)  # of parameters
-    return stack_of(Pieces(network, num_layers, auto=layers == "auto", inputs=inputs, dtype=wide, compute=dtype))
+    return stack_of(TracedNetwork(network, num_layers, auto=layers == "auto", inputs=inputs, dtype=wide, compute=dtype))
 
 
 def _partition_of(
@@ -448,7 +448,7 @@ def _one_program(
         unroll=execution.unroll,
         dtype=dtype,
     )
-    evaluation = ticks(forward_only(schedule), task_costs(execution.remat), **options.lowering)
+    evaluation = ticks(forward_only(schedule), task_costs(execution.remat), execution.remat)
     gradients, loss = spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
     held = spmd_bytes(model, layout, lowered)
     return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held)
@@ -476,7 +476,7 @@ def _mpmd(
     return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))
 
 
-def dispatch_order(schedule: Schedule, remat: str) -> list[Task]:
+def dispatch_order(schedule: Schedule, remat: Remat) -> list[Task]:
     """Return the tasks by their start on free-running ranks; a task comes after those that it reads from."""
     start_s = simulate(schedule, task_costs(remat)).start_s  # in an order that ranks can run: ties keep it
     return sorted(start_s, key=start_s.__getitem__)

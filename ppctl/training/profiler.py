@@ -138,7 +138,7 @@ def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
     """What a rank runs in a branch of a tick; None where it skips the branch."""
     line = ticks.table[tick][rank]
     for task, column in zip(ticks.cells[tick][rank], ("f", "b"), strict=True):
-        is_run = line[ticks.columns.index(column if ticks.program == "pair" else "kind")]
+        is_run = line[ticks.columns.index(column if ticks.program == "fb" else "kind")]
         if task is not None and SCOPES[task.kind] == scope and is_run:
             return task
     return None

@@ -25,7 +25,7 @@ import numpy as np
 from ppctl.config.files import ROOT
 from ppctl.data import Batch, DataSet
 from ppctl.errors import ConfigError
-from ppctl.executors.stage.traced_network import Pieces, stack_of
+from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack
 
@@ -53,7 +53,9 @@ def custom_stack(
     if isinstance(stack, Network):
         network, inputs = stack, data.read(np.arange(ROWS))["inputs"]
         shape = jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)
-        made = partial(Pieces, network, num_layers, auto=auto, inputs=shape, dtype=dtype, compute=compute or dtype)
+        made = partial(
+            TracedNetwork, network, num_layers, auto=auto, inputs=shape, dtype=dtype, compute=compute or dtype
+        )
         stack = stack_of(_tried(key, "cutting it into layers", made))
     elif auto:
         raise ConfigError(f"{key} returns a Stack, which has its layers: model.layers=auto is for a ppctl.Network.")

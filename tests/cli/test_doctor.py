@@ -14,7 +14,7 @@ import pytest
 from ppctl import config
 from ppctl.cli.commands import doctor
 from ppctl.executors import links
-from ppctl.executors.links import AllReduce, Link
+from ppctl.executors.links import AllReduce, MeasuredLink
 from ppctl.executors.mesh import make_mesh
 
 TINY = config.Config(
@@ -103,8 +103,8 @@ def test_a_package_that_will_not_do_is_the_reason(monkeypatch, asked, text):
 
 
 def test_numbers_that_arrive_changed_are_the_reason(ask, monkeypatch):
-    true = links.exchange
-    monkeypatch.setattr(doctor, "exchange", lambda a, b: replace(true(a, b), is_right=(a.id, b.id) != (0, 2)))
+    true = links.measure_link
+    monkeypatch.setattr(doctor, "measure_link", lambda a, b: replace(true(a, b), is_right=(a.id, b.id) != (0, 2)))
     code, found = ask()
     assert code == 1
     assert bad(found)[0]["text"] == "devices 0 and 2: other numbers arrived than were sent."
@@ -112,7 +112,7 @@ def test_numbers_that_arrive_changed_are_the_reason(ask, monkeypatch):
 
 def test_an_exchange_that_loses_a_message_is_not_right(monkeypatch):
     monkeypatch.setattr(links.jax.lax, "ppermute", lambda x, axis, pairs: x)  # nothing moves
-    assert not links.exchange(*jax.devices()[:2]).is_right
+    assert not links.measure_link(*jax.devices()[:2]).is_right
 
 
 def test_a_link_without_an_answer_ends_the_process_with_a_line():
@@ -127,8 +127,12 @@ def test_a_link_without_an_answer_ends_the_process_with_a_line():
 
 def test_the_costs_of_a_hop_are_those_of_the_worst_neighbours_along_pp():
     mesh = make_mesh(2, 2, 2)  # device ids [dp, pp, fsdp]: rank 0 has 0, 1, 4, 5 and rank 1 has 2, 3, 6, 7
-    near = [Link(0, 2, 1e-6, 4e9, True), Link(1, 3, 3e-6, 3e9, True), Link(4, 6, 2e-6, 2e9, True)]
-    far = [Link(0, 1, 1.0, 1.0, True), Link(2, 6, 1.0, 1.0, True)]
+    near = [
+        MeasuredLink(0, 2, 1e-6, 4e9, True),
+        MeasuredLink(1, 3, 3e-6, 3e9, True),
+        MeasuredLink(4, 6, 2e-6, 2e9, True),
+    ]
+    far = [MeasuredLink(0, 1, 1.0, 1.0, True), MeasuredLink(2, 6, 1.0, 1.0, True)]
     assert doctor.hop_costs([*near, *far], mesh) == {"transfer_s": 3e-6, "transfer_bytes_per_s": 2e9}
     assert doctor.hop_costs(far, mesh) is None
 
@@ -136,14 +140,14 @@ def test_the_costs_of_a_hop_are_those_of_the_worst_neighbours_along_pp():
 def test_of_many_devices_one_of_each_process_is_probed():
     Device = namedtuple("Device", "id process_index")
     devices = [Device(i, i // 4) for i in range(32)]
-    assert [device.id for device in links.probed(devices)] == [0, 4, 8, 12, 16, 20, 24, 28]
-    assert links.probed(devices[:16]) == devices[:16]
-    assert links.probed([Device(i, 0) for i in range(64)]) == [Device(i, 0) for i in range(16)]
-    assert len(links.pairs(devices[:16])) == 16 * 15 // 2
+    assert [device.id for device in links.probe_devices(devices)] == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert links.probe_devices(devices[:16]) == devices[:16]
+    assert links.probe_devices([Device(i, 0) for i in range(64)]) == [Device(i, 0) for i in range(16)]
+    assert len(links.device_pairs(devices[:16])) == 16 * 15 // 2
 
 
 def test_a_sum_over_an_axis_is_right_on_each_of_its_devices():
-    found = links.all_reduce(make_mesh(2, 2, 2), "dp", length=8)
+    found = links.measure_all_reduce(make_mesh(2, 2, 2), "dp", length=8)
     assert found == AllReduce("dp", 2, 32, found.seconds, True)
 
 

@@ -101,7 +101,7 @@ def test_live_buffers_peak_where_the_simulator_says(schedule):
 
         return run
 
-    steps = tuple((watched(op, call), *rest) for op, (call, *rest) in zip(walk.ops, walk.steps, strict=True))
+    steps = tuple((watched(op, call), *rest) for op, (call, *rest) in zip(walk.entries, walk.steps, strict=True))
     engine.walks["step"] = replace(walk, steps=steps)
     jax.block_until_ready(engine.step(engine.new_state(), engine.put(batch)))
     schedule = case.program()

@@ -14,7 +14,7 @@ from ppctl import Network, stage_boundary
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.flops import relative_costs
-from ppctl.executors.stage.traced_network import Pieces, stack_of
+from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.stack import init
 from ppctl.training.optim import decays
 
@@ -27,7 +27,7 @@ def made(name, auto=False):
     make, *num_layers = NETWORKS[name]
     network, batch = make(marked=not auto), rows_of(name, ROWS)
     inputs = jax.ShapeDtypeStruct(batch["inputs"].shape, batch["inputs"].dtype)
-    pieces = Pieces(network, num_layers[auto], auto=auto, inputs=inputs, dtype="float64", compute="float64")
+    pieces = TracedNetwork(network, num_layers[auto], auto=auto, inputs=inputs, dtype="float64", compute="float64")
     stack = stack_of(pieces)
 
     def mean_loss(params):
@@ -135,13 +135,13 @@ UNCUTTABLE = {
         {},
         r"int64\[2, 4\] crosses the boundary before layer 1, and what passes between layers is floating",
     ),
-    "batch mean": (batch_mean, {}, r"float64\[4\] of 2 rows crosses the boundary before layer 1 and does not grow"),
+    "batch mean": (batch_mean, {}, r"float64\[4\] of 2 examples crosses the boundary before layer 1 and does not grow"),
     "inside a loop": (
         lambda p, x: jax.lax.fori_loop(0, 3, lambda i, x: stage_boundary(x @ p["w0"]), x),
         {},
         "a stage_boundary stands inside of (while|scan), which is one operation",
     ),
-    "other rows": (other_rows, {}, "apply runs other operations on 3 rows than on 2"),
+    "other rows": (other_rows, {}, "apply runs other operations on 3 examples than on 2"),
     "too many": (
         lambda p, x: x @ p["w0"] @ p["w1"],
         {"num_layers": 3, "auto": True},
@@ -151,7 +151,7 @@ UNCUTTABLE = {
     "nothing of the inputs": (
         lambda p, x: stage_boundary(jnp.sin(x @ p["w0"])).sum() * 0 + p["w1"],
         {},
-        r"does not grow|float64\[\] of 2 rows",
+        r"does not grow|float64\[\] of 2 examples",
     ),
 }
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_cut_is_refused(case):
     asked = {"num_layers": 2, "auto": False, "dtype": jnp.float64, **changes}
     inputs = jax.ShapeDtypeStruct((8, 4), jnp.float64)
     with pytest.raises(ConfigError, match=said):
-        Pieces(
+        TracedNetwork(
             network_of(apply, dtype=asked["dtype"]),
             asked["num_layers"],
             auto=asked["auto"],
@@ -180,14 +180,14 @@ def test_a_narrow_compute_dtype_keeps_what_is_computed_in_a_wider_one():
     inputs = jax.ShapeDtypeStruct((8, 4), jnp.float32)
     settings = {"auto": False, "inputs": inputs, "dtype": "float32"}
     network = network_of(apply, dtype=jnp.float32)
-    assert Pieces(network, 2, **settings, compute="bfloat16").x == (4, jnp.float32)
-    assert Pieces(network, 2, **settings, compute="float32").x == (4, jnp.float32)
+    assert TracedNetwork(network, 2, **settings, compute="bfloat16").x == (4, jnp.float32)
+    assert TracedNetwork(network, 2, **settings, compute="float32").x == (4, jnp.float32)
 
 
 def test_decay_is_for_matrices():
     network = network_of(lambda p, x: stage_boundary(x @ p["w0"] + p["w1"]) @ p["w2"], ((4, 4), (4,), (4, 2)))
     inputs = jax.ShapeDtypeStruct((8, 4), jnp.float64)
-    pieces = Pieces(network, 2, auto=False, inputs=inputs, dtype="float64", compute="float64")
+    pieces = TracedNetwork(network, 2, auto=False, inputs=inputs, dtype="float64", compute="float64")
     parts = stack_of(pieces).initial(jax.random.key(0))
     assert decays(parts) == {"ends": {}, "layers": {pieces.tag: {"kernel": True, "bias": False}}}
     assert {name: leaf.sum(axis=1).tolist() for name, leaf in parts["layers"][pieces.tag].items()} == {

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ppctl import cli
 from ppctl.cli.compose import compose
-from ppctl.executors.placement import placement, show
+from ppctl.executors.placement import placement, print_placement
 from ppctl.training.job import assemble
 
 TINY = (
@@ -109,7 +109,7 @@ def test_layers_and_parameters_that_lie_alike_share_a_row():
     of_layers = [row for row in found.rows if row.layers]
     assert {row.layers for row in of_layers} == {tuple(range(32)), tuple(range(32, 64))}
     text = StringIO()
-    show(Console(file=text, width=80), found)
+    print_placement(Console(file=text, width=80), found)
     assert "32-63" in text.getvalue()
     assert len(text.getvalue().splitlines()) < 30
 

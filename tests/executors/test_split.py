@@ -10,7 +10,7 @@ from support.cases import COMPILE_FAST, MODELS, make_params, make_stack
 
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.flops import matmul_flops
-from ppctl.executors.stage.stage import Rows, Stage
+from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.transformer import transformer
 
 WIDTH = 16
@@ -123,7 +123,7 @@ class Halves:
             self.w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *self.w)
         x, gy = (jnp.asarray(a, dtype) for a in np.random.default_rng(1).standard_normal((2, *shape)))
         self.stage = stage = Stage(layer, remat, w0, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        rows = None if count is None else Rows(jnp.int32(count))
+        rows = None if count is None else LayerSlots(jnp.int32(count))
         cotangent = lambda gy: lambda y: (gy, y)  # noqa: E731
         self.stash = jax.jit(lambda w: stage.forward(w, rows, x)[1])(self.w)
         self.whole = self.compile(lambda w, stash, gy: stage.backward(w, rows, stash, cotangent(gy)), self.stash, gy)

@@ -183,7 +183,7 @@ def test_masked_ticks_have_the_flops_of_the_program(family, remat):
     layer = PieceTimes(forward, of(work.layer.input_grad) + forward * keeps, of(work.layer.weight_grad))
     op_times = OpTimes(PieceTimes(0, 0, 0), layer, PieceTimes(0, of(work.head.input_grad), 0), 0.0, 0.0, 0.0)
     costs = stage_costs(op_times, (2,) * 4, keeps_input=keeps)
-    table = ticks(case.program(), Costs(), **case.options.lowering)
+    table = ticks(case.program(), Costs(), case.options.remat)
     time = step_time(op_times, case.program(), table, costs, copies=1, masked=True)
     # the head stands in a branch of every tick that has its kind, and is counted there
     number = sum(len(which) for which, *has in table.segments(apart=True) if has[keeps])

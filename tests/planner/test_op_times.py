@@ -34,7 +34,7 @@ def some(family, *, p=4, m=8, seed=0, **changes):
 
 
 def lowered(schedule, costs, keeps_input):
-    return ticks(schedule, costs, keep_input=keeps_input, head_in_forward=not keeps_input)
+    return ticks(schedule, costs, "full" if keeps_input else "none")
 
 
 def tasks_s(schedule, costs):
@@ -201,7 +201,7 @@ def test_segments_hold_all_ticks_and_no_task_outside(family, keeps_input):
         table = ticks(
             schedule,
             stage_costs(random_prices(random.Random(0)), (1,) * schedule.num_stages, keeps_input=False),
-            keep_input=keeps_input,
+            "full" if keeps_input else "none",
         )
         column = {name: i for i, name in enumerate(table.columns)}
         ((everything, *_),) = table.segments(apart=False)

@@ -10,10 +10,10 @@ from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.config import Config
 from ppctl.errors import ConfigError
-from ppctl.executors.known_hardware import known
 from ppctl.planner import measure, predict
 from ppctl.planner.step_time import cache_dir, priced
 from ppctl.training.job import assemble
+from ppctl.training.known_hardware import known
 from ppctl.training.prediction import StepPrediction
 
 WORDS = (
@@ -75,7 +75,7 @@ def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_com
 
 
 def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypatch):
-    monkeypatch.setattr("ppctl.executors.known_hardware.of_device", lambda device_kind: None)
+    monkeypatch.setattr("ppctl.training.known_hardware.of_device", lambda device_kind: None)
     out, records = train()
     assert len(records) == 3
     assert all("predicted_step_time_s" not in record for record in records)  # as all that is not known

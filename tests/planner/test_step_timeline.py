@@ -24,7 +24,7 @@ def some(family, capacity, *, hop_s=0.0, keeps_input=False, lockstep=True):
     schedule = build(family, 4, 8)
     sizes = [choose.randint(1, 3) for _ in range(schedule.num_stages)]
     costs = stage_costs(op_times, sizes, keeps_input=keeps_input)
-    table = ticks(schedule, costs, keep_input=keeps_input, head_in_forward=not keeps_input) if lockstep else None
+    table = ticks(schedule, costs, "full" if keeps_input else "none") if lockstep else None
     return op_times, schedule, table, costs, 2
 
 
@@ -90,7 +90,7 @@ def test_ranks_that_share_a_core_in_a_tick_by_hand():
     op_times = OpTimes(free, one, free, task_s=0.0, hop_s=0.0, overhead_s=0.0, capacity=1.0)
     schedule = build("gpipe", 2, 2)
     costs = stage_costs(op_times, (3, 1), keeps_input=False)
-    timeline = step_timeline(op_times, schedule, ticks(schedule, costs, keep_input=False), costs, 1)
+    timeline = step_timeline(op_times, schedule, ticks(schedule, costs, "none"), costs, 1)
     # tick 0: 0F0 alone. Tick 1: 0F1 (3 s) beside 1F0 (1 s), which has half the core until it is done
     span = lambda *task: (timeline.start_s[Task(*task)], timeline.end_s[Task(*task)])  # noqa: E731
     assert span(0, "F", 0) == (0, 3)

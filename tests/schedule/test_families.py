@@ -162,7 +162,7 @@ def test_executor_spmd_runs_every_family_and_pairs_those_with_looped_placement_a
         lowered = ticks(schedule, UNIT)
         assert lowered.makespan_s(UNIT) >= simulate(schedule, UNIT).makespan_s - 1e-9
         if p > 1:  # a V of one rank is a loop too
-            assert (lowered.program == "pair") == (family in LOOPED_WHOLE)
+            assert (lowered.program == "fb") == (family in LOOPED_WHOLE)
 
 
 @families

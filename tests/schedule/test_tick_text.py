@@ -8,15 +8,15 @@ from ppctl.schedule import build
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import ON_RING
 from ppctl.schedule.ir import Task
-from ppctl.schedule.tick_text import ran, tick_text
-from ppctl.schedule.ticks import forward_only, keeping, ticks
+from ppctl.schedule.tick_text import tick_tasks, tick_text
+from ppctl.schedule.ticks import forward_only, ticks
 
 SIZES = ((4, 8), (2, 4), (1, 2))
 cases = pytest.mark.parametrize("remat", ["full", "none"])
 
 
 def lowered(name, sizes, remat):
-    return ticks(build(name, *sizes), task_costs(remat), **keeping(remat))
+    return ticks(build(name, *sizes), task_costs(remat), remat)
 
 
 def goes_to(schedule, task):
@@ -30,7 +30,7 @@ def goes_to(schedule, task):
 @pytest.mark.parametrize("name", ON_RING)
 def test_every_task_is_there_in_order_and_sends_to_the_rank_that_reads_it(name, sizes, remat):
     table = lowered(name, sizes, remat)
-    schedule, rows = table.schedule, ran(table)
+    schedule, rows = table.schedule, tick_tasks(table)
     last = schedule.num_stages - 1
     for rank, tasks in enumerate(schedule.ranks):
         mine = [one for row in rows for one in row[rank]]
@@ -38,7 +38,7 @@ def test_every_task_is_there_in_order_and_sends_to_the_rank_that_reads_it(name, 
         for task, is_run, to in mine:
             is_last_forward = task.kind == "F" and task.stage == last
             assert is_run == (not is_last_forward or remat != "full")
-            if is_last_forward and is_run and table.program == "single":
+            if is_last_forward and is_run and table.program == "op":
                 assert to == rank  # the gradient of its output, for its own backward
             else:
                 assert to == goes_to(schedule, task), task
@@ -59,7 +59,7 @@ def test_the_text_can_be_read_back(name):
 
 
 def test_forwards_alone_have_a_table_too():
-    table = ticks(forward_only(build("1f1b", 2, 2)), task_costs("none"), **keeping("none"))
+    table = ticks(forward_only(build("1f1b", 2, 2)), task_costs("none"), "none")
     assert tick_text(table).splitlines()[:4] == [
         "tick  rank 0  rank 1",
         "   0  0F0>1",

@@ -7,16 +7,13 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule import Schedule, Task, Value, build, reads, validate, writes
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.lockstep import counted, counted_s, pack
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import simulate
-from ppctl.schedule.ticks import PAIR_COLUMNS, forward_only, ticks
+from ppctl.schedule.ticks import FB_COLUMNS, forward_only, ticks
 
 COSTS = Costs()  # F=1, B=2
 SIZES = grid(rounds=(1, 2))
-LOWERINGS = [  # what the executors ask for: remat=full, and the others
-    {"keep_input": True, "head_in_forward": False},
-    {"keep_input": False, "head_in_forward": True},
-]
-lowerings = pytest.mark.parametrize("lowering", LOWERINGS, ids=["keep_input", "stash"])
+remats = pytest.mark.parametrize("remat", [Remat.FULL, Remat.NONE])  # layer is lowered as none is
 FORWARD_BACKWARD = Costs(1, 0.5, 0.5)  # F=B: no reason to pair them
 
 
@@ -45,7 +42,7 @@ def check_cells(schedule, cells):
     assert any(task is not None for cell in cells[-1] for task in cell)
 
 
-@pytest.mark.parametrize("shape", ["one", "pair"])
+@pytest.mark.parametrize("shape", ["op", "fb"])
 @pytest.mark.parametrize("sizes", by_ranks(SIZES))
 def test_ticks_run_every_task_once_in_program_order_after_what_it_reads(sizes, shape):
     for size in sizes:
@@ -53,7 +50,7 @@ def test_ticks_run_every_task_once_in_program_order_after_what_it_reads(sizes, s
         for program in (schedule, forward_only(schedule)):
             cells = pack(program, shape)
             check_cells(program, cells)
-            if shape == "one":
+            if shape == "op":
                 assert all(None in cell for row in cells for cell in row)
 
 
@@ -62,7 +59,7 @@ def test_the_cheaper_shape_is_taken(sizes):
     for size in sizes:
         schedule = make(*size)
         for costs in (COSTS, FORWARD_BACKWARD, Costs(1, 1, 1, 5)):
-            rows = [counted(pack(schedule, shape)) for shape in ("one", "pair")]
+            rows = [counted(pack(schedule, shape)) for shape in ("op", "fb")]
             cheapest = min(counted_s(each, costs, schedule.num_chunks) for each in rows)
             lowered = ticks(schedule, costs)
             assert lowered.makespan_s(costs) == pytest.approx(cheapest, rel=1e-12)  # summed in another order
@@ -133,7 +130,7 @@ class Machine:
 
     def run(self):
         for row in self.lowered.table:
-            cells = [dict(zip(PAIR_COLUMNS, columns, strict=True)) for columns in row]
+            cells = [dict(zip(FB_COLUMNS, columns, strict=True)) for columns in row]
             sent = {"act": [None] * self.num_ranks, "grad": [None] * self.num_ranks}
             for rank, at in enumerate(cells):
                 if at["f"]:
@@ -160,29 +157,29 @@ def check_table(lowered, keep_input):
     assert machine.most_live == lowered.num_slots
 
 
-@lowerings
+@remats
 @pytest.mark.parametrize("sizes", by_ranks(SIZES))
-def test_the_table_brings_every_value_where_it_is_read_and_no_slot_holds_two(sizes, lowering):
+def test_the_table_brings_every_value_where_it_is_read_and_no_slot_holds_two(sizes, remat):
     for size in sizes:
         schedule = make(*size)
         for costs in (COSTS, FORWARD_BACKWARD):
-            check_table(ticks(schedule, costs, **lowering), lowering["keep_input"])
+            check_table(ticks(schedule, costs, remat), remat.keeps_input_only)
 
 
-@lowerings
+@remats
 @pytest.mark.parametrize("sizes", by_ranks(SIZES))
-def test_forwards_alone_keep_nothing(sizes, lowering):
+def test_forwards_alone_keep_nothing(sizes, remat):
     for size in sizes:
         schedule = make(*size)
-        lowered = ticks(forward_only(schedule), COSTS, **lowering)
+        lowered = ticks(forward_only(schedule), COSTS, remat)
         assert not lowered.has_backward
         assert lowered.num_slots["stash"] == lowered.num_slots["grad"] == 0
         names = dict(
-            zip(PAIR_COLUMNS, zip(*(columns for row in lowered.table for columns in row), strict=True), strict=True)
+            zip(FB_COLUMNS, zip(*(columns for row in lowered.table for columns in row), strict=True), strict=True)
         )
-        assert not any(any(names[name]) for name in PAIR_COLUMNS if name.startswith(("b", "grad")))
+        assert not any(any(names[name]) for name in FB_COLUMNS if name.startswith(("b", "grad")))
         assert sum(names["f"]) == schedule.num_stages * schedule.num_microbatches  # the last stage's forward runs too
-        check_table(lowered, lowering["keep_input"])
+        check_table(lowered, remat.keeps_input_only)
 
 
 def test_forwards_alone_keep_their_order():
@@ -196,20 +193,20 @@ def test_forwards_alone_keep_their_order():
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
-@lowerings
+@remats
 @pytest.mark.parametrize(("family", "V"), [("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 1), ("interleaved", 2)])
-def test_slots_do_not_depend_on_the_number_of_microbatches(family, V, lowering):
+def test_slots_do_not_depend_on_the_number_of_microbatches(family, V, remat):
     def counts(m):
-        return ticks(make(family, 4, m, V), COSTS, **lowering).num_slots
+        return ticks(make(family, 4, m, V), COSTS, remat).num_slots
 
     assert counts(16) == counts(64) == counts(256)
     assert sum(counts(16).values()) < 32
 
 
-@lowerings
-def test_slots_of_gpipe_grow_with_the_number_of_microbatches(lowering):
+@remats
+def test_slots_of_gpipe_grow_with_the_number_of_microbatches(remat):
     for m in (16, 64):
-        lowered = ticks(build("gpipe", 4, m), COSTS, **lowering)
+        lowered = ticks(build("gpipe", 4, m), COSTS, remat)
         assert max(lowered.num_slots.values()) == m
 
 

@@ -104,7 +104,7 @@ def staged_step(case, stack=None, *, with_grads=True):
     """(loss, gradients) of staged parameters and a batch, by the spmd executor."""
     stack = stack or make_stack(case.model, case.num_layers)
     program = case.program() if with_grads else forward_only(case.program())
-    return spmd(stack, case.layout(), ticks(program, Costs(), **case.options.lowering), case.options)
+    return spmd(stack, case.layout(), ticks(program, Costs(), case.options.remat), case.options)
 
 
 def run_spmd(case, stack, params, batch):

@@ -75,7 +75,7 @@ def test_five_clipped_steps_of_a_pipeline_equal_five_of_the_reference_with_optax
     optimizer = optim.adamw(LR_SCHEDULE, **SETTINGS)
     state = layout.to_staged(init_state(params, optimizer))
     state = jax.device_put(state, layout.shardings(layout.staged_specs(state)))
-    step = spmd(stack, layout, ticks(schedule, Costs(), **options.lowering), options)
+    step = spmd(stack, layout, ticks(schedule, Costs(), options.remat), options)
     found, metrics = trained(step, optimizer, state, data)
 
     for ours, theirs in zip(metrics, expected_metrics, strict=True):
@@ -214,7 +214,7 @@ def test_sgd_over_a_pipeline_is_its_formula_over_the_whole_model():
     optimizer = optim.sgd(LR_SCHEDULE, momentum=momentum, clip_norm=CLIP_NORM)
     state = layout.to_staged(init_state(params, optimizer))
     state = jax.device_put(state, layout.shardings(layout.staged_specs(state)))
-    step = spmd(stack, layout, ticks(schedule, Costs(), **options.lowering), options)
+    step = spmd(stack, layout, ticks(schedule, Costs(), options.remat), options)
     found, _ = trained(step, optimizer, state, data)
     natural = layout.to_natural(jax.tree.map(np.asarray, found))
     for ours, theirs in zip(*map(jax.tree.leaves, (natural, expected)), strict=True):

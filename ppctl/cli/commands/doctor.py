@@ -31,7 +31,7 @@ from rich.console import Console
 
 from ppctl.config import Config
 from ppctl.errors import PpctlError
-from ppctl.executors.links import AllReduce, Link, all_reduce, exchange, pairs, probed
+from ppctl.executors.links import AllReduce, MeasuredLink, device_pairs, measure_all_reduce, measure_link, probe_devices
 from ppctl.launch import distributed
 from ppctl.reports.terminal import show_json, show_table
 from ppctl.training.job import DEFAULT_DTYPE, assemble
@@ -195,19 +195,19 @@ def _together() -> list[Finding]:
 # links
 
 
-def _measured(mesh: Mesh) -> tuple[list[Link], list[AllReduce]]:
+def _measured(mesh: Mesh) -> tuple[list[MeasuredLink], list[AllReduce]]:
     """The links between the devices of a mesh, and a sum over each of its axes; the same on every process."""
     own = jax.process_index()
     links = []
-    for a, b in pairs(probed(list(mesh.devices.flat))):
+    for a, b in device_pairs(probe_devices(list(mesh.devices.flat))):
         if own in (a.process_index, b.process_index):
             with _answering(f"exchange of device {a.id} (process {a.process_index}) and {b.id} ({b.process_index})"):
-                links.append(exchange(a, b))
-    gathered = [Link(**each) for text in distributed.gather(_json(links)) for each in json.loads(text)]
-    worst: dict[tuple[int, int], Link] = {}
+                links.append(measure_link(a, b))
+    gathered = [MeasuredLink(**each) for text in distributed.gather(_json(links)) for each in json.loads(text)]
+    worst: dict[tuple[int, int], MeasuredLink] = {}
     for link in gathered:  # both ends of a link between processes measured it
         known = worst.get((link.first, link.second), link)
-        worst[link.first, link.second] = Link(
+        worst[link.first, link.second] = MeasuredLink(
             link.first,
             link.second,
             max(link.latency_s, known.latency_s),
@@ -218,11 +218,11 @@ def _measured(mesh: Mesh) -> tuple[list[Link], list[AllReduce]]:
     for axis, size in mesh.shape.items():
         if size > 1:
             with _answering(f"sum over {axis}"):
-                sums.append(all_reduce(mesh, str(axis)))
+                sums.append(measure_all_reduce(mesh, str(axis)))
     return [worst[key] for key in sorted(worst)], sums
 
 
-def _of_links(links: Sequence[Link], sums: Sequence[AllReduce]) -> list[Finding]:
+def _of_links(links: Sequence[MeasuredLink], sums: Sequence[AllReduce]) -> list[Finding]:
     wrong = [f"devices {link.first} and {link.second}" for link in links if not link.is_right]
     wrong += [f"a sum over {each.axis}" for each in sums if not each.is_right]
     if wrong:
@@ -243,7 +243,7 @@ def _of_links(links: Sequence[Link], sums: Sequence[AllReduce]) -> list[Finding]
     return findings
 
 
-def hop_costs(links: Sequence[Link], mesh: Mesh) -> dict[str, float] | None:
+def hop_costs(links: Sequence[MeasuredLink], mesh: Mesh) -> dict[str, float] | None:
     """`transfer_s` and `transfer_bytes_per_s` of `schedule.costs.Costs`: the worst measured link between neighbours
     along pp; None where none was measured."""
     by_pair = {frozenset((link.first, link.second)): link for link in links}
@@ -283,7 +283,7 @@ def _answering(what: str) -> Iterator[None]:
 # what is shown
 
 
-def _show(findings: Sequence[Finding], links: Sequence[Link], mesh: Mesh | None) -> None:
+def _show(findings: Sequence[Finding], links: Sequence[MeasuredLink], mesh: Mesh | None) -> None:
     console = Console()
     say: Callable[[str], None] = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     for finding in findings:

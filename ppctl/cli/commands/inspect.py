@@ -21,7 +21,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.listing import listing
 from ppctl.executors.placement import runs_text
 from ppctl.reports.terminal import show_json, show_table, size_text, write_files
-from ppctl.schedule.tick_text import ran, tick_text
+from ppctl.schedule.tick_text import tick_tasks, tick_text
 from ppctl.training.engines.programs import FORMS, StepProgram, StepPrograms, compile_all
 from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble
 
@@ -91,7 +91,7 @@ def _ticks(job: TrainingJob) -> dict[str, Any]:
     assert ticks is not None, "executor=spmd has them"
     rows = [
         [[{"task": str(one.task), "is_run": one.is_run, "to": one.to} for one in cell] for cell in row]
-        for row in ran(ticks)
+        for row in tick_tasks(ticks)
     ]
     return {"ticks": rows, "num_slots": ticks.num_slots}
 
@@ -162,9 +162,9 @@ def program_text(job: TrainingJob, found: StepPrograms) -> str:
     if ticks is None:
         return f"what the host dispatches in a step\n{listing(found.dispatch, schedule.stages_of)}"
     slots = ", ".join(f"{number} of {kind}" for kind, number in ticks.num_slots.items() if number)
-    which = "an F, then a B, and a hop each way" if ticks.program == "pair" else "one task of any kind"
+    which = "an F, then a B, and a hop each way" if ticks.program == "fb" else "one task of any kind"
     head = f"one scan over {ticks.num_ticks} ticks, each {which}; slots of a rank: {slots or 'none'}"
-    if ticks.program == "pair" and job.config.executor.idle == "compute":
+    if ticks.program == "fb" and job.config.executor.idle == "compute":
         scans = [f"{rows.start}-{rows.stop - 1}" for rows, _, _ in ticks.segments(apart=True)]
         head = head.replace("one scan", f"{len(scans)} scans (ticks {', '.join(scans)})")
     return f"{head}\n{tick_text(ticks)}"

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 from ppctl.config import Config
 from ppctl.errors import ConfigError
-from ppctl.executors.mpmd.plan import Op
+from ppctl.executors.mpmd.plan import PlanEntry
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.remat import Remat
 
 
-def _kind(op: Op) -> str:
+def _kind(op: PlanEntry) -> str:
     """What inspect.task calls a program."""
     assert op.program is not None, "a move has no program"
     return op.program.kind if op.task is None else op.task.kind
 
 
-def chosen(config: Config, schedule: Schedule, ops: Sequence[Op]) -> set[Op] | None:
+def chosen(config: Config, schedule: Schedule, ops: Sequence[PlanEntry]) -> set[PlanEntry] | None:
     """The entries that run what inspect.stage and inspect.task ask for; None: all. ConfigError where there is none."""
     asked = config.inspect
     if asked.stage is None and asked.task is None:
@@ -34,7 +35,7 @@ def chosen(config: Config, schedule: Schedule, ops: Sequence[Op]) -> set[Op] | N
     if not found:
         where = "" if asked.stage is None else f" of stage {asked.stage} and its rank"
         last = schedule.num_stages - 1
-        left = asked.task == "F" and config.executor.remat == "full" and asked.stage == last
+        left = asked.task == "F" and Remat.of(config.executor.remat).keeps_input_only and asked.stage == last
         why = " With executor.remat=full the last stage's forward is left to its backward." if left else ""
         kinds = ", ".join(dict.fromkeys(map(_kind, run)))
         raise ConfigError(f"inspect.task={asked.task} is no program{where}.{why} Use one of {kinds}.")

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.layout import Layout
 from ppctl.executors.mesh import DATA_AXES
-from ppctl.executors.mpmd.transfers import from_holder, held, is_mine, made, zeros
+from ppctl.executors.mpmd.transfers import from_holder, from_shards, is_mine, local_shards, local_zeros
 
 Tree = Any
 
@@ -80,10 +80,10 @@ class Division:
         spec = self.spec(path, a.shape)
         if what == "ends":
             a = jax.block_until_ready(jax.device_put(a, NamedSharding(self.mesh, spec)))
-        there = held(a)
+        there = local_shards(a)
         shape = (a.shape[0], 1, *a.shape[2:]) if what == "layers" else a.shape
         return [
-            made(shape, NamedSharding(submesh, spec), there) if rank in holders and is_mine(submesh) else None
+            from_shards(shape, NamedSharding(submesh, spec), there) if rank in holders and is_mine(submesh) else None
             for rank, submesh in enumerate(self.submeshes)
         ]
 
@@ -94,12 +94,14 @@ class Division:
 
         def one(i: int, path: tuple, a: jax.ShapeDtypeStruct) -> jax.Array:
             what, holders = self._place(path)
-            there = {device: part for rank in leaves if rank[i] is not None for device, part in held(rank[i]).items()}
+            there = {
+                device: part for rank in leaves if rank[i] is not None for device, part in local_shards(rank[i]).items()
+            }
             if what != "ends":
-                return made(a.shape, a.sharding, there)
+                return from_shards(a.shape, a.sharding, there)
             spec = self.spec(path, a.shape)
             part = NamedSharding(self.mesh, spec).shard_shape(a.shape)
-            there = zeros(self.mesh, part, a.dtype) | there
+            there = local_zeros(self.mesh, part, a.dtype) | there
             return jax.block_until_ready(from_holder(self.mesh, "pp", holders[0], there, spec, a.sharding))
 
         flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ppctl.executors.mpmd.plan import Key, Op
+from ppctl.executors.mpmd.plan import Key, PlanEntry
 from ppctl.schedule.text import task_name
 
 
-class Entry(NamedTuple):
+class ListedEntry(NamedTuple):
     """One entry of a plan, its values by name: x(1,0) is the input of stage 1 for microbatch 0."""
 
     number: int  # its place in the order of dispatch, over all ranks
@@ -21,13 +21,15 @@ class Entry(NamedTuple):
     deletes: tuple[str, ...]  # what nothing reads afterwards
 
 
-def entries(plan: Iterable[tuple[Op, Sequence[Key]]]) -> list[Entry]:
+def listed_entries(plan: Iterable[tuple[PlanEntry, Sequence[Key]]]) -> list[ListedEntry]:
     """The entries of a plan, each with the values that are freed after it."""
     found = []
-    for number, (op, freed) in enumerate(plan):
-        what = "transfer" if op.program is None else op.program.kind if op.task is None else task_name(op.task)
-        reads, writes, deletes = (tuple(map(value_text, keys)) for keys in (op.reads, op.writes, freed))
-        found.append(Entry(number, what, op.rank, op.sender, reads, writes, deletes))
+    for number, (entry, freed) in enumerate(plan):
+        what = (
+            "transfer" if entry.program is None else entry.program.kind if entry.task is None else task_name(entry.task)
+        )
+        reads, writes, deletes = (tuple(map(value_text, keys)) for keys in (entry.reads, entry.writes, freed))
+        found.append(ListedEntry(number, what, entry.rank, entry.sender, reads, writes, deletes))
     return found
 
 
@@ -41,7 +43,7 @@ def value_text(key: Key) -> str:
     return f"{name}({','.join(map(str, numbers))})" if numbers else name
 
 
-def listing(found: Sequence[Entry], stages_of: Sequence[Sequence[int]]) -> str:
+def listing(found: Sequence[ListedEntry], stages_of: Sequence[Sequence[int]]) -> str:
     """For each rank a heading and a line for each entry that it takes part in; a transfer stands at both ends."""
     width = len(str(found[-1].number)) if found else 1
     lines = []
@@ -55,7 +57,7 @@ def listing(found: Sequence[Entry], stages_of: Sequence[Sequence[int]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(entry: Entry, rank: int) -> str:
+def _line(entry: ListedEntry, rank: int) -> str:
     deletes = f"; delete {' '.join(entry.deletes)}" if entry.deletes else ""
     if entry.sender is None:
         return f"{entry.what:12} {' '.join(entry.reads)} -> {' '.join(entry.writes)}{deletes}"

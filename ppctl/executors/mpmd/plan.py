@@ -22,7 +22,7 @@ TASKS = ("E", "F", "B", "I", "W")  # the programs of tasks; others run once a st
 Key = tuple  # (name, numbers that tell values of this name apart)
 
 
-class Program(NamedTuple):
+class ProgramId(NamedTuple):
     """What is traced and lowered once: equal programs are one. Kind E is a forward that keeps nothing."""
 
     kind: str
@@ -31,10 +31,10 @@ class Program(NamedTuple):
     shape: Any  # whatever else tells programs of a kind apart, hashable
 
 
-class Op(NamedTuple):
+class PlanEntry(NamedTuple):
     """One entry of a plan: a program on a rank, or a move to it (program is None) of the one value read."""
 
-    program: Program | None
+    program: ProgramId | None
     rank: int
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
@@ -47,9 +47,9 @@ class Op(NamedTuple):
         return (self.rank,) if self.sender is None else (self.sender, self.rank)
 
 
-def move(sender: int, key: Key, rank: int, there: Key, task: Task | None = None) -> Op:
+def transfer_entry(sender: int, key: Key, rank: int, there: Key, task: Task | None = None) -> PlanEntry:
     """The entry by which the value `key` of a rank becomes `there` on another."""
-    return Op(None, rank, (key,), (there,), task, sender)
+    return PlanEntry(None, rank, (key,), (there,), task, sender)
 
 
 class Role(NamedTuple):
@@ -69,7 +69,7 @@ def roles(partition: Partition, *, are_alike: bool) -> tuple[Role, ...]:
     )
 
 
-def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
+def task_program(kind: str, role: Role, keeps_input: bool) -> ProgramId | None:
     """The program of a task, or None where there is nothing to run.
 
     keeps_input (remat=full): the stash is the stage's input, and the backward runs the stage again; so the last stage's
@@ -103,10 +103,12 @@ def task_program(kind: str, role: Role, keeps_input: bool) -> Program | None:
         writes += ("acc",) if kind == "B" else ("pending",)
         writes += ("acc_in",) if role.is_first else ("gx",)
         writes += ("losses", "acc_out") if keeps_input and role.is_last else ()
-    return Program(kind, tuple(dict.fromkeys(reads)), writes, role)
+    return ProgramId(kind, tuple(dict.fromkeys(reads)), writes, role)
 
 
-def task_ops(schedule: Schedule, order: Iterable[Task], role: Sequence[Role], *, keeps_input: bool) -> list[Op]:
+def task_entries(
+    schedule: Schedule, order: Iterable[Task], role: Sequence[Role], *, keeps_input: bool
+) -> list[PlanEntry]:
     """The tasks of `schedule` in `order`, and the moves of what one rank writes and another reads; role: of each stage.
 
     A move comes before its sender's next task or its reader, whichever is first. `order` has tasks by their start, so
@@ -115,8 +117,8 @@ def task_ops(schedule: Schedule, order: Iterable[Task], role: Sequence[Role], *,
     """
     rank_of = schedule.rank_of
     has_backward = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
-    ops: list[Op] = []
-    pending: list[Op] = []  # moves that are not in `ops` yet
+    entries: list[PlanEntry] = []
+    pending: list[PlanEntry] = []  # moves that are not in `ops` yet
     for task in order:
         s, kind, m = task
         program = task_program(kind if has_backward else "E", role[s], keeps_input)
@@ -141,24 +143,24 @@ def task_ops(schedule: Schedule, order: Iterable[Task], role: Sequence[Role], *,
         writes = tuple(here.get(name, key(name)) for name in program.writes)
         due = [each for each in pending if each.sender == rank or each.writes[0] in reads]
         pending = [each for each in pending if each not in due]
-        ops += [*due, Op(program, rank, reads, writes, task)]
+        entries += [*due, PlanEntry(program, rank, reads, writes, task)]
         for name, (reader, there) in moves.items():
             if reader != rank and name in program.writes:
-                pending.append(move(rank, key(name), reader, there, task))
-    return ops + pending
+                pending.append(transfer_entry(rank, key(name), reader, there, task))
+    return entries + pending
 
 
-def last_uses(ops: Sequence[Op], keep: Collection[Key]) -> list[tuple[Key, ...]]:
+def last_uses(entries: Sequence[PlanEntry], keep: Collection[Key]) -> list[tuple[Key, ...]]:
     """For each entry the values that nothing reads after it, `keep` excepted: they are freed there.
 
-    >>> copy = Program("copy", ("a",), ("b",), None)
-    >>> last_uses([Op(copy, 0, (("a",),), (("b",),)), Op(copy, 0, (("b",),), (("c",),))], keep={("c",)})
+    >>> copy = ProgramId("copy", ("a",), ("b",), None)
+    >>> last_uses([PlanEntry(copy, 0, (("a",),), (("b",),)), PlanEntry(copy, 0, (("b",),), (("c",),))], keep={("c",)})
     [(('a',),), (('b',),)]
     """
     live = set(keep)
     found: list[tuple[Key, ...]] = []
-    for op in reversed(ops):
-        touched = dict.fromkeys(op.reads + op.writes)
+    for entry in reversed(entries):
+        touched = dict.fromkeys(entry.reads + entry.writes)
         found.append(tuple(key for key in touched if key not in live))
-        live = (live - set(op.writes)) | set(op.reads)
+        live = (live - set(entry.writes)) | set(entry.reads)
     return found[::-1]

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_preset import Effort
-from ppctl.executors.layout import Layout, gather, scatter
+from ppctl.executors.compiler_preset import CompilerPreset
+from ppctl.executors.layout import Layout, gather_shards, scatter_sums
 from ppctl.executors.mesh import DATA_AXES
-from ppctl.executors.mpmd.plan import TASKS, Key, Op, Program, Role, move
-from ppctl.executors.mpmd.tasks import Model, is_none, run_task, unlead
+from ppctl.executors.mpmd.plan import TASKS, Key, PlanEntry, ProgramId, Role, transfer_entry
+from ppctl.executors.mpmd.tasks import Model, drop_device_dim, is_none, run_task
 
 Tree = Any
 
@@ -28,7 +28,7 @@ class RankRole:
     """What a rank holds: the roles of its stages, and how its part of a tied leaf of the ends is summed."""
 
     stages: tuple[Role, ...]
-    num_rows: int  # of a chunk in the staged form: its layers and padding
+    num_layer_slots: int  # of a chunk in the staged form: its layers and padding
     tied: str | None = None  # the other part is elsewhere: "embedding" (this rank adds both) | "head"
 
     @property
@@ -47,11 +47,13 @@ def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[R
         here[rank].append(role)
     first, last = layout.rank_of[0], layout.rank_of[-1]
     tied = {first: "embedding", last: "head"} if any(model.tied) and first != last else {}
-    num_rows = int(layout.counts.max())
-    return tuple(RankRole(tuple(stages), num_rows, tied.get(rank)) for rank, stages in enumerate(here))
+    num_layer_slots = int(layout.counts.max())
+    return tuple(RankRole(tuple(stages), num_layer_slots, tied.get(rank)) for rank, stages in enumerate(here))
 
 
-def rank_ops(layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool) -> tuple[list[Op], list[Op]]:
+def rank_entries(
+    layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool
+) -> tuple[list[PlanEntry], list[PlanEntry]]:
     """What runs before the tasks, from ("params", rank), and after them, to ("grads", rank).
 
     A tied leaf's gradient goes from the head's rank to the embedding's, and the whole sum back, as ("tied", rank).
@@ -65,27 +67,27 @@ def rank_ops(layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool) -
         writes += [("ends_in",)] * here.has_first + [("ends_out",)] * here.has_last
         writes += [("losses",)] * here.has_last
         writes += sums if with_grads else []
-        before.append(rank_op("prepare", here, r, [("params", r)], writes))
+        before.append(rank_entry("prepare", here, r, [("params", r)], writes))
         if here.tied == "head":
             to = layout.rank_of[0]
-            after.insert(0, rank_op("finish", here, r, sums, [("grads", r), ("tied_head",)]))
-            after.insert(1, move(r, ("tied_head",), to, ("tied", to)))
+            after.insert(0, rank_entry("finish", here, r, sums, [("grads", r), ("tied_head",)]))
+            after.insert(1, transfer_entry(r, ("tied_head",), to, ("tied", to)))
         elif here.tied == "embedding":
             back = layout.rank_of[-1]
-            after.append(rank_op("finish", here, r, [*sums, ("tied", r)], [("grads", r), ("tied_sum",)]))
-            after.append(move(r, ("tied_sum",), back, ("tied", back)))
+            after.append(rank_entry("finish", here, r, [*sums, ("tied", r)], [("grads", r), ("tied_sum",)]))
+            after.append(transfer_entry(r, ("tied_sum",), back, ("tied", back)))
         else:
-            after.append(rank_op("finish", here, r, sums, [("grads", r)]))
+            after.append(rank_entry("finish", here, r, sums, [("grads", r)]))
     return before, after if with_grads else []
 
 
-def rank_op(kind: str, here: RankRole, rank: int, reads: Sequence[Key], writes: Sequence[Key]) -> Op:
+def rank_entry(kind: str, here: RankRole, rank: int, reads: Sequence[Key], writes: Sequence[Key]) -> PlanEntry:
     """A program of a whole rank, from these values to those."""
     names = lambda keys: tuple(key[0] for key in keys)  # noqa: E731
-    return Op(Program(kind, names(reads), names(writes), here), rank, tuple(reads), tuple(writes))
+    return PlanEntry(ProgramId(kind, names(reads), names(writes), here), rank, tuple(reads), tuple(writes))
 
 
-def prepare(model: Model, here: RankRole, program: Program, specs: Tree, params: Tree) -> tuple:
+def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, params: Tree) -> tuple:
     """What the tasks of a rank take: parameters whole, in the compute dtype, layer by layer; sums of zero.
 
     `params` are the rank's: {"ends": None where not used, "layers": [V, 1, K, ...]}, sharded by `specs`.
@@ -93,7 +95,7 @@ def prepare(model: Model, here: RankRole, program: Program, specs: Tree, params:
     leaves = jax.tree.leaves(params)
     master = leaves[0].dtype
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), master), tree)  # noqa: E731
-    whole = jax.tree.map(lambda a: a.astype(model.dtype), gather(params, specs))
+    whole = jax.tree.map(lambda a: a.astype(model.dtype), gather_shards(params, specs))
     take = lambda *index: jax.tree.map(lambda a: a[index], whole["layers"])  # noqa: E731
     w = [
         take(v, 0, slice(role.num_layers))
@@ -115,20 +117,23 @@ def prepare(model: Model, here: RankRole, program: Program, specs: Tree, params:
     return tuple(found[name].pop(0) for name in program.writes)
 
 
-def finish(model: Model, here: RankRole, program: Program, specs: Tree, *values: Any) -> tuple:
+def finish_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, *values: Any) -> tuple:
     """A rank's gradients, summed over its devices and sharded as its parameters; not yet divided by the number.
 
     The embedding's rank adds what the head's has of tied leaves; the head's leaves them None in its gradients.
     """
     v = dict(zip(program.reads, values, strict=True))
     accs = [value for name, value in zip(program.reads, values, strict=True) if name == "acc"]
-    chunks = [_stacked(model, here.num_rows, acc) for acc in accs]
+    chunks = [_stacked(model, here.num_layer_slots, acc) for acc in accs]
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *chunks)
     ends = model.keep(model.ends, (False,) * len(model.tied))
     for part in (v.get("acc_in"), v.get("acc_out")):
         if part is not None:
-            ends = jax.tree.map(_plus, ends, unlead(part), is_leaf=is_none)
-    grads = {"ends": scatter(ends, specs["ends"], DATA_AXES), "layers": scatter(layers, specs["layers"], DATA_AXES)}
+            ends = jax.tree.map(_plus, ends, drop_device_dim(part), is_leaf=is_none)
+    grads = {
+        "ends": scatter_sums(ends, specs["ends"], DATA_AXES),
+        "layers": scatter_sums(layers, specs["layers"], DATA_AXES),
+    }
     if here.tied is None:
         return (grads,)
     tied = [leaf for leaf, is_tied in zip(_leaves(grads["ends"]), model.tied, strict=True) if is_tied]
@@ -153,23 +158,23 @@ def _plus(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     return a if b is None else b if a is None else a + b
 
 
-def _stacked(model: Model, num_rows: int, acc: Any) -> Tree:
-    """The sums of a stage's layers, [num_rows, ...], zero where it has fewer."""
+def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
+    """The sums of a stage's layers, [num_layer_slots, ...], zero where it has fewer."""
     if isinstance(acc, list):
         none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), model.layer)
         acc = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), none, *acc)
     else:
-        acc = unlead(acc)
-    return jax.tree.map(lambda a: jnp.pad(a, [(0, num_rows - len(a))] + [(0, 0)] * (a.ndim - 1)), acc)
+        acc = drop_device_dim(acc)
+    return jax.tree.map(lambda a: jnp.pad(a, [(0, num_layer_slots - len(a))] + [(0, 0)] * (a.ndim - 1)), acc)
 
 
-class Library:
+class GradientPrograms:
     """The function, the PartitionSpecs and the donated arguments of every program up to the gradients."""
 
     def __init__(self, model: Model, param_specs: dict[RankRole, Tree]):
         self.model, self.param_specs = model, param_specs
 
-    def specs(self, program: Program, name: str) -> Tree:
+    def specs(self, program: ProgramId, name: str) -> Tree:
         """The spec of a value that a program reads or writes: a tree, or one for all its leaves."""
         if name == "params":
             return self.param_specs[program.shape]
@@ -183,11 +188,11 @@ class Library:
             return [spec for spec, tied in zip(specs, self.model.tied, strict=True) if tied]
         return P() if name in ("w", "ends_in", "ends_out", "m") else P(DATA_AXES)
 
-    def function(self, program: Program) -> Callable[..., tuple]:
+    def function(self, program: ProgramId) -> Callable[..., tuple]:
         """What one device computes of a program: values in the order of its reads to values in that of its writes."""
         model, shape = self.model, program.shape
         if program.kind in ("prepare", "finish"):
-            run = prepare if program.kind == "prepare" else finish
+            run = prepare_rank if program.kind == "prepare" else finish_rank
             return partial(run, model, shape, program, self.param_specs[shape])
 
         def task(*values: Any) -> tuple:
@@ -196,7 +201,7 @@ class Library:
 
         return task
 
-    def donated(self, program: Program) -> tuple[str, ...]:
+    def donated(self, program: ProgramId) -> tuple[str, ...]:
         """The values read whose memory a value written takes over."""
         if program.kind in ("prepare", "finish"):
             return ()
@@ -207,8 +212,8 @@ class Library:
             replaced += ["gy"] * ("gy" in program.reads and "gx" in program.writes)
         return tuple(replaced)
 
-    def effort(self, program: Program) -> Effort:
+    def preset(self, program: ProgramId) -> CompilerPreset:
         """How hard the compiler is to try, on CPU."""
         if program.kind == "prepare":
             return "once"
-        return "quick" if program.kind in TASKS and self.model.remat == "none" else "full"
+        return "quick" if program.kind in TASKS and not self.model.remat.recomputes else "full"

@@ -37,20 +37,20 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_preset import Effort, cpu_options, temp_bytes
-from ppctl.executors.mpmd.plan import Key, Op, Program, last_uses
+from ppctl.executors.compiler_preset import CompilerPreset, cpu_options, temp_bytes
+from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.transfers import (
     TURN,
     Part,
-    copied,
+    copy_across,
     crossing,
     each_its_own,
     is_mine,
+    local_zeros,
     lower_crossing,
     pair_mesh,
     parts_of,
     processes,
-    zeros,
 )
 from ppctl.executors.spmd.memory import shard_bytes
 from ppctl.schedule.ir import Task
@@ -59,13 +59,13 @@ Tree = Any
 MOST_STARTED = 32  # programs of a device that XLA has under way on CPU
 
 
-class Programs(Protocol):
+class ProgramLibrary(Protocol):
     """What a machine must know of programs."""
 
-    def function(self, program: Program) -> Callable[..., tuple]: ...
-    def specs(self, program: Program, name: str) -> Tree: ...
-    def donated(self, program: Program) -> tuple[str, ...]: ...
-    def effort(self, program: Program) -> Effort: ...
+    def function(self, program: ProgramId) -> Callable[..., tuple]: ...
+    def specs(self, program: ProgramId, name: str) -> Tree: ...
+    def donated(self, program: ProgramId) -> tuple[str, ...]: ...
+    def preset(self, program: ProgramId) -> CompilerPreset: ...
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,15 @@ class Walk:
     Values that none of its devices holds are None.
     """
 
-    ops: tuple[Op, ...]
+    entries: tuple[PlanEntry, ...]
     steps: tuple[tuple[Callable[..., Sequence], tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
     slots: Mapping[Key, int]
     given: tuple[Key, ...]
     kept: tuple[Key, ...]
     shapes: Mapping[Key, Tree]  # of what is kept
-    held: tuple[Mapping[str, int], ...]  # for each rank what `Machine.held` says; empty where this process has none
+    held: tuple[
+        Mapping[str, int], ...
+    ]  # for each rank what `Runtime.memory_breakdown` says; empty where this process has none
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -105,30 +107,32 @@ class Walk:
     def timed(self, seconds: dict[Task, float]) -> Walk:
         """The same walk, one program at a time; its runs put the seconds of each task into `seconds`."""
 
-        def waiting(op: Op, call: Callable[..., Sequence]) -> Callable[..., Sequence]:
+        def waiting(entry: PlanEntry, call: Callable[..., Sequence]) -> Callable[..., Sequence]:
             def run(*values: Tree) -> Sequence:
                 began = time.perf_counter()
                 results = jax.block_until_ready(call(*values))
-                if op.program is not None and op.task is not None:
-                    seconds[op.task] = time.perf_counter() - began
+                if entry.program is not None and entry.task is not None:
+                    seconds[entry.task] = time.perf_counter() - began
                 return results
 
             return run
 
-        steps = tuple((waiting(op, call), *rest) for op, (call, *rest) in zip(self.ops, self.steps, strict=True))
+        steps = tuple(
+            (waiting(entry, call), *rest) for entry, (call, *rest) in zip(self.entries, self.steps, strict=True)
+        )
         return replace(self, steps=steps)
 
     @cached_property
     def programs(self) -> list[list[tuple[str, Task | None]]]:
         """For each rank its programs in order: name of the compiled module, and the task if it is one."""
         ranks = range(len(self.peak_bytes))
-        return [[(f"jit_{o.program.kind}", o.task) for o in self.ops if o.program and o.rank == r] for r in ranks]
+        return [[(f"jit_{o.program.kind}", o.task) for o in self.entries if o.program and o.rank == r] for r in ranks]
 
 
-class Machine:
+class Runtime:
     """The submeshes of the ranks, all of one shape, and the programs that run on them."""
 
-    def __init__(self, submeshes: Sequence[Mesh], programs: Programs, options: Mapping[str, Any] | None = None):
+    def __init__(self, submeshes: Sequence[Mesh], programs: ProgramLibrary, options: Mapping[str, Any] | None = None):
         self.submeshes, self.programs, self.options = submeshes, programs, dict(options or {})
         one = submeshes[0]
         self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
@@ -138,9 +142,9 @@ class Machine:
         self.under_way: list[deque[jax.Array] | None] = [
             deque() if is_cpu and processes(submesh).count(mine) > 1 else None for submesh in submeshes
         ]
-        self.traced: dict[Program, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of what it writes
-        self.lowered: dict[Program, jax.stages.Lowered] = {}
-        self.compiled: dict[tuple[Program, int], jax.stages.Compiled] = {}
+        self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of what it writes
+        self.lowered: dict[ProgramId, jax.stages.Lowered] = {}
+        self.compiled: dict[tuple[ProgramId, int], jax.stages.Compiled] = {}
         self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}  # what, sender, receiver
         self.connected: set[tuple[int, ...]] = set()  # senders and receivers
 
@@ -174,7 +178,9 @@ class Machine:
             if tuple(ranks) not in self.connected:
                 self.connected.add(tuple(ranks))
                 pair = pair_mesh(*(self.submeshes[rank] for rank in ranks))
-                jax.block_until_ready(compiled(*(each_its_own(pair, zeros(pair, *part)) for part in (TURN, *parts))))
+                jax.block_until_ready(
+                    compiled(*(each_its_own(pair, local_zeros(pair, *part)) for part in (TURN, *parts)))
+                )
 
     def shape(self, tree: Tree, specs: Tree) -> Tree:
         """Shapes with the shardings of `specs` (a tree, or a prefix of one) on a submesh."""
@@ -189,25 +195,29 @@ class Machine:
         """The shardings of `shapes` on the devices of a rank."""
         return jax.tree.map(lambda a: NamedSharding(self.submeshes[rank], a.sharding.spec), shapes)
 
-    def compile(self, ops: Sequence[Op], given: Mapping[Key, Tree], kept: Collection[Key]) -> Walk:
+    def compile(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree], kept: Collection[Key]) -> Walk:
         """The walk over `ops`, from values of these shapes to those that are kept."""
-        shapes = self.shapes(ops, given)
-        freed = last_uses(ops, {*kept, *given})
-        here = [(op, drop) for op, drop in zip(ops, freed, strict=True) if any(self.is_mine[r] for r in op.ranks)]
-        mine = tuple(op for op, _ in here)
+        shapes = self.shapes(entries, given)
+        freed = last_uses(entries, {*kept, *given})
+        here = [
+            (entry, drop)
+            for entry, drop in zip(entries, freed, strict=True)
+            if any(self.is_mine[r] for r in entry.ranks)
+        ]
+        mine = tuple(entry for entry, _ in here)
         self._compile(mine, shapes)
         slots = {key: i for i, key in enumerate(shapes)}
         steps = []
-        for op, drop in here:
-            places = (tuple(slots[key] for key in keys) for keys in (op.reads, op.writes, drop))
-            steps.append((self._call(op, shapes), *places))
+        for entry, drop in here:
+            places = (tuple(slots[key] for key in keys) for keys in (entry.reads, entry.writes, drop))
+            steps.append((self._call(entry, shapes), *places))
         held = self._held(mine, [drop for _, drop in here], shapes, given, self._temps(mine))
         kept_shapes = {key: shapes[key] for key in kept}
         return Walk(mine, tuple(steps), slots, tuple(given), tuple(kept), kept_shapes, held)
 
-    def held(
+    def memory_breakdown(
         self,
-        ops: Sequence[Op],
+        entries: Sequence[PlanEntry],
         given: Mapping[Key, Tree],
         kept: Collection[Key],
         temps: Sequence[int] | None = None,
@@ -216,13 +226,13 @@ class Machine:
 
         temps: the "temporaries" of each op; None: those of programs that are compiled. `ops` are traced only.
         """
-        temps = self._temps(ops) if temps is None else temps
-        return self._held(ops, last_uses(ops, {*kept, *given}), self.shapes(ops, given), given, temps)
+        temps = self._temps(entries) if temps is None else temps
+        return self._held(entries, last_uses(entries, {*kept, *given}), self.shapes(entries, given), given, temps)
 
-    def weigh(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> list[int]:
+    def estimate_temporaries(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree]) -> list[int]:
         """The temporaries of each op on CPU, from its program compiled once for all ranks to be weighed alone."""
-        self.shapes(ops, given)
-        rank_of = {op.program: op.rank for op in ops if op.program is not None}
+        self.shapes(entries, given)
+        rank_of = {entry.program: entry.rank for entry in entries if entry.program is not None}
 
         def weighed(lowered: jax.stages.Lowered, rank: int) -> int:
             devices = tuple(self.submeshes[rank].devices.flat)
@@ -231,35 +241,39 @@ class Machine:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             weights = threads.map(weighed, map(self.lower, rank_of), rank_of.values())
             found = dict(zip(rank_of, weights, strict=True))
-        return [0 if op.program is None else found[op.program] for op in ops]
+        return [0 if entry.program is None else found[entry.program] for entry in entries]
 
-    def compiled_first(self, ops: Sequence[Op]) -> dict[Program, jax.stages.Compiled]:
+    def compiled_first(self, entries: Sequence[PlanEntry]) -> dict[ProgramId, jax.stages.Compiled]:
         """Each program of `ops`, which were traced, as compiled for the first rank that runs it."""
-        first = {op.program: op for op in reversed(ops) if op.program is not None}
+        first = {entry.program: entry for entry in reversed(entries) if entry.program is not None}
         self._compile(list(first.values()), {})
-        return {program: self.compiled[program, op.rank] for program, op in first.items()}
+        return {program: self.compiled[program, entry.rank] for program, entry in first.items()}
 
-    def _temps(self, ops: Sequence[Op]) -> list[int]:
+    def _temps(self, entries: Sequence[PlanEntry]) -> list[int]:
         """The temporaries of each op whose program is compiled."""
-        compiled = (None if op.program is None else self.compiled.get((op.program, op.rank)) for op in ops)
+        compiled = (
+            None if entry.program is None else self.compiled.get((entry.program, entry.rank)) for entry in entries
+        )
         return [0 if each is None else temp_bytes(each) for each in compiled]
 
-    def lower(self, program: Program) -> jax.stages.Lowered:
+    def lower(self, program: ProgramId) -> jax.stages.Lowered:
         """A program that was traced, ready to compile."""
         if program not in self.lowered:
             traced, _ = self.traced[program]
             self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
         return self.lowered[program]
 
-    def shapes(self, ops: Sequence[Op], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
+    def shapes(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
         """The shapes of all values of a plan."""
         shapes: dict[Key, Tree] = dict(given)
-        for op in ops:
-            reads = tuple(shapes[key] for key in op.reads)
-            shapes.update(zip(op.writes, reads if op.program is None else self._trace(op.program, reads), strict=True))
+        for entry in entries:
+            reads = tuple(shapes[key] for key in entry.reads)
+            shapes.update(
+                zip(entry.writes, reads if entry.program is None else self._trace(entry.program, reads), strict=True)
+            )
         return shapes
 
-    def _trace(self, program: Program, reads: tuple) -> tuple:
+    def _trace(self, program: ProgramId, reads: tuple) -> tuple:
         """Shapes of what a program writes; traces it the first time, with a turn before what it reads and writes."""
         if program not in self.traced:
             specs = [self.programs.specs(program, name) for name in program.reads]
@@ -288,32 +302,32 @@ class Machine:
             return device.platform
         return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
-    def _options(self, program: Program | None) -> dict[str, Any]:
+    def _options(self, program: ProgramId | None) -> dict[str, Any]:
         """Of the compiler, for a program or a crossing: those given come before ours."""
         if self._platform != "cpu":
             return self.options
-        return cpu_options("once" if program is None else self.programs.effort(program)) | self.options
+        return cpu_options("once" if program is None else self.programs.preset(program)) | self.options
 
-    def _crosses(self, op: Op) -> bool:
+    def _crosses(self, entry: PlanEntry) -> bool:
         """Whether a move is between processes."""
-        assert op.sender is not None, "only moves are asked"
-        return processes(self.submeshes[op.sender]) != processes(self.submeshes[op.rank])
+        assert entry.sender is not None, "only moves are asked"
+        return processes(self.submeshes[entry.sender]) != processes(self.submeshes[entry.rank])
 
-    def _compile(self, ops: Sequence[Op], shapes: Mapping[Key, Tree]) -> None:
+    def _compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
         """Compiles what is not compiled yet, in threads that begin in the order of `ops`, as in every process."""
-        missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, Program | None]] = {}
-        for op in ops:
-            if op.program is not None and (op.program, op.rank) not in self.compiled:
-                lowered, devices = self.lower(op.program), self.submeshes[op.rank]
-                missing[op.program, op.rank] = self.compiled, lowered, devices, op.program
-            elif op.sender is not None and self._crosses(op):
-                parts = parts_of(shapes[op.reads[0]])
-                if (parts, op.sender, op.rank) not in self.crossings:
+        missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, ProgramId | None]] = {}
+        for entry in entries:
+            if entry.program is not None and (entry.program, entry.rank) not in self.compiled:
+                lowered, devices = self.lower(entry.program), self.submeshes[entry.rank]
+                missing[entry.program, entry.rank] = self.compiled, lowered, devices, entry.program
+            elif entry.sender is not None and self._crosses(entry):
+                parts = parts_of(shapes[entry.reads[0]])
+                if (parts, entry.sender, entry.rank) not in self.crossings:
                     lowered = lower_crossing(self.abstract, parts, self._platform)
-                    devices = pair_mesh(self.submeshes[op.sender], self.submeshes[op.rank])
-                    missing[parts, op.sender, op.rank] = self.crossings, lowered, devices, None
+                    devices = pair_mesh(self.submeshes[entry.sender], self.submeshes[entry.rank])
+                    missing[parts, entry.sender, entry.rank] = self.crossings, lowered, devices, None
 
-        def compiled(job: tuple[dict, jax.stages.Lowered, Mesh, Program | None]) -> jax.stages.Compiled:
+        def compiled(job: tuple[dict, jax.stages.Lowered, Mesh, ProgramId | None]) -> jax.stages.Compiled:
             _, lowered, mesh, program = job
             return lowered.compile(self._options(program), device_assignment=tuple(mesh.devices.flat))
 
@@ -321,11 +335,11 @@ class Machine:
             for key, result in zip(missing, threads.map(compiled, missing.values()), strict=True):
                 missing[key][0][key] = result
 
-    def _call(self, op: Op, shapes: Mapping[Key, Tree]) -> Callable[..., Sequence]:
+    def _call(self, entry: PlanEntry, shapes: Mapping[Key, Tree]) -> Callable[..., Sequence]:
         """What runs an op: values read to values written."""
-        turns, rank, sender = self.turns, op.rank, op.sender
-        if op.program is not None:
-            program = self.compiled[op.program, rank]
+        turns, rank, sender = self.turns, entry.rank, entry.sender
+        if entry.program is not None:
+            program = self.compiled[entry.program, rank]
 
             def in_turn(*values: Tree) -> Sequence:
                 turn, *written = program(turns[rank], *values)
@@ -333,14 +347,14 @@ class Machine:
                 return written
 
             return in_turn
-        there = self.on(rank, shapes[op.reads[0]])
+        there = self.on(rank, shapes[entry.reads[0]])
         assert sender is not None, "what is no program is a move"
-        if not self._crosses(op):
+        if not self._crosses(entry):
             if len(set(processes(self.submeshes[rank]))) == 1:
                 devices = self.submeshes[rank].devices
                 return partial(_move, devices.item() if devices.size == 1 else there)  # a device: 70 us, not 110
-            return partial(copied, self.submeshes[sender], self.submeshes[rank], there)
-        value = shapes[op.reads[0]]
+            return partial(copy_across, self.submeshes[sender], self.submeshes[rank], there)
+        value = shapes[entry.reads[0]]
         compiled = self.crossings[parts_of(value), sender, rank]
         cross = crossing(compiled, self.submeshes[sender], self.submeshes[rank], value, there)
 
@@ -354,7 +368,7 @@ class Machine:
 
     def _held(
         self,
-        ops: Sequence[Op],
+        entries: Sequence[PlanEntry],
         freed: Sequence[tuple[Key, ...]],
         shapes: Mapping[Key, Tree],
         given: Collection[Key],
@@ -364,13 +378,13 @@ class Machine:
         peak = [Counter[str]() for _ in self.submeshes]
         where: dict[Key, int] = {}
         size = {key: shard_bytes(tree) for key, tree in shapes.items()}
-        for op, drop, temp in zip(ops, freed, temps, strict=True):
-            for key in op.writes:
+        for entry, drop, temp in zip(entries, freed, temps, strict=True):
+            for key in entry.writes:
                 if key not in where and key not in given:
-                    where[key] = op.rank
-                    live[op.rank][key[0]] += size[key]
-            if live[op.rank].total() + temp > peak[op.rank].total():
-                peak[op.rank] = live[op.rank] + Counter(temporaries=temp)
+                    where[key] = entry.rank
+                    live[entry.rank][key[0]] += size[key]
+            if live[entry.rank].total() + temp > peak[entry.rank].total():
+                peak[entry.rank] = live[entry.rank] + Counter(temporaries=temp)
             for key in drop:
                 if key in where:
                     live[where.pop(key)][key[0]] -= size[key]

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.mpmd.plan import Role
-from ppctl.executors.stage.stage import Rows, Stage
+from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
+from ppctl.schedule.remat import Remat
 
 Tree = Any
 
@@ -33,9 +34,12 @@ class Model:
     layer: Tree  # shapes of one layer
     microbatch: Tree  # shapes of one device's rows of a microbatch: {"inputs", "targets"}
     num_microbatches: int
-    remat: str
+    remat: Remat
     unroll: int
     dtype: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:
@@ -88,72 +92,74 @@ class Model:
 
     # what a task calls
 
-    def rows(self, batch: jax.Array, m: jax.Array) -> jax.Array:
+    def microbatch_of(self, batch: jax.Array, m: jax.Array) -> jax.Array:
         """Microbatch m of this device's rows of a batch."""
         return jax.lax.dynamic_index_in_dim(batch.reshape(self.num_microbatches, -1, *batch.shape[1:]), m, 0, False)
 
     def embed(self, v: dict[str, Any]) -> jax.Array:
-        return self.stack.embed(self.fill(v["ends_in"]), self.rows(v["inputs"], v["m"]))
+        return self.stack.embed(self.fill(v["ends_in"]), self.microbatch_of(v["inputs"], v["m"]))
 
     def embed_grad(self, v: dict[str, Any], gx: jax.Array) -> Tree:
         """acc_in with the gradient of the embedding added."""
-        inputs = self.rows(v["inputs"], v["m"])
+        inputs = self.microbatch_of(v["inputs"], v["m"])
         _, pull = jax.vjp(lambda ends: self.stack.embed(self.fill(ends), inputs), v["ends_in"])
-        return add(v["acc_in"], pull(gx)[0])
+        return add_to_sums(v["acc_in"], pull(gx)[0])
 
     def loss(self, v: dict[str, Any], y: jax.Array) -> Tree:
         """losses with the loss of y added."""
-        return add(v["losses"], self.stack.head(self.fill(v["ends_out"]), y, self.rows(v["targets"], v["m"])))
+        return add_to_sums(
+            v["losses"], self.stack.head(self.fill(v["ends_out"]), y, self.microbatch_of(v["targets"], v["m"]))
+        )
 
     def head(self, v: dict[str, Any], y: jax.Array) -> tuple[jax.Array, tuple[Tree, Tree]]:
         """(gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
-        targets = self.rows(v["targets"], v["m"])
+        targets = self.microbatch_of(v["targets"], v["m"])
         head = lambda ends, y: self.stack.head(self.fill(ends), y, targets)  # noqa: E731
         loss, pull, number = jax.vjp(head, v["ends_out"], y, has_aux=True)
         ends, gy = pull(jnp.ones_like(loss))
-        return gy, (add(v["losses"], (loss, number)), add(v["acc_out"], ends))
+        return gy, (add_to_sums(v["losses"], (loss, number)), add_to_sums(v["acc_out"], ends))
 
 
-def add(total: Tree, update: Tree) -> Tree:
+def add_to_sums(total: Tree, update: Tree) -> Tree:
     """A sum with its leading axis, after `update`, which has none, was added."""
     return jax.tree.map(lambda t, u: t + u.astype(t.dtype)[None], total, update)
 
 
-def lead(tree: Tree) -> Tree:
+def add_device_dim(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: a[None], tree)
 
 
-def unlead(tree: Tree) -> Tree:
+def drop_device_dim(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: a[0], tree)
 
 
 def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
     """What a task of this kind writes, by name, from what it reads."""
     stage, first = model.stage, role.first_layer
-    rows = None if first is None else Rows(numbers=range(first, first + role.num_layers))
+    layer_slots = None if first is None else LayerSlots(numbers=range(first, first + role.num_layers))
     out: dict[str, Any] = {}
     if kind in "EF":
         x = model.embed(v) if role.is_first else v["x"]
-        out["y"], stash = stage.forward(v["w"], rows, x)
+        out["y"], stash = stage.forward(v["w"], layer_slots, x)
         if kind == "F":
-            out["stash"] = lead(stash)
+            out["stash"] = add_device_dim(stash)
         if role.is_last and kind == "F":
             out["gy"], (out["losses"], out["acc_out"]) = model.head(v, out["y"])
         elif role.is_last:
             out["losses"] = model.loss(v, out["y"])
         return out
     if kind == "W":
-        out["acc"] = add(v["acc"], stage.weight_grad(v["w"], rows, unlead(v["pending"])))
+        out["acc"] = add_to_sums(v["acc"], stage.weight_grad(v["w"], layer_slots, drop_device_dim(v["pending"])))
         return out
     recomputed = lambda: model.embed(v) if role.is_first else v["x"]  # noqa: E731
-    stash = recomputed() if stage.keeps_input else unlead(v["stash"])
+    stash = recomputed() if stage.keeps_input else drop_device_dim(v["stash"])
     cotangent = lambda y: model.head(v, y) if stage.keeps_input and role.is_last else (v["gy"], (None, None))  # noqa: E731
     if kind == "B":
-        out["gx"], dw, (out["losses"], out["acc_out"]) = stage.backward(v["w"], rows, stash, cotangent)
-        out["acc"] = add(v["acc"], dw)
+        out["gx"], dw, (out["losses"], out["acc_out"]) = stage.backward(v["w"], layer_slots, stash, cotangent)
+        out["acc"] = add_to_sums(v["acc"], dw)
     else:
-        out["gx"], pending, (out["losses"], out["acc_out"]) = stage.input_grad(v["w"], rows, stash, cotangent)
-        out["pending"] = lead(pending)
+        out["gx"], pending, (out["losses"], out["acc_out"]) = stage.input_grad(v["w"], layer_slots, stash, cotangent)
+        out["pending"] = add_device_dim(pending)
     if role.is_first:
         out["acc_in"] = model.embed_grad(v, out["gx"])
     return out

@@ -24,12 +24,12 @@ PAIR = "pair"  # the axis of a sender's and a receiver's submesh
 TURN: Part = (), np.dtype("int32")
 
 
-def held(a: jax.Array) -> dict[Device, jax.Array]:
+def local_shards(a: jax.Array) -> dict[Device, jax.Array]:
     """What this process's devices hold of an array."""
     return {shard.device: shard.data for shard in a.addressable_shards}
 
 
-def made(shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[Device, jax.Array]) -> jax.Array:
+def from_shards(shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[Device, jax.Array]) -> jax.Array:
     """The array of which devices hold these parts; parts of other devices are passed over."""
     assert isinstance(sharding.mesh, Mesh), "of devices"
     here = [parts[device] for device in sharding.mesh.devices.flat if device in parts]
@@ -38,10 +38,10 @@ def made(shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[Device,
 
 def each_its_own(mesh: Mesh, parts: Mapping[Device, jax.Array]) -> jax.Array:
     """An argument of a program on `mesh` of which each device has its own part, all of one shape."""
-    return made(next(iter(parts.values())).shape, NamedSharding(mesh, P()), parts)
+    return from_shards(next(iter(parts.values())).shape, NamedSharding(mesh, P()), parts)
 
 
-def zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, jax.Array]:
+def local_zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, jax.Array]:
     """Zeros on each device of this process, for what it takes no part in filling."""
     mine = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
     return {device: jax.device_put(np.zeros(shape, dtype), device) for device in mine}
@@ -66,13 +66,13 @@ def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
     return Mesh(devices, (PAIR, *sender.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
 
 
-def copied(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
+def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
     """A value at the receiver, where each device's counterpart is of the same process: every process copies its own."""
     counterpart = dict(zip(sender.devices.flat, receiver.devices.flat, strict=True))
 
     def one(a: jax.Array, sharding: NamedSharding) -> jax.Array:
-        parts = {counterpart[device]: part for device, part in held(a).items()}
-        return made(a.shape, sharding, {device: jax.device_put(part, device) for device, part in parts.items()})
+        parts = {counterpart[device]: part for device, part in local_shards(a).items()}
+        return from_shards(a.shape, sharding, {device: jax.device_put(part, device) for device, part in parts.items()})
 
     return (jax.tree.map(one, value, there),)
 
@@ -107,24 +107,27 @@ def crossing(
     pair, sends, receives = pair_mesh(sender, receiver), is_mine(sender), is_mine(receiver)
     parts = parts_of(shapes)
     # receivers give something too; those of one shape share it
-    blank = {part: zeros(receiver, *part) if receives else {} for part in set(parts)}
+    blank = {part: local_zeros(receiver, *part) if receives else {} for part in set(parts)}
     turn_shardings = [NamedSharding(mesh, P()) if is_mine(mesh) else None for mesh in (sender, receiver)]
     sizes = [a.shape for a in jax.tree.leaves(shapes)]
     shardings, treedef = jax.tree.flatten(there)
 
     def run(sender_turn: jax.Array | None, receiver_turn: jax.Array | None, value: Tree) -> tuple:
         turn = {
-            device: a for each in (sender_turn, receiver_turn) if each is not None for device, a in held(each).items()
+            device: a
+            for each in (sender_turn, receiver_turn)
+            if each is not None
+            for device, a in local_shards(each).items()
         }
-        sent = map(held, jax.tree.leaves(value)) if sends else [{} for _ in parts]
+        sent = map(local_shards, jax.tree.leaves(value)) if sends else [{} for _ in parts]
         given = [blank[part] | of_sender for part, of_sender in zip(parts, sent, strict=True)]
         next_turn, *received = compiled(*(each_its_own(pair, a) for a in (turn, *given)))
-        turn = held(next_turn)
-        turns = (None if sharding is None else made((), sharding, turn) for sharding in turn_shardings)
+        turn = local_shards(next_turn)
+        turns = (None if sharding is None else from_shards((), sharding, turn) for sharding in turn_shardings)
         if not receives:
             return *turns, None
-        arrived = zip(sizes, shardings, map(held, received), strict=True)
-        return *turns, jax.tree.unflatten(treedef, [made(*each) for each in arrived])
+        arrived = zip(sizes, shardings, map(local_shards, received), strict=True)
+        return *turns, jax.tree.unflatten(treedef, [from_shards(*each) for each in arrived])
 
     return run
 

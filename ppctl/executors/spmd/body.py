@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.layout import gather
+from ppctl.executors.layout import gather_shards
 from ppctl.executors.stage.layers import zeros_like
-from ppctl.executors.stage.stage import Rows, Stage
+from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
 from ppctl.schedule.ir import Kind
-from ppctl.schedule.ticks import Ticks, keeping
+from ppctl.schedule.remat import Remat
+from ppctl.schedule.ticks import Ticks
 
 Tree = Any
 
@@ -27,16 +28,14 @@ SCOPES: dict[Kind, str] = {"F": "tick_forward", "B": "tick_backward", "I": "tick
 class Options:
     """How the program is written; none of them changes what it computes."""
 
-    remat: str = "full"  # none | layer | full
+    remat: Remat = Remat.FULL  # or its name
     skip_idle: bool = True  # a rank without a task branches round it; otherwise it computes and masks the result
     gather_each_tick: bool = False  # gather layers over fsdp in every tick instead of once a step
     unroll: int = 16  # a rank's layers are unrolled up to this many, scanned above
     dtype: Any = jnp.float32  # of compute
 
-    @property
-    def lowering(self) -> dict[str, bool]:
-        """The arguments of `schedule.ticks` that these options need."""
-        return keeping(self.remat)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "remat", Remat.of(self.remat))
 
 
 class Place(NamedTuple):
@@ -63,12 +62,12 @@ class Device:
         params: Tree,
         specs: Tree,
         microbatches: Tree,
-        rows: Sequence[Rows | None],  # of each chunk
+        layer_slots: Sequence[LayerSlots | None],  # of each chunk
     ):
         self.stack, self.ticks, self.options = stack, ticks, options
-        self.params, self.specs, self.microbatches, self.rows = params, specs, microbatches, rows
+        self.params, self.specs, self.microbatches, self.layer_slots = params, specs, microbatches, layer_slots
         self.num_ranks, self.num_chunks = ticks.schedule.num_ranks, ticks.schedule.num_chunks
-        self.ends = self._compute(gather(params["ends"], specs["ends"]))
+        self.ends = self._compute(gather_shards(params["ends"], specs["ends"]))
         self.chunks = self._gathered(params["layers"])
         self.x = jax.eval_shape(stack.embed, self.ends, self.microbatch("inputs", 0))
         w = self.chunks[0]
@@ -82,20 +81,20 @@ class Device:
 
     def _gathered(self, layers: Tree) -> list[Any]:
         """The layers of each chunk, whole and in the compute dtype: a list of layers, or stacked for a scan."""
-        whole = self._compute(gather(layers, self.specs["layers"]))  # [V, 1, K, ...]
+        whole = self._compute(gather_shards(layers, self.specs["layers"]))  # [V, 1, K, ...]
         num_chunks, _, num_layers = jax.tree.leaves(whole)[0].shape[:3]
         take = lambda *index: jax.tree.map(lambda a: a[index], whole)  # noqa: E731
         if self.num_chunks * num_layers > self.options.unroll:
             return [take(v, 0) for v in range(num_chunks)]
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
 
-    def chunk(self, v: int) -> tuple[Any, Rows | None]:
+    def chunk(self, v: int) -> tuple[Any, LayerSlots | None]:
         """(layers, what these rows are) of chunk v: the first arguments of every task of a stage."""
         if self.options.gather_each_tick:
             (layers,) = self._gathered(jax.tree.map(lambda a: a[v : v + 1], self.params["layers"]))
         else:
             layers = self.chunks[v]
-        return layers, self.rows[v]
+        return layers, self.layer_slots[v]
 
     def on_chunk(self, chunk: jax.Array, run: Callable[[int], Any]) -> Any:
         """run(v) for the chunk that a tick names."""
@@ -105,7 +104,7 @@ class Device:
 
     def microbatch(self, name: str, m: Any) -> Tree:
         """The inputs or targets of microbatch m."""
-        return read(self.microbatches[name], m)
+        return read_slot(self.microbatches[name], m)
 
     # slots and sums
 
@@ -149,7 +148,7 @@ class Device:
         embed = lambda: self.stack.embed(self.ends, self.microbatch("inputs", place.microbatch))  # noqa: E731
         if slots.shape[0] == 0:
             return embed()
-        return jax.lax.cond(place.first, embed, lambda: read(slots, slot))
+        return jax.lax.cond(place.first, embed, lambda: read_slot(slots, slot))
 
     def head(self, place: Place, y: jax.Array, otherwise: Callable | None, sums: Tree) -> tuple[jax.Array, Tree]:
         """(gradient of the loss, sums with the loss) on the last stage, else (otherwise(), sums).
@@ -161,7 +160,7 @@ class Device:
             targets = self.microbatch("targets", place.microbatch)
             loss, pull, number = jax.vjp(lambda e, y: self.stack.head(e, y, targets), self.ends, y, has_aux=True)
             ends_grad, y_grad = pull(jnp.ones_like(loss))
-            return y_grad, (sums[0] + loss, sums[1] + number, add(sums[2], ends_grad), sums[3])
+            return y_grad, (sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad), sums[3])
 
         if otherwise is None:
             return run(sums)
@@ -181,7 +180,7 @@ class Device:
 
         def run(total: Tree) -> Tree:
             inputs = self.microbatch("inputs", place.microbatch)
-            return add(total, jax.vjp(lambda e: self.stack.embed(e, inputs), self.ends)[1](gx)[0])
+            return add_trees(total, jax.vjp(lambda e: self.stack.embed(e, inputs), self.ends)[1](gx)[0])
 
         return (*sums[:2], jax.lax.cond(place.first, run, lambda total: total, sums[2]), sums[3])
 
@@ -192,25 +191,25 @@ class Device:
 
 def add_layers(sums: Tree, v: int, dw: Tree) -> Tree:
     """Sums with the gradients of chunk v's layers added."""
-    return (*sums[:3], [add(total, dw) if i == v else total for i, total in enumerate(sums[3])])
+    return (*sums[:3], [add_trees(total, dw) if i == v else total for i, total in enumerate(sums[3])])
 
 
 def _slots(count: int, tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), tree)
 
 
-def read(slots: Tree, slot: Any) -> Tree:
+def read_slot(slots: Tree, slot: Any) -> Tree:
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, slot, keepdims=False), slots)
 
 
-def write(slots: Tree, slot: jax.Array, value: Tree) -> Tree:
+def write_slot(slots: Tree, slot: jax.Array, value: Tree) -> Tree:
     return jax.tree.map(lambda a, v: jax.lax.dynamic_update_index_in_dim(a, v, slot, 0), slots, value)
 
 
-def arrive(slots: jax.Array, slot: jax.Array, value: jax.Array, arrives: jax.Array) -> jax.Array:
+def write_arrival(slots: jax.Array, slot: jax.Array, value: jax.Array, arrives: jax.Array) -> jax.Array:
     """Slots with `value` written where `arrives`."""
-    return write(slots, slot, jnp.where(arrives, value, read(slots, slot)))
+    return write_slot(slots, slot, jnp.where(arrives, value, read_slot(slots, slot)))
 
 
-def add(total: Tree, update: Tree) -> Tree:
+def add_trees(total: Tree, update: Tree) -> Tree:
     return jax.tree.map(lambda t, u: t + u.astype(t.dtype), total, update)

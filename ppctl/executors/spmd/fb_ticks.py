@@ -12,19 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, arrive, read, write
+from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, read_slot, write_arrival, write_slot
 from ppctl.executors.stage.layers import zeros_like
 
 Tree = Any
 
 
-def run_pairs(device: Device, table: jax.Array) -> Tree:
+def run_fb_ticks(device: Device, table: jax.Array) -> Tree:
     """The sums of a device after all ticks; table [tick, column].
 
     Carried from tick to tick: `acts` and `grads`, slots for values that arrive from a neighbour; `stash`, slots for
     what forwards keep (empty with remat=full); `sums`.
     """
-    program = _Pairs(device)
+    program = _ForwardBackwardTicks(device)
     carry = {
         "acts": device.slots_of_x("act"),
         "grads": device.slots_of_x("grad"),
@@ -43,7 +43,7 @@ def _place(at: dict[str, jax.Array], prefix: str) -> Place:
     return Place(*(at[f"{prefix}_{name}"] for name in Place._fields))
 
 
-class _Pairs:
+class _ForwardBackwardTicks:
     def __init__(self, device: Device):
         self.device, self.stage = device, device.stage
 
@@ -75,7 +75,7 @@ class _Pairs:
 
     def _arrive(self, slots: jax.Array, value: jax.Array, step: int, arrives: jax.Array, slot: jax.Array) -> jax.Array:
         """Slots after `value` of every rank moved `step` ranks round the ring."""
-        return arrive(slots, slot, self.device.hop(value, step), arrives) if slots.shape[0] else slots
+        return write_arrival(slots, slot, self.device.hop(value, step), arrives) if slots.shape[0] else slots
 
     def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at, "f")
@@ -84,22 +84,22 @@ class _Pairs:
         if not device.ticks.has_backward:
             carry["sums"] = device.loss(place, y, carry["sums"])
         elif not self.stage.keeps_input:
-            old = read(carry["stash"], at["f_stash"])
-            carry["stash"] = write(carry["stash"], at["f_stash"], self._if_active(at["f"], stash, old))
-            slot = lambda: read(carry["grads"], at["f_grad"])  # noqa: E731
+            old = read_slot(carry["stash"], at["f_stash"])
+            carry["stash"] = write_slot(carry["stash"], at["f_stash"], self._if_active(at["f"], stash, old))
+            slot = lambda: read_slot(carry["grads"], at["f_grad"])  # noqa: E731
             gy, carry["sums"] = device.head(place, y, slot, carry["sums"])
-            carry["grads"] = write(carry["grads"], at["f_grad"], gy)
+            carry["grads"] = write_slot(carry["grads"], at["f_grad"], gy)
         return y, carry
 
     def _backward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at, "b")
-        arrived = lambda: read(carry["grads"], at["b_grad"])  # noqa: E731
+        arrived = lambda: read_slot(carry["grads"], at["b_grad"])  # noqa: E731
         if self.stage.keeps_input:
             stash = device.input(place, carry["acts"], at["b_stash"])
             otherwise = arrived if carry["grads"].shape[0] else None
             cotangent = lambda y: device.head(place, y, otherwise, carry["sums"])  # noqa: E731
         else:
-            stash = read(carry["stash"], at["b_stash"])
+            stash = read_slot(carry["stash"], at["b_stash"])
             cotangent = lambda _: (arrived(), carry["sums"])  # noqa: E731
 
         def run(v: int) -> tuple[jax.Array, Tree]:

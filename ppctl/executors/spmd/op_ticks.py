@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, arrive, read, write
+from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, read_slot, write_arrival, write_slot
 from ppctl.executors.stage.layers import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.op_ticks import HOPS
@@ -23,7 +23,7 @@ from ppctl.schedule.op_ticks import HOPS
 Tree = Any
 
 
-def run_singles(device: Device, table: jax.Array) -> Tree:
+def run_op_ticks(device: Device, table: jax.Array) -> Tree:
     """The sums of a device after all ticks; table [tick, column].
 
     Carried from tick to tick: `values`, slots for activations and gradients that arrive; `stash`, slots for what
@@ -33,7 +33,7 @@ def run_singles(device: Device, table: jax.Array) -> Tree:
     occurring = {name: {line[column] for row in device.ticks.table for line in row} for name, column in names.items()}
     kinds: dict[Kind, int] = {kind: number for number, kind in enumerate(KINDS, start=1) if number in occurring["kind"]}
     hops = {hop: step for hop, step in HOPS.items() if 1 in occurring[f"{hop}_arrives"]}
-    tasks = _Singles(device).tasks
+    tasks = _SingleOpTicks(device).tasks
 
     def tick(carry: Tree, row: jax.Array) -> tuple[Tree, None]:
         at = {name: row[column] for name, column in names.items()}
@@ -45,7 +45,7 @@ def run_singles(device: Device, table: jax.Array) -> Tree:
         # transfers last: a value may arrive in a slot that this tick's task has just freed
         for hop, step in hops.items():
             value = device.hop(out, step) if step else out
-            carry["values"] = arrive(carry["values"], at[f"{hop}_slot"], value, at[f"{hop}_arrives"])
+            carry["values"] = write_arrival(carry["values"], at[f"{hop}_slot"], value, at[f"{hop}_arrives"])
         return carry, None
 
     carry = {
@@ -58,7 +58,7 @@ def run_singles(device: Device, table: jax.Array) -> Tree:
     return carry["sums"]
 
 
-class _Singles:
+class _SingleOpTicks:
     """A function (columns of the tick, output, carry) -> (output, carry) for each kind of task."""
 
     def __init__(self, device: Device):
@@ -77,7 +77,7 @@ class _Singles:
         if not device.ticks.has_backward:
             carry["sums"] = device.loss(place, y, carry["sums"])
         elif not self.stage.keeps_input:
-            carry["stash"] = write(carry["stash"], at["stash"], stash)
+            carry["stash"] = write_slot(carry["stash"], at["stash"], stash)
             y, carry["sums"] = device.head(place, y, lambda: y, carry["sums"])  # the last stage sends its gradient
         return y, carry
 
@@ -98,13 +98,13 @@ class _Singles:
         stash, cotangent = self._read(at, carry)
         run = lambda v: self.stage.input_grad(*device.chunk(v), stash, cotangent)  # noqa: E731
         gx, pending, sums = device.on_chunk(place.chunk, run)
-        carry["pending"] = write(carry["pending"], at["pending"], pending)
+        carry["pending"] = write_slot(carry["pending"], at["pending"], pending)
         carry["sums"] = device.embedded(place, gx, sums)
         return gx, carry
 
     def weight_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
-        pending = read(carry["pending"], at["pending"])
+        pending = read_slot(carry["pending"], at["pending"])
         run = lambda v: add_layers(carry["sums"], v, self.stage.weight_grad(*device.chunk(v), pending))  # noqa: E731
         carry["sums"] = device.on_chunk(place.chunk, run)
         return out, carry
@@ -112,9 +112,9 @@ class _Singles:
     def _read(self, at: dict, carry: Tree) -> tuple[Tree, Callable]:
         """(stash, cotangent) for `Stage.backward` and `Stage.input_grad`, whose aux is the sums."""
         device, values = self.device, carry["values"]
-        arrived = lambda: read(values, at["grad"])  # noqa: E731
+        arrived = lambda: read_slot(values, at["grad"])  # noqa: E731
         if not self.stage.keeps_input:
-            return read(carry["stash"], at["stash"]), lambda _: (arrived(), carry["sums"])
+            return read_slot(carry["stash"], at["stash"]), lambda _: (arrived(), carry["sums"])
         otherwise = arrived if values.shape[0] else None  # no value ever arrives at a single stage
         stash = device.input(_place(at), values, at["act"])
         return stash, lambda y: device.head(_place(at), y, otherwise, carry["sums"])

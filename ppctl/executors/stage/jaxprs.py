@@ -28,7 +28,7 @@ def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        values, name = [read(env, v) for v in eqn.invars], eqn.primitive.name
+        values, name = [env_value(env, v) for v in eqn.invars], eqn.primitive.name
         if name == BARRIER or (eqn.params.get("differentiated") and eqn.params["prevent_cse"]):
             values = [jax.lax.optimization_barrier(value) for value in values]  # one by one: each may be in I or in W
         if name in CALLS:
@@ -38,23 +38,23 @@ def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> li
         elif name == BARRIER or _changes_nothing(eqn):
             outs = values
         else:
-            outs = bind(eqn, values, **({"jaxpr": flatten(eqn.params["jaxpr"])} if is_scan(eqn) else {}))
+            outs = bind_eqn(eqn, values, **({"jaxpr": flatten(eqn.params["jaxpr"])} if is_scan(eqn) else {}))
         env |= dict(zip(eqn.outvars, outs, strict=True))
-    return [read(env, v) for v in jaxpr.outvars]
+    return [env_value(env, v) for v in jaxpr.outvars]
 
 
-def run(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> list[Any]:
+def run_jaxpr(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> list[Any]:
     """The outputs that are wanted, the others None. Inputs that these do not need may be anything."""
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     masks, _ = demand(jaxpr, wanted)
     for i in sorted(masks):
         eqn = jaxpr.eqns[i]
-        env |= dict(zip(eqn.outvars, bind(eqn, [read(env, v) for v in eqn.invars]), strict=True))
-    return [read(env, v) if w else None for v, w in zip(jaxpr.outvars, wanted, strict=True)]
+        env |= dict(zip(eqn.outvars, bind_eqn(eqn, [env_value(env, v) for v in eqn.invars]), strict=True))
+    return [env_value(env, v) if w else None for v, w in zip(jaxpr.outvars, wanted, strict=True)]
 
 
-def bind(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[Any]:
+def bind_eqn(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[Any]:
     params = eqn.primitive.get_bind_params({**eqn.params, **changes})
     with eqn.ctx.manager:
         outs = eqn.primitive.bind(*values, **params)
@@ -63,7 +63,7 @@ def bind(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[Any]
 
 def demand(jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()) -> tuple[dict[int, Mask], Mask]:
     """(which results of which equations the outputs `outs` need, which inputs), with the equations `always`."""
-    need, masks = chosen(jaxpr.outvars, outs), {}
+    need, masks = select_variables(jaxpr.outvars, outs), {}
     for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
         whole = bool(eqn.effects) or i in always
         mask = [whole or v in need for v in eqn.outvars]
@@ -80,24 +80,24 @@ def demand(jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()) 
                 mask = [*carried, *mask[num_carry:]]
             reads[first : first + num_carry] = mask[:num_carry]
         masks[i] = mask
-        need |= chosen(eqn.invars, reads)
+        need |= select_variables(eqn.invars, reads)
     return masks, [v in need for v in jaxpr.invars]
 
 
 def depending_only(jaxpr: core.Jaxpr, inputs: Mask) -> set[core.Var]:
     """The variables that depend on no input but the chosen ones."""
-    found = {*jaxpr.constvars, *chosen(jaxpr.invars, inputs)}
+    found = {*jaxpr.constvars, *select_variables(jaxpr.invars, inputs)}
     for eqn in jaxpr.eqns:
         if not eqn.effects and all(is_literal(v) or v in found for v in eqn.invars):
             found |= set(eqn.outvars)
     return found
 
 
-def chosen(variables: Sequence[Any], mask: Mask) -> set[core.Var]:
+def select_variables(variables: Sequence[Any], mask: Mask) -> set[core.Var]:
     return {v for v, m in zip(variables, mask, strict=True) if m and not is_literal(v)}
 
 
-def read(env: dict[Any, Any], v: Any) -> Any:
+def env_value(env: dict[Any, Any], v: Any) -> Any:
     return v.val if is_literal(v) else env.get(v)
 
 

@@ -1,7 +1,7 @@
 """The programs of one layer: its forward, its backward, and its backward in two.
 
-Layers that are alike have one `Programs` between them. Where they differ each has its own, and a row of parameters of
-which only the running program knows which layer it is has a switch between them, `OneOf`.
+Layers that are alike have one `LayerPrograms` between them. Where they differ each has its own, and a layer slot of
+which only the running program knows which layer it holds has a switch between them, `LayerSwitch`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ppctl.executors.stage.jaxprs import depending_only, flatten, is_literal, run
+from ppctl.executors.stage.jaxprs import depending_only, flatten, is_literal, run_jaxpr
 from ppctl.executors.stage.split import Split, split
+from ppctl.schedule.remat import Remat
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
@@ -56,13 +57,13 @@ class Residuals:
 
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """The layer's output and its residuals."""
-        y, *leaves = run(self.program, [*jax.tree.leaves(w), x], [True, *self.is_saved])
+        y, *leaves = run_jaxpr(self.program, [*jax.tree.leaves(w), x], [True, *self.is_saved])
         return y, [leaf for leaf, saved in zip(leaves, self.is_saved, strict=True) if saved]
 
     def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
         """Gradients of the layer's input and parameters, from saved residuals."""
         w_leaves, rest = jax.tree.leaves(w), iter(saved)
-        _, *leaves = run(self.program, [None] * (len(w_leaves) + 1), [False, *self.is_constant])
+        _, *leaves = run_jaxpr(self.program, [None] * (len(w_leaves) + 1), [False, *self.is_constant])
         for i, (source, is_saved) in enumerate(zip(self.sources, self.is_saved, strict=True)):
             if source is not None:
                 leaves[i] = w_leaves[source]
@@ -76,17 +77,17 @@ class Residuals:
         return x, zeros_like(self.shapes)
 
 
-class Programs:
+class LayerPrograms:
     """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes."""
 
-    def __init__(self, function: Layer, remat: str, w: Tree, x: Shape):
+    def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape):
         self.run, self.remat, self._shapes = function, remat, (w, x)
 
     @cached_property
     def residuals(self) -> Residuals:
         # forward and backward are different programs, or ticks: there is nothing that a compiler could merge
         kept = self.run
-        if self.remat == "none":
+        if self.remat.keeps_residuals:
             kept = jax.checkpoint(self.run, policy=KEEP_PRODUCTS, prevent_cse=False)
         return Residuals(kept, *self._shapes)
 
@@ -128,28 +129,28 @@ class Programs:
         return self.split.weight_grad(w, pending)
 
 
-class Packings:
+class SwitchPackings:
     """How what waits of any layer is packed: what it keeps for its backward, and what its I hands to W."""
 
-    def __init__(self, layers: Sequence[Programs]):
+    def __init__(self, layers: Sequence[LayerPrograms]):
         self.layers = layers
 
     @cached_property
-    def saved(self) -> Packing:
-        return Packing([layer.saved for layer in self.layers])
+    def saved(self) -> FlatPacking:
+        return FlatPacking([layer.saved for layer in self.layers])
 
     @cached_property
-    def pending(self) -> Packing:
-        return Packing([layer.pending for layer in self.layers])
+    def pending(self) -> FlatPacking:
+        return FlatPacking([layer.pending for layer in self.layers])
 
 
-class OneOf:
-    """`Programs` of layer `number`, which is traced and one of `among`; what waits is packed as all layers' is.
+class LayerSwitch:
+    """`LayerPrograms` of layer `number`, which is traced and one of `among`; what waits is packed as all layers' is.
 
     Every branch is in the program. `saved` and `pending` are packed: a device keeps the largest layer's for each.
     """
 
-    def __init__(self, layers: Sequence[Programs], number: Any, among: Sequence[int], packings: Packings):
+    def __init__(self, layers: Sequence[LayerPrograms], number: Any, among: Sequence[int], packings: SwitchPackings):
         self.layers, self.number, self.among, self.packings = [layers[l] for l in among], number, among, packings
 
     @property
@@ -167,7 +168,7 @@ class OneOf:
         return self._switch(lambda layer, w, x, gy: layer.redo(w, x, gy), w, x, gy)
 
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        def save(layer: Programs, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        def save(layer: LayerPrograms, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
             y, saved = layer.save(w, x)
             return y, self.packings.saved.pack(saved)
 
@@ -178,7 +179,7 @@ class OneOf:
         return self._switch(lambda layer, w, saved, gy: layer.pull(w, unpack(saved, layer.saved), gy), w, saved, gy)
 
     def input_grad(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        def input_grad(layer: Programs, w: Tree, saved: list, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        def input_grad(layer: LayerPrograms, w: Tree, saved: list, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
             gx, pending = layer.input_grad(w, self.packings.saved.unpack(saved, layer.saved), gy)
             return gx, self.packings.pending.pack(pending)
 
@@ -196,7 +197,7 @@ class OneOf:
         return jax.lax.switch(jnp.asarray(place)[self.number], [partial(run, layer) for layer in self.layers], *args)
 
 
-class Packing:
+class FlatPacking:
     """Lists of arrays of several kinds of lists as one kind: a flat array for each dtype, as long as the longest."""
 
     def __init__(self, lists: Sequence[Sequence[Shape]]):
@@ -208,27 +209,27 @@ class Packing:
 
     def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays one behind the other, then zeros."""
-        return [flat([a for a in arrays if a.dtype == to.dtype], to) for to in self.shapes]
+        return [pack_flat([a for a in arrays if a.dtype == to.dtype], to) for to in self.shapes]
 
     def unpack(self, packed: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
         """Arrays of these shapes, as `pack` put them."""
-        of_dtype = {a.dtype: iter(cut([s for s in shapes if s.dtype == a.dtype], a)) for a in packed}
+        of_dtype = {a.dtype: iter(unpack_flat([s for s in shapes if s.dtype == a.dtype], a)) for a in packed}
         return [next(of_dtype[shape.dtype]) for shape in shapes]
 
 
-def flat(arrays: Sequence[jax.Array], to: Shape) -> jax.Array:
+def pack_flat(arrays: Sequence[jax.Array], to: Shape) -> jax.Array:
     """Arrays one behind the other along the last axis of `to`, then zeros; the axes before it are shared."""
-    *rows, size = to.shape
-    parts = [a.reshape(*rows, -1).astype(to.dtype) for a in arrays]
+    *shared, size = to.shape
+    parts = [a.reshape(*shared, -1).astype(to.dtype) for a in arrays]
     rest = size - sum(part.shape[-1] for part in parts)
-    parts += [jnp.zeros((*rows, rest), to.dtype)] if rest else []
+    parts += [jnp.zeros((*shared, rest), to.dtype)] if rest else []
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
-def cut(shapes: Sequence[Shape], packed: jax.Array) -> list[jax.Array]:
-    """The arrays that `flat` put behind each other, in the dtype of `packed`."""
-    rows = packed.size // packed.shape[-1] if packed.size else 1
-    sizes = [shape.size // rows for shape in shapes]
+def unpack_flat(shapes: Sequence[Shape], packed: jax.Array) -> list[jax.Array]:
+    """The arrays that `pack_flat` put behind each other, in the dtype of `packed`."""
+    num_shared = packed.size // packed.shape[-1] if packed.size else 1
+    sizes = [shape.size // num_shared for shape in shapes]
     rest = packed.shape[-1] - sum(sizes)
     parts = jax.lax.split(packed, (*sizes, rest), axis=packed.ndim - 1) if rest or len(sizes) > 1 else [packed]
     return [part.reshape(shape.shape) for part, shape in zip(parts, shapes, strict=False)]

@@ -25,15 +25,15 @@ from ppctl.errors import ConfigError
 from ppctl.executors.stage.jaxprs import (
     BARRIER,
     Mask,
-    bind,
-    chosen,
+    bind_eqn,
     demand,
     depending_only,
+    env_value,
     extents,
     flatten,
     is_literal,
     is_scan,
-    read,
+    select_variables,
 )
 
 Tree = Any
@@ -120,7 +120,7 @@ class _Cut:
         self.scans: dict[int, _ScanCut] = {}  # those of `first`, some of which have a part in `second`
         self.second_steps: list[tuple[int, _ScanCut | None]] = []
         constant = depending_only(jaxpr, fixed)
-        need = chosen(jaxpr.outvars, late)
+        need = select_variables(jaxpr.outvars, late)
         for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
             wanted = [v in need for v in eqn.outvars]
             here = self.masks.get(i, [False] * len(wanted))
@@ -143,7 +143,7 @@ class _Cut:
             else:
                 raise _inseparable(eqn)
             self._cross(v for v, h in zip(eqn.outvars, here, strict=True) if h and v in need)
-            need |= chosen(eqn.invars, reads)
+            need |= select_variables(eqn.invars, reads)
         self._cross(v for v, is_handed in zip(jaxpr.invars, handed, strict=True) if is_handed and v in need)
         self.second_reads = [v in need and not is_handed for v, is_handed in zip(jaxpr.invars, handed, strict=True)]
         for i, mask in self.masks.items():
@@ -171,10 +171,10 @@ class _Cut:
         env: dict[Any, Any] = {**self.consts, **dict(zip(self.jaxpr.invars, args, strict=True))}
         for i in sorted(self.masks):
             eqn = self.jaxpr.eqns[i]
-            values = [read(env, v) for v in eqn.invars]
-            outs, crossing = self.scans[i].first(values) if i in self.scans else (bind(eqn, values), [])
+            values = [env_value(env, v) for v in eqn.invars]
+            outs, crossing = self.scans[i].first(values) if i in self.scans else (bind_eqn(eqn, values), [])
             env |= dict(zip(eqn.outvars, outs, strict=True)) | {(i, j): value for j, value in enumerate(crossing)}
-        outs = [read(env, v) if e else None for v, e in zip(self.jaxpr.outvars, self.early, strict=True)]
+        outs = [env_value(env, v) if e else None for v, e in zip(self.jaxpr.outvars, self.early, strict=True)]
         return outs, [env[key] for key in self.crossing]
 
     def second(self, args: Sequence[Any], crossing: Sequence[jax.Array]) -> list[Any]:
@@ -184,12 +184,12 @@ class _Cut:
         for i, scan in reversed(self.second_steps):
             eqn = self.jaxpr.eqns[i]
             if scan is None:
-                env |= dict(zip(eqn.outvars, bind(eqn, [read(env, v) for v in eqn.invars]), strict=True))
+                env |= dict(zip(eqn.outvars, bind_eqn(eqn, [env_value(env, v) for v in eqn.invars]), strict=True))
                 continue
-            values = [read(env, v) if r else None for v, r in zip(eqn.invars, scan.second_reads, strict=True)]
+            values = [env_value(env, v) if r else None for v, r in zip(eqn.invars, scan.second_reads, strict=True)]
             outs = scan.second(values, [env[i, j] for j in range(len(scan.crossing))])
             env |= {v: out for v, out in zip(eqn.outvars, outs, strict=True) if out is not None}
-        return [read(env, v) if l else None for v, l in zip(self.jaxpr.outvars, self.late, strict=True)]
+        return [env_value(env, v) if l else None for v, l in zip(self.jaxpr.outvars, self.late, strict=True)]
 
 
 class _ScanCut:

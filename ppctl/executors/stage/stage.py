@@ -22,9 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.stage.layers import Layer, OneOf, Packings, Programs, zeros_like
+from ppctl.executors.stage.layers import Layer, LayerPrograms, LayerSwitch, SwitchPackings, zeros_like
+from ppctl.schedule.remat import Remat
 
 Tree = Any
+Cotangent = Callable[[jax.Array | None], tuple[jax.Array, Any]]  # from a stage's output, or None, to (gy, aux)
+Backward = tuple[jax.Array, Any, Any]
 
 
 def fold(body: Callable, carry: Tree, xs: Any, *, reverse: bool = False) -> tuple[Tree, Any]:
@@ -46,7 +49,7 @@ def numbered(w: Any, *others: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LayerSlots:
     """What the rows of a stage's parameters are, where they are not simply layers that are all alike."""
 
     count: jax.Array | None = None  # so many are layers, the others padding; None: all are layers
@@ -62,11 +65,11 @@ class Rows:
         return self.numbers[k], self.among[k] if isinstance(k, int) else tuple(sorted(set().union(*self.among)))
 
 
-def where_layer(rows: Rows | None, k: Any, run: Callable, otherwise: Callable, *args: Any) -> Any:
+def where_layer(slots: LayerSlots | None, k: Any, run: Callable, otherwise: Callable, *args: Any) -> Any:
     """run(*args) for rows that are layers, else otherwise(*args)."""
-    if rows is None or rows.count is None:
+    if slots is None or slots.count is None:
         return run(*args)
-    return jax.lax.cond(k < rows.count, run, otherwise, *args)
+    return jax.lax.cond(k < slots.count, run, otherwise, *args)
 
 
 class Stage:
@@ -76,123 +79,127 @@ class Stage:
     told which `rows` it has. None: layers that are all alike.
     """
 
-    def __init__(self, layers: Layer | Sequence[Layer], remat: str, w0: Tree, x: jax.ShapeDtypeStruct):
+    def __init__(self, layers: Layer | Sequence[Layer], remat: Remat, w0: Tree, x: jax.ShapeDtypeStruct):
         functions = (layers,) if callable(layers) else layers
         self.remat, self.are_alike, self.x = remat, callable(layers), x
-        self.layers = [Programs(function, remat, w0, x) for function in functions]
-        self.packings = Packings(self.layers)
+        self.layers = [LayerPrograms(function, remat, w0, x) for function in functions]
+        self.packings = SwitchPackings(self.layers)
 
-    def layer(self, rows: Rows | None, k: Any) -> Programs | OneOf:
+    def layer(self, slots: LayerSlots | None, k: Any) -> LayerPrograms | LayerSwitch:
         """The programs of row k."""
         if self.are_alike:
             return self.layers[0]
-        assert rows is not None, "layers differ"
-        number, among = rows.at(k)
-        return self.layers[among[0]] if len(among) == 1 else OneOf(self.layers, number, among, self.packings)
+        assert slots is not None, "layers differ"
+        number, among = slots.at(k)
+        return self.layers[among[0]] if len(among) == 1 else LayerSwitch(self.layers, number, among, self.packings)
 
     @property
     def keeps_input(self) -> bool:
         """Whether the stash is the stage's input, so that it can stay in the slot where it arrived."""
-        return self.remat == "full"
+        return self.remat.keeps_input_only
 
-    def stash_shapes(self, w: Any, rows: Rows | None = None) -> Tree:
+    def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
         """Shapes of the stash of a microbatch; w may be shapes. rows: None: of any layers, where layers differ."""
-        rows = rows or self._any(w)
-        return jax.eval_shape(lambda w, x: self.forward(w, rows, x)[1], w, self.x)
+        slots = slots or self._any(w)
+        return jax.eval_shape(lambda w, x: self.forward(w, slots, x)[1], w, self.x)
 
-    def pending_shapes(self, w: Any, rows: Rows | None = None) -> Any:
+    def pending_shapes(self, w: Any, slots: LayerSlots | None = None) -> Any:
         """Shapes of what `input_grad` hands on."""
-        rows = rows or self._any(w)
+        slots = slots or self._any(w)
 
         def hand_on(w: Any, stash: Tree, gy: jax.Array) -> Any:
-            return self.input_grad(w, rows, stash, lambda y: (gy, None))[1]
+            return self.input_grad(w, slots, stash, lambda y: (gy, None))[1]
 
-        return jax.eval_shape(hand_on, w, self.stash_shapes(w, rows), self.x)
+        return jax.eval_shape(hand_on, w, self.stash_shapes(w, slots), self.x)
 
-    def _any(self, w: Any) -> Rows | None:
+    def _any(self, w: Any) -> LayerSlots | None:
         """Rows of which nothing is known."""
         if self.are_alike:
             return None
         count = len(w) if isinstance(w, list) else len(jax.tree.leaves(w)[0])
-        return Rows(numbers=jnp.zeros(count, jnp.int32), among=(tuple(range(len(self.layers))),) * count)
+        return LayerSlots(numbers=jnp.zeros(count, jnp.int32), among=(tuple(range(len(self.layers))),) * count)
 
-    def forward(self, w: Any, rows: Rows | None, x: jax.Array) -> tuple[jax.Array, Tree]:
+    def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
         """The stage's output and its stash."""
-        if self.remat == "none":
-            return self._save(w, rows, x)
+        if self.remat.keeps_residuals:
+            return self._save(w, slots, x)
 
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, jax.Array | None]:
             k, layer_w = item
-            y = where_layer(rows, k, self.layer(rows, k).run, lambda w, x: x, layer_w, x)
-            return y, x if self.remat == "layer" else None
+            y = where_layer(slots, k, self.layer(slots, k).run, lambda w, x: x, layer_w, x)
+            return y, x if self.remat.keeps_layer_inputs else None
 
         y, inputs = fold(body, x, numbered(w))
-        return y, inputs if self.remat == "layer" else x
+        return y, inputs if self.remat.keeps_layer_inputs else x
 
-    def backward(self, w: Any, rows: Rows | None, stash: Tree, cotangent: Callable) -> tuple[jax.Array, Any, Any]:
+    def backward(
+        self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable
+    ) -> tuple[jax.Array, Any, Any]:
         """(gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
 
         y is the stage's output where the backward recomputes all of it (remat=full), else None.
         """
-        if self.remat == "full":
-            y, saved = self._save(w, rows, stash)
+        if self.remat.keeps_input_only:
+            y, saved = self._save(w, slots, stash)
             gy, aux = cotangent(y)
-            gx, dw = self._pull(w, rows, saved, gy)
+            gx, dw = self._pull(w, slots, saved, gy)
             return gx, dw, aux
         gy, aux = cotangent(None)
-        if self.remat == "none":
-            gx, dw = self._pull(w, rows, stash, gy)
+        if self.remat.keeps_residuals:
+            gx, dw = self._pull(w, slots, stash, gy)
             return gx, dw, aux
 
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
             k, layer_w, x = item
-            redo = self.layer(rows, k).redo
-            return where_layer(rows, k, redo, lambda w, x, gy: (gy, zeros_like(w)), layer_w, x, gy)
+            redo = self.layer(slots, k).redo
+            return where_layer(slots, k, redo, lambda w, x, gy: (gy, zeros_like(w)), layer_w, x, gy)
 
         gx, dw = fold(body, gy, numbered(w, stash), reverse=True)
         return gx, dw, aux
 
-    def input_grad(self, w: Any, rows: Rows | None, stash: Tree, cotangent: Callable) -> tuple[jax.Array, Any, Any]:
+    def input_grad(
+        self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable
+    ) -> tuple[jax.Array, Any, Any]:
         """(gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
-        y, kept = self._save(w, rows, stash) if self.remat == "full" else (None, stash)
+        y, kept = self._save(w, slots, stash) if self.remat.keeps_input_only else (None, stash)
         gy, aux = cotangent(y)
 
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, list[jax.Array]]:
             k, layer_w, layer_kept = item
-            layer = self.layer(rows, k)
+            layer = self.layer(slots, k)
 
             def run(w: Tree, kept: Any, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-                saved = layer.save(w, kept)[1] if self.remat == "layer" else kept
+                saved = layer.save(w, kept)[1] if self.remat.keeps_layer_inputs else kept
                 return layer.input_grad(w, saved, gy)
 
             skip = lambda w, kept, gy: (gy, zeros_like(layer.pending))  # noqa: E731
-            return where_layer(rows, k, run, skip, layer_w, layer_kept, gy)
+            return where_layer(slots, k, run, skip, layer_w, layer_kept, gy)
 
         gx, pending = fold(body, gy, numbered(w, kept), reverse=True)
         return gx, pending, aux
 
-    def weight_grad(self, w: Any, rows: Rows | None, pending: Any) -> Any:
+    def weight_grad(self, w: Any, slots: LayerSlots | None, pending: Any) -> Any:
         """Gradients of w, from what `input_grad` handed on."""
 
         def body(_: None, item: tuple) -> tuple[None, Tree]:
             k, layer_w, layer_pending = item
             skip = lambda w, pending: zeros_like(w)  # noqa: E731
-            return None, where_layer(rows, k, self.layer(rows, k).weight_grad, skip, layer_w, layer_pending)
+            return None, where_layer(slots, k, self.layer(slots, k).weight_grad, skip, layer_w, layer_pending)
 
         return fold(body, None, numbered(w, pending))[1]
 
-    def _save(self, w: Any, rows: Rows | None, x: jax.Array) -> tuple[jax.Array, Any]:
+    def _save(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Any]:
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, list]:
             k, layer_w = item
-            layer = self.layer(rows, k)
-            return where_layer(rows, k, layer.save, lambda w, x: (x, zeros_like(layer.saved)), layer_w, x)
+            layer = self.layer(slots, k)
+            return where_layer(slots, k, layer.save, lambda w, x: (x, zeros_like(layer.saved)), layer_w, x)
 
         return fold(body, x, numbered(w))
 
-    def _pull(self, w: Any, rows: Rows | None, saved: Any, gy: jax.Array) -> tuple[jax.Array, Any]:
+    def _pull(self, w: Any, slots: LayerSlots | None, saved: Any, gy: jax.Array) -> tuple[jax.Array, Any]:
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
             k, layer_w, layer_saved = item
             skip = lambda w, saved, gy: (gy, zeros_like(w))  # noqa: E731
-            return where_layer(rows, k, self.layer(rows, k).pull, skip, layer_w, layer_saved, gy)
+            return where_layer(slots, k, self.layer(slots, k).pull, skip, layer_w, layer_saved, gy)
 
         return fold(body, gy, numbered(w, saved), reverse=True)

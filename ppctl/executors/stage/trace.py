@@ -15,7 +15,7 @@ from jax.extend import core
 
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.flops import equation_flops, inner_jaxprs
-from ppctl.executors.stage.jaxprs import bind, is_literal, read
+from ppctl.executors.stage.jaxprs import bind_eqn, env_value, is_literal
 from ppctl.model.network import MARK
 
 Tree = Any
@@ -117,15 +117,15 @@ class Trace:
         env |= {self.leaves[i]: leaf for i, leaf in leaves.items()}
         for eqn in self.ops[start:stop]:
             if any(v in self._uses for v in eqn.outvars):
-                env |= dict(zip(eqn.outvars, bind(eqn, [self._value(env, v) for v in eqn.invars]), strict=True))
+                env |= dict(zip(eqn.outvars, bind_eqn(eqn, [self._value(env, v) for v in eqn.invars]), strict=True))
         return env
 
     def _value(self, env: dict[Any, Any], v: Any) -> Any:
         """The value of v, made now where that is no operation's."""
         if not is_literal(v) and v not in env:
             eqn = self.made_by[v]
-            env |= dict(zip(eqn.outvars, bind(eqn, [self._value(env, each) for each in eqn.invars]), strict=True))
-        return read(env, v)
+            env |= dict(zip(eqn.outvars, bind_eqn(eqn, [self._value(env, each) for each in eqn.invars]), strict=True))
+        return env_value(env, v)
 
 
 def is_mark(eqn: core.JaxprEqn) -> bool:
@@ -141,11 +141,11 @@ def _without_jits(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any])
     """What the program returns. Custom derivatives and remat stay what they are; marks stay too."""
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        values = [read(env, v) for v in eqn.invars]
+        values = [env_value(env, v) for v in eqn.invars]
         if eqn.primitive.name in JITS and not is_mark(eqn):
             called = eqn.params["jaxpr"]
             outs = _without_jits(called.jaxpr, called.consts, values)
         else:
-            outs = bind(eqn, values)
+            outs = bind_eqn(eqn, values)
         env |= dict(zip(eqn.outvars, outs, strict=True))
-    return [read(env, v) for v in jaxpr.outvars]
+    return [env_value(env, v) for v in jaxpr.outvars]

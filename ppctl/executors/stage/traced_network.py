@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
-from ppctl.executors.stage.layers import cut, flat
+from ppctl.executors.stage.layers import pack_flat, unpack_flat
 from ppctl.executors.stage.trace import Trace
 from ppctl.model.network import Network
 from ppctl.model.stack import NO_DECAY, Stack
@@ -31,12 +31,12 @@ from ppctl.schedule.partition.clusters import clusters
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
-ROWS = (2, 3)  # of the batches by which a network is cut: what crosses has to grow with them
+NUM_EXAMPLES = (2, 3)  # of the batches by which a network is cut: what crosses has to grow with them
 MULTIPLE = 64  # of the length of a layer's parameters, so that they can be sharded
 WIDE = 2  # times the widest boundary: wider outputs are the head's
 
 
-class Pieces:
+class TracedNetwork:
     """A network and where it is cut.
 
     inputs: the shape of a batch; dtype: of parameters; compute: of the parameters and floating inputs that `apply` is
@@ -55,25 +55,26 @@ class Pieces:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ConfigError(f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype.")
         self.traces: dict[int, Trace] = {}
-        self.bounds = self._bounds(self.at(ROWS[0]))
-        self.places = self._places(self.at(ROWS[0]))
+        self.bounds = self._bounds(self.at(NUM_EXAMPLES[0]))
+        self.places = self._places(self.at(NUM_EXAMPLES[0]))
         self.widths = [self._checked(place) for place in self.bounds]
 
     # where it is cut
 
-    def at(self, rows: int) -> Trace:
+    def at(self, num_examples: int) -> Trace:
         """The network on so many rows."""
-        if rows not in self.traces:
+        if num_examples not in self.traces:
             leaves = [Shape(shape, self.compute) for shape in self.shapes]
             dtype = self.compute if _is_floating(self.inputs) else self.inputs.dtype
-            trace = Trace(self._apply, leaves, Shape((rows, *self.inputs.shape[1:]), dtype))
+            trace = Trace(self._apply, leaves, Shape((num_examples, *self.inputs.shape[1:]), dtype))
             usual = next(iter(self.traces.values()), trace)
             if trace.names != usual.names or (trace.marks != usual.marks and not self.auto):
                 raise ConfigError(
-                    f"apply runs other operations on {rows} rows than on {ROWS[0]}. Let it do the same for any number."
+                    f"apply runs other operations on {num_examples} examples than on "
+                    f"{NUM_EXAMPLES[0]}. Let it do the same for any number."
                 )
-            self.traces[rows] = trace
-        return self.traces[rows]
+            self.traces[num_examples] = trace
+        return self.traces[num_examples]
 
     def _apply(self, leaves: list, inputs: jax.Array) -> Tree:
         return self.network.apply(jax.tree.unflatten(self.treedef, leaves), inputs)
@@ -148,35 +149,35 @@ class Pieces:
 
     def _checked(self, place: int) -> int:
         """What crosses a boundary, in numbers a row. ConfigError for what cannot."""
-        few, many = (self.at(rows).crossing(place) for rows in ROWS)
+        few, many = (self.at(num_examples).crossing(place) for num_examples in NUM_EXAMPLES)
         l = self.bounds.index(place)
-        if _integers(self.at(ROWS[0]), place):
-            raise _no_floats(_integers(self.at(ROWS[0]), place), l)
+        if _integers(self.at(NUM_EXAMPLES[0]), place):
+            raise _no_floats(_integers(self.at(NUM_EXAMPLES[0]), place), l)
         if not few:
             raise ConfigError(f"nothing that depends on the inputs is needed behind layer {l - 1}. Use fewer layers.")
         for a, b in zip(few, many, strict=True):
-            if a.size * ROWS[1] != b.size * ROWS[0]:
+            if a.size * NUM_EXAMPLES[1] != b.size * NUM_EXAMPLES[0]:
                 raise ConfigError(
-                    f"{a.dtype}{list(a.shape)} of {ROWS[0]} rows crosses the boundary before layer {l} and does not "
-                    f"grow with the rows of a batch ({b.dtype}{list(b.shape)} of {ROWS[1]}), so that microbatches "
-                    "would differ from the whole. Compute each row by itself, or move the boundary."
+                    f"{a.dtype}{list(a.shape)} of {NUM_EXAMPLES[0]} examples crosses the boundary before layer {l} and "
+                    f"does not grow with the batch ({b.dtype}{list(b.shape)} of {NUM_EXAMPLES[1]}), so that "
+                    "microbatches would differ from the whole. Compute each example by itself, or move the boundary."
                 )
-        return sum(a.size for a in few) // ROWS[0]
+        return sum(a.size for a in few) // NUM_EXAMPLES[0]
 
     # packing
 
     @cached_property
     def x(self) -> tuple[int, Any]:
         """(width, dtype) of what passes between layers: that of the widest boundary, and of the most exact value."""
-        dtypes = [a.dtype for place in self.bounds for a in self.at(ROWS[0]).crossing(place) if _is_floating(a)]
+        dtypes = [a.dtype for place in self.bounds for a in self.at(NUM_EXAMPLES[0]).crossing(place) if _is_floating(a)]
         return max(1, *self.widths), jnp.result_type(self.compute, *dtypes)
 
-    def _packed(self, values: Sequence[jax.Array], rows: int) -> jax.Array:
-        return flat(values, Shape((rows, self.x[0]), self.x[1]))
+    def _packed(self, values: Sequence[jax.Array], num_examples: int) -> jax.Array:
+        return pack_flat(values, Shape((num_examples, self.x[0]), self.x[1]))
 
     def _unpacked(self, x: jax.Array, place: int) -> list[jax.Array]:
         shapes = self.at(len(x)).crossing(place)
-        return [_back(a, shape) for a, shape in zip(cut(shapes, x), shapes, strict=True)]
+        return [_back(a, shape) for a, shape in zip(unpack_flat(shapes, x), shapes, strict=True)]
 
     @cached_property
     def groups(self) -> dict[str, list[list[int]]]:
@@ -209,7 +210,9 @@ class Pieces:
         leaves = [leaf.astype(self.dtype) for leaf in jax.tree.leaves(params)]
         ends = {self.names[i]: {self._group(i): leaves[i]} for i, place in enumerate(self.places) if place is None}
         layers = {
-            name: jnp.stack([flat([leaves[i] for i in of_layer], Shape((size,), self.dtype)) for of_layer in found])
+            name: jnp.stack(
+                [pack_flat([leaves[i] for i in of_layer], Shape((size,), self.dtype)) for of_layer in found]
+            )
             for (name, found), size in zip(self.groups.items(), self.lengths.values(), strict=True)
         }
         return {"ends": ends, "layers": {self.tag: layers}}
@@ -225,7 +228,7 @@ class Pieces:
         layer, found = w[self.tag], dict[int, jax.Array]()
         for name, layers in self.groups.items():
             shapes = [Shape(self.shapes[i], layer[name].dtype) for i in layers[l]]
-            found |= dict(zip(layers[l], cut(shapes, layer[name]), strict=True)) if shapes else {}
+            found |= dict(zip(layers[l], unpack_flat(shapes, layer[name]), strict=True)) if shapes else {}
         return found
 
     def _leaves_of_ends(self, ends: Tree) -> dict[int, jax.Array]:
@@ -252,21 +255,21 @@ class Pieces:
         return self.network.loss(self.at(len(x)).outputs(start, self._unpacked(x, start), leaves), targets)
 
 
-def stack_of(pieces: Pieces) -> Stack:
+def stack_of(network: TracedNetwork) -> Stack:
     """The stack that a network is, cut so."""
 
     def initial(key: jax.Array) -> Tree:
-        return pieces.to_parts(pieces.network.init(key))
+        return network.to_parts(network.network.init(key))
 
     return Stack(
-        pieces.num_layers,
+        network.num_layers,
         lambda key: initial(key)["ends"],
         lambda key, l: jax.tree.map(lambda a: a[l], initial(key)["layers"]),
-        pieces.embed,
-        tuple(partial(pieces.layer, l) for l in range(pieces.num_layers)),
-        pieces.head,
+        network.embed,
+        tuple(partial(network.layer, l) for l in range(network.num_layers)),
+        network.head,
         initial=initial,
-        export=pieces.from_parts,
+        export=network.from_parts,
     )
 
 

@@ -18,12 +18,12 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_preset import Effort
+from ppctl.executors.compiler_preset import CompilerPreset
 from ppctl.executors.mesh import DATA_AXES
 from ppctl.executors.mpmd.division import Division
-from ppctl.executors.mpmd.plan import Key, Op, Program, move, roles, task_ops
-from ppctl.executors.mpmd.rank import Library, rank_op, rank_ops, rank_roles, with_tied
-from ppctl.executors.mpmd.runtime import Machine, Walk
+from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, roles, task_entries, transfer_entry
+from ppctl.executors.mpmd.rank import GradientPrograms, rank_entries, rank_entry, rank_roles, with_tied
+from ppctl.executors.mpmd.runtime import Runtime, Walk
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import shard_bytes
 from ppctl.schedule.ir import Schedule, Task
@@ -63,7 +63,7 @@ class Mpmd:
         used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
         holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.tied))]
         self.division = Division(layout, model.ends, holders)
-        self.machine = Machine(self.division.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
+        self.machine = Runtime(self.division.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
         self.read_at = next(r for r in (self.last, *self.ranks) if self.machine.is_mine[r])  # the numbers of a step
         self.walks: dict[str, Walk] = {}
 
@@ -127,12 +127,12 @@ class Mpmd:
         return self._memory(what, None)
 
     def estimate_memory(self, what: str = "step") -> tuple[dict[str, int], ...]:
-        return self._memory(what, self.machine.weigh(self.plan(what)[0], self.given_shapes()))
+        return self._memory(what, self.machine.estimate_temporaries(self.plan(what)[0], self.given_shapes()))
 
     def _memory(self, what: str, temps: Sequence[int] | None) -> tuple[dict[str, int], ...]:
         """For each rank bytes by part at the peak of a plan; temps: of each op, None: of what is compiled, if any."""
         ops, kept = self.plan(what)
-        held = self.machine.held(ops, self.given_shapes(), kept, temps)
+        held = self.machine.memory_breakdown(ops, self.given_shapes(), kept, temps)
         return tuple(by_part(given | of_rank) for given, of_rank in zip(self.given_bytes, held, strict=True))
 
     def programs(self, choose: Choose | None = None, what: str = "step") -> StepPrograms:
@@ -193,7 +193,7 @@ class Mpmd:
             self.walks[what] = self.machine.compile(ops, given, kept)
         return self.walks[what]
 
-    def plan(self, what: str) -> tuple[list[Op], list[Key]]:
+    def plan(self, what: str) -> tuple[list[PlanEntry], list[Key]]:
         """(a plan, what it leaves).
 
         step: a train step. loss: that of a batch, from forwards alone. grads: loss and gradients. try: a step in which
@@ -203,8 +203,8 @@ class Mpmd:
         if what == "redo":
             return self._updates("update", "numbers"), self.state_keys
         schedule, order = self.evaluation if what == "loss" else self.training
-        before, after = rank_ops(self.layout, self.roles, with_grads=what != "loss")
-        tasks = task_ops(schedule, order, self.stage_roles, keeps_input=self.model.stage.keeps_input)
+        before, after = rank_entries(self.layout, self.roles, with_grads=what != "loss")
+        tasks = task_entries(schedule, order, self.stage_roles, keeps_input=self.model.stage.keeps_input)
         ops = [*before, *tasks, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
         if what == "loss":
             return ops + self._sent("loss"), [("loss", self.read_at)]
@@ -228,15 +228,17 @@ class Mpmd:
         """What `redo` needs of a step that was tried."""
         return [key for r in self.ranks for key in (*self._grads(r), ("numbers", r))]
 
-    def _norm(self) -> list[Op]:
+    def _norm(self) -> list[PlanEntry]:
         """From gradients to the numbers of a step: each rank's sum of squares goes to the last one, which adds them."""
         ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
-        ops += [move(r, ("squares", r), self.last, ("squares_there", r)) for r in self.ranks if r != self.last]
+        ops += [
+            transfer_entry(r, ("squares", r), self.last, ("squares_there", r)) for r in self.ranks if r != self.last
+        ]
         squares = [("squares" if r == self.last else "squares_there", r) for r in self.ranks]
         reads = [("loss",), ("number",), ("step", self.last), *squares]
         return [*ops, self._op("combine", self.last, reads, [("numbers",)])]
 
-    def _updates(self, kind: str, numbers: str) -> list[Op]:
+    def _updates(self, kind: str, numbers: str) -> list[PlanEntry]:
         ops = []
         for r in self.ranks:
             state = [(name, r) for name in STATE]
@@ -244,12 +246,12 @@ class Mpmd:
             ops.append(self._op(kind, r, [*state, *self._grads(r), (numbers, r)], writes))
         return ops
 
-    def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> Op:
-        return rank_op(kind, self.roles[rank], rank, reads, writes)
+    def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> PlanEntry:
+        return rank_entry(kind, self.roles[rank], rank, reads, writes)
 
-    def _sent(self, name: str) -> list[Op]:
+    def _sent(self, name: str) -> list[PlanEntry]:
         """Moves of a value of the last rank to all, as (name, rank)."""
-        return [move(self.last, (name,), r, (name, r)) for r in self.ranks]
+        return [transfer_entry(self.last, (name,), r, (name, r)) for r in self.ranks]
 
     def _grads(self, rank: int) -> list[Key]:
         """All of a rank's gradients: those of tied leaves come back from the rank that adds them up."""
@@ -292,7 +294,7 @@ class _Programs:
             }
             for r, here in enumerate(engine.roles)
         }
-        self.library = Library(engine.model, {here: specs["params"] for here, specs in self.of_state.items()})
+        self.library = GradientPrograms(engine.model, {here: specs["params"] for here, specs in self.of_state.items()})
         self.functions = {
             "mean": self._mean,
             "divide": self._divide,
@@ -302,7 +304,7 @@ class _Programs:
             "try": self._try,
         }
 
-    def specs(self, program: Program, name: str) -> Tree:
+    def specs(self, program: ProgramId, name: str) -> Tree:
         name = name.removeprefix("next_")
         if name in ("optimizer", "step"):
             return self.of_state[program.shape][name]
@@ -310,20 +312,20 @@ class _Programs:
             return P()
         return self.library.specs(program, "params" if name == "mean_grads" else name)
 
-    def function(self, program: Program) -> Callable[..., tuple]:
+    def function(self, program: ProgramId) -> Callable[..., tuple]:
         if program.kind not in self.functions:
             return self.library.function(program)
         return partial(self.functions[program.kind], program)
 
-    def donated(self, program: Program) -> tuple[str, ...]:
+    def donated(self, program: ProgramId) -> tuple[str, ...]:
         if program.kind in self.functions:
             return STATE if program.kind == "update" else ()
         return self.library.donated(program)
 
-    def effort(self, program: Program) -> Effort:
-        return "once" if program.kind in self.functions else self.library.effort(program)
+    def preset(self, program: ProgramId) -> CompilerPreset:
+        return "once" if program.kind in self.functions else self.library.preset(program)
 
-    def _mean(self, _: Program, losses: Tree) -> tuple:
+    def _mean(self, _: ProgramId, losses: Tree) -> tuple:
         loss, number = (jax.lax.psum(a[0], DATA_AXES) for a in losses)
         return loss / number, number
 
@@ -333,30 +335,32 @@ class _Programs:
             grads = grads | {"ends": with_tied(self.engine.model, grads["ends"], *tied)}
         return jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 
-    def _divide(self, _: Program, grads: Tree, *rest: Tree) -> tuple:
+    def _divide(self, _: ProgramId, grads: Tree, *rest: Tree) -> tuple:
         *tied, number = rest
         return (self._scaled(grads, number, tied),)
 
-    def _squares(self, program: Program, grads: Tree) -> tuple:
+    def _squares(self, program: ProgramId, grads: Tree) -> tuple:
         specs = jax.tree.leaves(self.specs(program, "grads"), is_leaf=lambda a: isinstance(a, P))
         shards: dict[bool, list] = {True: [], False: []}
         for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
             shards[any(spec)].append(leaf)
         return (jax.lax.psum(sum_of_squares(shards[True]), "fsdp") + sum_of_squares(shards[False]),)
 
-    def _combine(self, _: Program, loss: jax.Array, number: jax.Array, step: jax.Array, *squares: jax.Array) -> tuple:
+    def _combine(self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *squares: jax.Array) -> tuple:
         norm = jnp.sqrt(sum(squares)) / number
         numbers = {"loss": loss, "grad_norm": norm, "number": number}
         return (numbers if self.lr_schedule is None else numbers | {"lr": self.lr_schedule(step)},)
 
-    def _update(self, _: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
+    def _update(self, _: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
         *tied, numbers = rest
         state = {"params": params, "optimizer": optimizer, "step": step}
         grads = self._scaled(grads, numbers["number"], tied)
         state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"])
         return state["params"], state["optimizer"], state["step"]
 
-    def _try(self, program: Program, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
+    def _try(
+        self, program: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree
+    ) -> tuple:
         """The update as it is where the norm turns out to need no clipping."""
         *tied, number = rest
         numbers = {"number": number, "grad_norm": jnp.zeros_like(number)}

@@ -13,15 +13,15 @@ import jax
 
 from ppctl.executors.collectives import Collective, collectives
 from ppctl.executors.compiler_preset import temp_bytes
-from ppctl.executors.mpmd.listing import Entry, entries
-from ppctl.executors.mpmd.plan import Key, Op, last_uses
-from ppctl.executors.mpmd.runtime import Machine
+from ppctl.executors.mpmd.listing import ListedEntry, listed_entries
+from ppctl.executors.mpmd.plan import Key, PlanEntry, last_uses
+from ppctl.executors.mpmd.runtime import Runtime
 from ppctl.executors.placement import runs_text
 from ppctl.executors.spmd.memory import shard_bytes
 from ppctl.schedule.text import WORDS
 
 FORMS = ("jaxpr", "stablehlo", "hlo")
-Choose = Callable[[Sequence[Op]], Collection[Op] | None]  # of a plan's entries those to show; None: all
+Choose = Callable[[Sequence[PlanEntry]], Collection[PlanEntry] | None]  # of a plan's entries those to show; None: all
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StepPrograms(NamedTuple):
     """The programs of a step. The last two are of executor=mpmd."""
 
     programs: list[StepProgram]
-    dispatch: list[Entry]
+    dispatch: list[ListedEntry]
     transfers: list[Transfers]
 
 
@@ -94,16 +94,16 @@ def one_program(traced: jax.stages.Traced, num_ranks: int) -> StepPrograms:
 
 
 def dispatched_programs(
-    machine: Machine, plan: tuple[list[Op], list[Key]], given: dict[Key, Any], choose: Choose | None
+    runtime: Runtime, plan: tuple[list[PlanEntry], list[Key]], given: dict[Key, Any], choose: Choose | None
 ) -> StepPrograms:
     """Return the programs and transfers of a plan that the host dispatches; given: shapes of what it starts from."""
     ops, kept = plan
-    shapes = machine.shapes(ops, given)
+    shapes = runtime.shapes(ops, given)
     listed = list(zip(ops, last_uses(ops, {*kept, *given}), strict=True))
     wanted = None if choose is None else choose(ops)
     if wanted is not None:
         listed = [(op, freed) for op, freed in listed if op in wanted]
-    users: dict[Any, list[Op]] = {}
+    users: dict[Any, list[PlanEntry]] = {}
     for op, _ in listed:
         if op.program is not None:
             users.setdefault(op.program, []).append(op)
@@ -112,9 +112,9 @@ def dispatched_programs(
             _name(these),
             ranks := tuple(sorted({op.rank for op in these})),
             max(sum(op.rank == rank for op in these) for rank in ranks),
-            machine.traced[program][0],
-            partial(machine.lower, program),
-            lambda program=program, these=these: machine.compiled_first(these)[program],
+            runtime.traced[program][0],
+            partial(runtime.lower, program),
+            lambda program=program, these=these: runtime.compiled_first(these)[program],
         )
         for program, these in users.items()
     ]
@@ -123,10 +123,10 @@ def dispatched_programs(
         if op.sender is not None and op.sender != op.rank:
             sent.setdefault((op.sender, op.rank), []).append(shard_bytes(shapes[op.reads[0]]))
     transfers = [Transfers(*ends, len(sizes), sum(sizes)) for ends, sizes in sorted(sent.items())]
-    return StepPrograms(programs, entries(listed), transfers)
+    return StepPrograms(programs, listed_entries(listed), transfers)
 
 
-def _name(ops: Sequence[Op]) -> str:
+def _name(ops: Sequence[PlanEntry]) -> str:
     """Return what tells a program from others: its kind, and the stages or ranks that run it."""
     op = ops[0]
     assert op.program is not None, "a move has no program"

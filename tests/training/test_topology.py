@@ -11,11 +11,11 @@ import pytest
 from ppctl import cli, config
 from ppctl.errors import ConfigError
 from ppctl.executors import topology
-from ppctl.executors.known_hardware import known
 from ppctl.executors.topology import described_mesh, has_plugin, target_config
 from ppctl.planner import plan
+from ppctl.training.known_hardware import gpu_names, gpu_target, known
 
-GPUS = [name for name, hardware in known().items() if hardware.cuda is not None]
+GPUS = gpu_names()
 REQUEST = config.Config(
     model=config.Transformer(num_layers=4, d_model=16, num_heads=2, seq_len=16),
     mesh=config.Mesh(1, 4, 1),
@@ -47,7 +47,7 @@ def test_all_nvidia_gpus_are_described():
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpu_is_described_by_its_own_numbers(name):
     hardware = known()[name]
-    cuda, text = hardware.cuda, target_config(hardware)
+    cuda, text = hardware.cuda, target_config(gpu_target(hardware))
     assert cuda is not None
     assert hardware.memory_gib is not None
     found = dict(re.findall(r"(\w+): (\S+)", text))
@@ -67,7 +67,7 @@ def test_hosts_and_their_gpus_are_asked_for_and_the_description_says_what_fits(m
     assert plan.plan(REQUEST, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert (asked["platform"], asked["topology"]) == ("cuda", "1x2x2")
-    assert asked["target_config"] == target_config(known()["h100"])
+    assert asked["target_config"] == target_config(gpu_target(known()["h100"]))
     assert found["hardware"] == "h100"
     assert found["fits"] is True
     assert found["limit_bytes"] == round(known()["h100"].memory_gib * 2**30)  # the compiler refuses nothing
@@ -85,7 +85,7 @@ def test_hardware_of_ones_own_is_described_too(monkeypatch):
 
 def test_the_flag_against_timing_is_set_once_and_never_over_the_users(monkeypatch):
     described(monkeypatch)
-    h100 = known()["h100"]
+    h100 = gpu_target(known()["h100"])
     monkeypatch.setenv("XLA_FLAGS", "--xla_some=1")
     for _ in range(2):
         described_mesh(1, 4, 1, "h100:2x2", h100)
@@ -97,7 +97,7 @@ def test_the_flag_against_timing_is_set_once_and_never_over_the_users(monkeypatc
 
 def test_other_shapes_and_sizes_are_refused(monkeypatch):
     described(monkeypatch)
-    h100 = known()["h100"]
+    h100 = gpu_target(known()["h100"])
     with pytest.raises(
         ConfigError, match=r"^plan.topology=h100:1x2x2 is of GPUs: write the number of hosts .*h100:2x8"
     ):

@@ -1,4 +1,4 @@
-"""The hardware of a request: descriptions in `conf/hardware/`, and links as `ppctl doctor` measured them."""
+"""The hardware of a config: descriptions in `conf/hardware/`, and links as `ppctl doctor` measured them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import yaml
 from ppctl.config.files import ROOT
 from ppctl.config.hardware import AutoHardware, Cuda, Hardware
 from ppctl.errors import ConfigError
+from ppctl.executors.topology import GpuTarget
 
 NOMINAL = "host"  # its numbers are of no machine in particular
 
 
 def known() -> dict[str, Hardware]:
-    """The hardware that ppctl describes, by name.
+    """Return the hardware that ppctl describes, by name.
 
     >>> known()["h100"].peak_flops["bfloat16"]
     989400000000000.0
@@ -47,7 +48,7 @@ def _read(file: Path) -> Hardware:
 
 
 def of_device(device_kind: str) -> Hardware | None:
-    """The hardware whose devices name themselves so, or None.
+    """Return the hardware whose devices name themselves so, or None.
 
     >>> of_device("TPU v5 lite").name, of_device("Quadro")
     ('v5e', None)
@@ -55,19 +56,19 @@ def of_device(device_kind: str) -> Hardware | None:
     return next((hardware for hardware in known().values() if device_kind in hardware.device_kinds), None)
 
 
-def resolved(asked: Hardware | AutoHardware, device_kind: str, topology: str | None = None) -> Hardware:
-    """The hardware asked for; with `auto` that of plan.topology ("v5e:4x4"), else that of the devices that are there.
+def resolved(request: Hardware | AutoHardware, device_kind: str, topology: str | None = None) -> Hardware:
+    """Return the hardware of a request; for `auto` that of plan.topology ("v5e:4x4"), else that of the devices present.
 
-    ConfigError where nothing is known of them, or where the topology is of other hardware than was asked for.
+    ConfigError where nothing is known of them, or where the topology is of other hardware than the request.
     """
-    there = of_device(device_kind) if topology is None else of_topology(asked, topology)
-    if isinstance(asked, Hardware):
-        if topology is not None and (there is None or not set(asked.device_kinds) & set(there.device_kinds)):
+    there = of_device(device_kind) if topology is None else of_topology(request, topology)
+    if isinstance(request, Hardware):
+        if topology is not None and (there is None or not set(request.device_kinds) & set(there.device_kinds)):
             raise ConfigError(
-                f"hardware={asked.name} is not what plan.topology={topology} names. Use hardware=auto, or another "
+                f"hardware={request.name} is not what plan.topology={topology} names. Use hardware=auto, or another "
                 "topology."
             )
-        return asked
+        return request
     if there is None:
         which = device_kind if topology is None else f"plan.topology={topology}"
         raise ConfigError(
@@ -77,14 +78,26 @@ def resolved(asked: Hardware | AutoHardware, device_kind: str, topology: str | N
     return there
 
 
-def of_topology(asked: Hardware | AutoHardware, topology: str) -> Hardware | None:
-    """The hardware that plan.topology names, or None where nothing is known of it (libtpu knows TPUs by itself)."""
+def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | None:
+    """Return the hardware that plan.topology names, None where nothing is known of it (libtpu knows TPUs by itself)."""
     chip = topology.partition(":")[0]
-    return asked if isinstance(asked, Hardware) and asked.name == chip else known().get(chip)
+    return request if isinstance(request, Hardware) and request.name == chip else known().get(chip)
+
+
+def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
+    """Return what XLA's compiler for GPUs has to know of this hardware; None where it is no NVIDIA GPU."""
+    if hardware is None or hardware.cuda is None:
+        return None
+    return GpuTarget(hardware.name, hardware.device_kinds[0], hardware.memory_bytes_per_s, **vars(hardware.cuda))
+
+
+def gpu_names() -> list[str]:
+    """Return the names of the hardware that a topology of GPUs may have."""
+    return [name for name, hardware in known().items() if hardware.cuda is not None]
 
 
 def peak_flops(hardware: Hardware, dtype: str) -> float | None:
-    """Peak dense FLOP/s of one device with this dtype of compute, or None where it is not known.
+    """Return the peak dense FLOP/s of one device with this dtype of compute, or None where it is not known.
 
     >>> peak_flops(known()["h200"], "bfloat16"), peak_flops(known()["h200"], "float64")
     (989400000000000.0, None)
@@ -92,14 +105,14 @@ def peak_flops(hardware: Hardware, dtype: str) -> float | None:
     return hardware.peak_flops.get(dtype)
 
 
-def mfu_peak_flops(asked: Hardware | AutoHardware, device_kind: str, dtype: str) -> float | None:
-    """The peak that a measured speed may be compared to, or None: of unknown devices and where it is nominal (CPUs).
+def mfu_peak_flops(request: Hardware | AutoHardware, device_kind: str, dtype: str) -> float | None:
+    """Return the peak that a measured speed may be compared to; None for unknown devices and nominal peaks (CPUs).
 
     >>> mfu_peak_flops(AutoHardware(), "TPU v4", "float32")
     275000000000000.0
     >>> mfu_peak_flops(AutoHardware(), "cpu", "float32")
     """
-    hardware = asked if isinstance(asked, Hardware) else of_device(device_kind)
+    hardware = request if isinstance(request, Hardware) else of_device(device_kind)
     if hardware is None:
         return None
     peak = peak_flops(hardware, dtype)
@@ -108,7 +121,7 @@ def mfu_peak_flops(asked: Hardware | AutoHardware, device_kind: str, dtype: str)
 
 
 def links_of(path: str | Path) -> tuple[float, float]:
-    """(seconds of latency, bytes/s) of the links that `ppctl doctor --json` measured and wrote to a file.
+    """Return (seconds of latency, bytes/s) of the links that `ppctl doctor --json` measured and wrote to a file.
 
     ConfigError where the file cannot be read or states none.
     """

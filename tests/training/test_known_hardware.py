@@ -10,7 +10,7 @@ from ppctl.cli.compose import compose
 from ppctl.config import AutoHardware, Config, Hardware
 from ppctl.config.files import ROOT
 from ppctl.errors import ConfigError
-from ppctl.executors.known_hardware import known, links_of, mfu_peak_flops, of_device, peak_flops, resolved
+from ppctl.training.known_hardware import known, links_of, mfu_peak_flops, of_device, peak_flops, resolved
 
 # What a device of each kind states: peak FLOP/s (float32, bfloat16), memory in GiB or GB, bytes/s of memory.
 SHEETS = {

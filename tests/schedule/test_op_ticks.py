@@ -9,15 +9,12 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import KINDS
 from ppctl.schedule.lockstep import pack
 from ppctl.schedule.op_ticks import COLUMNS, HOPS, assign_slots
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import forward_only, ticks
 
 UNIT = Costs(1, 1, 1)
-LOWERINGS = {
-    "keep_input": {"keep_input": True, "head_in_forward": False},
-    "stash": {"keep_input": False, "head_in_forward": True},
-}
-lowerings = pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
+remats = pytest.mark.parametrize("remat", [Remat.FULL, Remat.NONE])  # layer is lowered as none is
 
 
 class Machine:
@@ -84,32 +81,32 @@ class Machine:
         return self
 
 
-def check_table(schedule, lowering):
-    table, num_slots = assign_slots(schedule, pack(schedule, "one"), **lowering)
-    machine = Machine(schedule, table, num_slots, lowering["keep_input"]).run()
+def check_table(schedule, remat):
+    table, num_slots = assign_slots(schedule, pack(schedule, "op"), remat)
+    machine = Machine(schedule, table, num_slots, remat.keeps_input_only).run()
     assert not any(value for of_rank in machine.slots for slots in of_rank.values() for value in slots)  # all was used
     assert sorted(machine.losses) == list(range(schedule.num_microbatches))
     tasks = {tuple(task) for tasks in schedule.ranks for task in tasks}
-    if machine.trains and lowering["keep_input"]:  # left to the backward
+    if machine.trains and remat.keeps_input_only:  # left to the backward
         tasks -= {(machine.last, "F", m) for m in range(schedule.num_microbatches)}
     assert len(machine.done) == len(tasks)
     assert set(machine.done) == tasks
     assert machine.most == num_slots  # no slot too many: at some tick the busiest rank needs them all
 
 
-@lowerings
+@remats
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
-def test_the_table_brings_every_value_where_it_is_read_and_no_slot_holds_two(p, lowering):
+def test_the_table_brings_every_value_where_it_is_read_and_no_slot_holds_two(p, remat):
     for family, num_ranks, m, knobs in cases(ranks=(p,), microbatches=lambda p: (p, 2 * p, 3 * p)):
         schedule = build(family, num_ranks, m, **knobs)
         for program in (schedule, forward_only(schedule)):
-            check_table(program, lowering)
+            check_table(program, remat)
 
 
-@lowerings
-def test_programs_of_no_family_keep_their_values_apart_too(lowering):
+@remats
+def test_programs_of_no_family_keep_their_values_apart_too(remat):
     for schedule in random_programs():
-        check_table(schedule, lowering)
+        check_table(schedule, remat)
 
 
 def test_only_a_placement_that_turns_keeps_a_value_on_its_rank():
@@ -124,10 +121,10 @@ def test_only_a_placement_that_turns_keeps_a_value_on_its_rank():
     assert hops("zb_v", 1) == {"stay"}
 
 
-@lowerings
+@remats
 @pytest.mark.parametrize("family", ["zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min", "gis", "dualpipe_v"])
-def test_slots_do_not_depend_on_the_number_of_microbatches(family, lowering):
-    few, many = (ticks(build(family, 4, m), UNIT, **lowering).num_slots for m in (16, 64))
+def test_slots_do_not_depend_on_the_number_of_microbatches(family, remat):
+    few, many = (ticks(build(family, 4, m), UNIT, remat).num_slots for m in (16, 64))
     assert few == many
     assert sum(few.values()) < 48
 

@@ -1,0 +1,88 @@
+"""What a backward recomputes, and so what its forward keeps: none, layer or full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from ppctl.errors import ConfigError
+
+
+class Remat(StrEnum):
+    """The setting executor.remat. Its members are strings, so that records and JSON show them as they are written.
+
+    | member | a forward keeps of a microbatch                     | the backward recomputes
+    | NONE   | the residuals of its layers, element-wise ones not  | element-wise results
+    | LAYER  | the input of each layer                             | one layer at a time
+    | FULL   | the input of the stage                              | the stage
+
+    >>> [remat.recomputes for remat in Remat]
+    [False, True, True]
+    """
+
+    NONE = "none"
+    LAYER = "layer"
+    FULL = "full"
+
+    @classmethod
+    def of(cls, name: str) -> Remat:
+        """Return the member of this name. ConfigError for any other name.
+
+        >>> Remat.of("layer").keeps_layer_inputs
+        True
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            raise ConfigError(f"remat={name} is not a setting. Use one of {', '.join(cls)}.") from None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward runs its layers' forwards again."""
+        return self is not Remat.NONE
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether a forward keeps what the backward of each layer reads."""
+        return self is Remat.NONE
+
+    @property
+    def keeps_layer_inputs(self) -> bool:
+        """Whether a forward keeps the input of each layer."""
+        return self is Remat.LAYER
+
+    @property
+    def keeps_input_only(self) -> bool:
+        """Whether a forward keeps its stage's input alone.
+
+        Then the input may stay in the slot where it arrived, and the last stage's forward is left to its backward,
+        which would run it again.
+        """
+        return self is Remat.FULL
+
+    @property
+    def recompute_forwards(self) -> float:
+        """How many forwards of a stage its backward runs again.
+
+        >>> Remat.NONE.recompute_forwards, Remat.FULL.recompute_forwards
+        (0.0, 1.0)
+        """
+        return 1.0 if self.recomputes else 0.0
+
+    def recomputed_layers(self, stage_layers: Sequence[int]) -> int:
+        """Return how many layers a microbatch runs forward a second time, of stages with so many layers each.
+
+        >>> [remat.recomputed_layers((2, 2, 3)) for remat in Remat]
+        [0, 7, 4]
+        """
+        if self is Remat.FULL:
+            return sum(stage_layers[:-1])  # the last stage's forward runs in its backward alone
+        return sum(stage_layers) if self.recomputes else 0
+
+    def live_residual_layers(self, stage_layers: int) -> int:
+        """Return of how many layers a backward holds recomputed residuals at once, in a stage of so many layers.
+
+        >>> [remat.live_residual_layers(3) for remat in Remat]
+        [0, 1, 3]
+        """
+        return {Remat.NONE: 0, Remat.LAYER: 1, Remat.FULL: stage_layers}[self]
