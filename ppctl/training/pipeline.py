@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,71 +16,36 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from ppctl.config import Mpmd as MpmdSettings
-from ppctl.config import Reference as ReferenceSettings
-from ppctl.config import Spmd as SpmdSettings
 from ppctl.errors import ConfigError
 from ppctl.executors.layout import Layout
-from ppctl.executors.mesh import AXES
 from ppctl.executors.mpmd.tasks import Model
-from ppctl.executors.reference import reference
-from ppctl.executors.spmd.memory import spmd_bytes
-from ppctl.executors.spmd.program import Options, spmd
 from ppctl.executors.stage.flops import RelativeCosts, relative_costs
-from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.costs import Costs, task_costs
-from ppctl.schedule.families.registry import build
-from ppctl.schedule.ir import Schedule, Task
-from ppctl.schedule.partition.partition import Partition, explicit, uniform
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import simulate
-from ppctl.schedule.ticks import Ticks, forward_only, ticks
-from ppctl.schedule.validate import validate
+from ppctl.schedule.ticks import Ticks, ticks
 from ppctl.training import optim
 from ppctl.training.engines import Engine, Footprint
-from ppctl.training.engines.mpmd import Mpmd
-from ppctl.training.engines.one_program import OneProgram
-from ppctl.training.engines.post_validation import PostValidated
+from ppctl.training.engines.make import make_engine, model_of
 from ppctl.training.engines.programs import StepPrograms
 from ppctl.training.engines.states import States
+from ppctl.training.execution import Execution, check_execution
+from ppctl.training.request import (
+    check_batch,
+    check_batch_size,
+    check_split,
+    partition_for,
+    schedule_for,
+    shapes_of,
+    traced_stack,
+)
 from ppctl.training.train_step import init_state
 
 Tree = Any
-EXECUTORS = {each.name: each for each in (SpmdSettings, MpmdSettings, ReferenceSettings)}
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How a schedule is run; nothing of it changes what is computed.
-
-    remat: none | layer | full, what the backward recomputes. unroll: layers of a device that are unrolled up to this
-    many, scanned above. idle (spmd): skip | compute, what a rank without a task does in a tick. gather (spmd): step |
-    tick, how often parameters are gathered over fsdp. post_validation (mpmd): a rank updates before the global norm is
-    known, and again if that was wrong.
-    """
-
-    executor: str = SpmdSettings.name
-    remat: Remat = Remat.NONE
-    unroll: int = SpmdSettings.unroll
-    idle: str = SpmdSettings.idle
-    gather: str = SpmdSettings.gather
-    post_validation: bool = MpmdSettings.post_validation
-
-    @property
-    def is_pipelined(self) -> bool:
-        return EXECUTORS[self.executor].IS_PIPELINED
-
-    @property
-    def in_ticks(self) -> bool:
-        """Whether ranks run in lockstep, and a rank keeps all its stages padded to the largest."""
-        return EXECUTORS[self.executor].IN_TICKS
-
-    @property
-    def dispatches_tasks(self) -> bool:
-        """Whether each task is a program of its own that the host dispatches."""
-        return EXECUTORS[self.executor].DISPATCHES_TASKS
 
 
 @dataclass(frozen=True)
@@ -176,7 +141,7 @@ class Pipeline:
             return dict(batch)
         check_batch(batch, self.batch_shapes)
         mine = list(self.engine.examples)
-        return self.engine.put({name: np.asarray(batch[name])[mine] for name in self.batch_shapes})
+        return self.engine.put({name: np.asarray(batch[name], a.dtype)[mine] for name, a in self.batch_shapes.items()})
 
     def to_natural(self, state: Tree) -> Tree:
         """Return a state in natural order: layers [L, ...] in model order, as checkpoints hold it on any layout."""
@@ -218,7 +183,7 @@ def pipeline(
     batch: Tree,
     optimizer: optax.GradientTransformation,
     executor: str = Execution.executor,
-    remat: str = SpmdSettings.remat,
+    remat: str = Execution.remat,
     partition: str | Sequence[int] = "uniform",
     dtype: Any = jnp.float32,
     clip_norm: float | None = None,
@@ -254,239 +219,25 @@ def pipeline(
         ConfigError, ScheduleError: The request is impossible, with values, equation and remedy; before any compiling.
     """
     execution = Execution(executor, Remat.of(remat), unroll, idle, gather, post_validation)
-    _check_execution(execution, mesh)
-    shapes = _shapes_of(batch)
+    check_execution(execution, mesh)
+    shapes = shapes_of(batch)
     lowered = schedule if isinstance(schedule, Ticks) else None
-    plan = _schedule_of(schedule, mesh.shape["pp"], num_microbatches, knobs)
-    _check_batch_size(shapes, plan.num_microbatches, mesh)
+    plan = schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
+    check_batch_size(shapes, plan.num_microbatches, mesh)
     dtype = jnp.dtype(dtype)
     if isinstance(stack, Network):
-        stack = _traced(stack, shapes, num_layers, layers, dtype)
+        stack = traced_stack(stack, shapes, num_layers, layers, dtype)
     elif num_layers not in (None, stack.num_layers):
         raise ConfigError(f"num_layers={num_layers}, but the stack has {stack.num_layers} layers. Leave it out.")
     if execution.in_ticks and lowered is None:
         lowered = ticks(plan, task_costs(execution.remat), execution.remat)
     costs = lambda: relative_costs(stack, shapes, recompute=execution.remat.recomputes)  # noqa: E731
-    layout = Layout(mesh, _partition_of(partition, stack.num_layers, plan, costs), plan.rank_of)
+    layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of)
     optimizer = optim.clipped(optimizer, clip_norm)
     states = States(layout, lambda seed: init_state(init(stack, seed), optimizer), seed)
     optim.check_separable(optimizer, states.natural["params"], by_rank=execution.dispatches_tasks)
-    model = _model(stack, states, shapes, plan.num_microbatches, execution, dtype)
+    model = model_of(stack, states, shapes, plan.num_microbatches, execution, dtype)
     if execution.is_pipelined:
-        _check_split(stack, plan, layout.partition, model)
-    make = _mpmd if execution.dispatches_tasks else _one_program
-    engine = make(model, states, plan, lowered, shapes, optimizer, lr_schedule, execution, clip_norm)
+        check_split(stack, plan, layout.partition, model)
+    engine = make_engine(model, states, plan, lowered, shapes, optimizer, lr_schedule, execution, clip_norm)
     return Pipeline(stack, plan, lowered, states, optimizer, dtype, shapes, execution, engine, model, lr_schedule)
-
-
-# --- what a request must be ------------------------------------------------------------------------------------------
-
-
-def _check_execution(execution: Execution, mesh: Mesh) -> None:
-    choices = {
-        "executor": tuple(EXECUTORS),
-        "idle": SpmdSettings.IDLE,
-        "gather": SpmdSettings.GATHER,
-    }
-    for name, allowed in choices.items():
-        if getattr(execution, name) not in allowed:
-            raise ConfigError(f"{name}={getattr(execution, name)} is not one of {', '.join(allowed)}.")
-    of_spmd = [f"{name}={value}" for name, value in (("idle", execution.idle), ("gather", execution.gather))]
-    ignored = [each for each in of_spmd if each not in ("idle=skip", "gather=step") and not execution.in_ticks]
-    if execution.post_validation and not execution.dispatches_tasks:
-        ignored.append("post_validation=True")
-    if ignored:
-        raise ConfigError(f"{', '.join(ignored)} does not apply to executor={execution.executor}. Leave it out.")
-    if tuple(mesh.axis_names) != AXES:
-        raise ConfigError(f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with ppctl.mesh(dp=, pp=, fsdp=).")
-    if not execution.is_pipelined and mesh.size > 1:
-        raise ConfigError(
-            f"executor=reference is the un-pipelined model on one device, but the mesh has {mesh.size}. Use "
-            "ppctl.mesh(), executor=spmd or executor=mpmd."
-        )
-
-
-def _shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of a global batch."""
-    if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= set(batch):
-        found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ConfigError(f'batch is {found}; it must be {{"inputs": [batch, ...], "targets": [batch, ...]}}.')
-    shapes = {name: jax.ShapeDtypeStruct(batch[name].shape, batch[name].dtype) for name in ("inputs", "targets")}
-    sizes = {name: a.shape[:1] for name, a in shapes.items()}
-    if sizes["inputs"] != sizes["targets"] or not sizes["inputs"]:
-        raise ConfigError(
-            f"inputs {shapes['inputs'].shape} and targets {shapes['targets'].shape} differ in batch size."
-        )
-    return shapes
-
-
-def check_batch(batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raise ConfigError where a batch has other names or shapes than these."""
-    found = {name: tuple(np.shape(batch[name])) for name in shapes if name in batch}
-    expected = {name: a.shape for name, a in shapes.items()}
-    if found != expected:
-        raise ConfigError(f"The batch has shapes {found}, but the pipeline was made for {expected}.")
-
-
-def _schedule_of(
-    schedule: str | Schedule | Ticks, num_ranks: int, num_microbatches: int | None, knobs: Mapping[str, float]
-) -> Schedule:
-    if isinstance(schedule, str):
-        if num_microbatches is None:
-            raise ConfigError(f"schedule={schedule} needs num_microbatches, such as {2 * num_ranks}.")
-        return build(schedule, num_ranks, num_microbatches, **knobs)
-    plan = schedule.schedule if isinstance(schedule, Ticks) else validate(schedule)
-    if knobs:
-        raise ConfigError(
-            f"{', '.join(knobs)}: knobs of a named schedule, but {plan.name} is made already. Leave it out."
-        )
-    if num_microbatches not in (None, plan.num_microbatches):
-        raise ConfigError(
-            f"num_microbatches={num_microbatches}, but the schedule has {plan.num_microbatches}. Leave it out."
-        )
-    if plan.num_ranks != num_ranks:
-        raise ConfigError(
-            f"The mesh has pp={num_ranks}, but the schedule has {plan.num_ranks} ranks. Use pp={plan.num_ranks}."
-        )
-    return plan
-
-
-def _check_batch_size(shapes: Mapping[str, jax.ShapeDtypeStruct], num_microbatches: int, mesh: Mesh) -> None:
-    size, dp, fsdp = shapes["inputs"].shape[0], mesh.shape["dp"], mesh.shape["fsdp"]
-    multiple = num_microbatches * dp * fsdp
-    if size % multiple:
-        raise ConfigError(
-            f"batch size {size} is not a multiple of num_microbatches*dp*fsdp = {num_microbatches}*{dp}*{fsdp} = "
-            f"{multiple}. Use {-(-size // multiple) * multiple}, or fewer microbatches."
-        )
-
-
-def _traced(
-    network: Network, shapes: Mapping[str, jax.ShapeDtypeStruct], num_layers: int | None, layers: str, dtype: jnp.dtype
-) -> Stack:
-    if num_layers is None:
-        raise ConfigError("A Network needs num_layers: one more than its stage_boundary marks, or any (layers=auto).")
-    if layers not in ("marks", "auto"):
-        raise ConfigError(f"layers={layers} is not one of marks, auto.")
-    inputs = jax.ShapeDtypeStruct((2, *shapes["inputs"].shape[1:]), shapes["inputs"].dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)  # of parameters
-    return stack_of(TracedNetwork(network, num_layers, auto=layers == "auto", inputs=inputs, dtype=wide, compute=dtype))
-
-
-def _partition_of(
-    partition: str | Sequence[int], num_layers: int, schedule: Schedule, costs: Callable[[], RelativeCosts]
-) -> Partition:
-    if partition == "uniform":
-        return uniform(num_layers, schedule.num_stages)
-    if partition == "balanced":
-        return costs().balanced(schedule.rank_of)
-    if isinstance(partition, str):
-        raise ConfigError(f"partition={partition} is not one of uniform, balanced, or the layers of each stage.")
-    return explicit(num_layers, schedule.num_stages, partition)
-
-
-def _check_split(stack: Stack, schedule: Schedule, partition: Partition, model: Model) -> None:
-    """Raise ConfigError for the first stage whose backward the schedule splits, where the layer's cannot be."""
-    stages = sorted({task.stage for rank in schedule.ranks for task in rank if task.kind == "I"})
-    for s in stages:
-        held = partition[s]
-        if not held:
-            continue
-        try:
-            for l in held:
-                _ = model.stage.layers[0 if stack.are_alike else l].split
-        except ConfigError as error:
-            which = f"layer {held[0]}" if len(held) == 1 else f"layers {held[0]}-{held[-1]}"
-            raise ConfigError(f"stage {s} ({which}): {error}") from error
-        if stack.are_alike:
-            return  # all stages run the same layer
-
-
-# --- engines ---------------------------------------------------------------------------------------------------------
-
-
-def _model(
-    stack: Stack, states: States, shapes: Tree, num_microbatches: int, execution: Execution, dtype: jnp.dtype
-) -> Model:
-    """Return the model as the tasks of one device see it."""
-    params, mesh = states.natural["params"], states.layout.mesh
-    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    size = shapes["inputs"].shape[0] // (mesh.shape["dp"] * mesh.shape["fsdp"] * num_microbatches)
-    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
-    return Model(stack, params["ends"], layer, microbatch, num_microbatches, execution.remat, execution.unroll, dtype)
-
-
-def _one_program(
-    model: Model,
-    states: States,
-    schedule: Schedule,
-    lowered: Ticks | None,
-    shapes: Tree,
-    optimizer: optax.GradientTransformation,
-    lr_schedule: optax.Schedule | None,
-    execution: Execution,
-    clip_norm: float | None,
-) -> OneProgram:
-    """Return the engine of executor=spmd, and of executor=reference."""
-    del clip_norm  # the optimizer does it
-    stack, dtype, layout = model.stack, model.dtype, states.layout
-    if lowered is None:
-        of = partial(
-            reference,
-            stack,
-            num_microbatches=schedule.num_microbatches,
-            remat=execution.remat,
-            unroll=execution.unroll,
-            dtype=dtype,
-        )
-        gradients, loss = (_on_staged(of(with_grads=flag), layout) for flag in (True, False))
-        return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule)
-    options = Options(
-        remat=execution.remat,
-        skip_idle=execution.idle != "compute",
-        gather_each_tick=execution.gather == "tick",
-        unroll=execution.unroll,
-        dtype=dtype,
-    )
-    evaluation = ticks(forward_only(schedule), task_costs(execution.remat), execution.remat)
-    gradients, loss = spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
-    held = spmd_bytes(model, layout, lowered)
-    return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held)
-
-
-def _mpmd(
-    model: Model,
-    states: States,
-    schedule: Schedule,
-    lowered: Ticks | None,
-    shapes: Tree,
-    optimizer: optax.GradientTransformation,
-    lr_schedule: optax.Schedule | None,
-    execution: Execution,
-    clip_norm: float | None,
-) -> Mpmd | PostValidated:
-    """Return the engine of executor=mpmd. The host dispatches tasks in the order in which the simulator starts them."""
-    assert lowered is None, "ranks run freely"
-    training, evaluation = (
-        (each, dispatch_order(each, execution.remat)) for each in (schedule, forward_only(schedule))
-    )
-    engine = Mpmd(states, shapes, model, (training, evaluation), optimizer, lr_schedule)
-    if not execution.post_validation:
-        return engine
-    return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))
-
-
-def dispatch_order(schedule: Schedule, remat: Remat) -> list[Task]:
-    """Return the tasks by their start on free-running ranks; a task comes after those that it reads from."""
-    start_s = simulate(schedule, task_costs(remat)).start_s  # in an order that ranks can run: ties keep it
-    return sorted(start_s, key=start_s.__getitem__)
-
-
-def _on_staged(loss_and_grads: Callable, layout: Layout) -> Callable:
-    """Return the reference, which knows layers in natural order only, on staged parameters."""
-
-    def function(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        loss, grads = loss_and_grads(layout.to_natural(params), batch)
-        return loss, None if grads is None else layout.to_staged(grads)
-
-    return function

@@ -14,7 +14,7 @@ from typing import Any
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.formulas import Formula, FormulaInputs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.ticks import runs_in_pairs, runs_on_ring
+from ppctl.schedule.ticks import runs_in_fb_ticks, runs_on_ring
 
 SAMPLE_SIZE = (4, 8)  # ranks and microbatches of the schedule that speaks for its family: every family serves them
 WARMUP_HOPS = (1.0, 1.5, 2.0)  # that searches try
@@ -91,7 +91,7 @@ class Family:
     @cached_property
     def runs_forward_backward(self) -> bool:
         """Whether executor=spmd runs it in forward-backward ticks: looped placement and whole backwards."""
-        return runs_in_pairs(self.sample)
+        return runs_in_fb_ticks(self.sample)
 
     def makespan_s(self, num_ranks: int, num_microbatches: int, costs: Costs, **knobs: Any) -> float | None:
         """Seconds by the closed form for stages of equal cost, or None where it does not hold."""

@@ -1,0 +1,133 @@
+"""The engine of a request: the one place where executors are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ppctl.executors.layout import Layout
+from ppctl.executors.mpmd.tasks import Model
+from ppctl.executors.reference import reference
+from ppctl.executors.spmd.memory import spmd_bytes
+from ppctl.executors.spmd.program import Options, spmd
+from ppctl.model.stack import Stack
+from ppctl.schedule.costs import task_costs
+from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.remat import Remat
+from ppctl.schedule.simulate import simulate
+from ppctl.schedule.ticks import Ticks, forward_only, ticks
+from ppctl.training import optim
+from ppctl.training.engines import Engine
+from ppctl.training.engines.mpmd import Mpmd
+from ppctl.training.engines.one_program import OneProgram
+from ppctl.training.engines.post_validation import PostValidated
+from ppctl.training.engines.states import States
+from ppctl.training.execution import Execution
+
+Tree = Any
+
+
+def make_engine(
+    model: Model,
+    states: States,
+    schedule: Schedule,
+    lowered: Ticks | None,
+    shapes: Tree,
+    optimizer: optax.GradientTransformation,
+    lr_schedule: optax.Schedule | None,
+    execution: Execution,
+    clip_norm: float | None,
+) -> Engine:
+    """Return the engine that runs a schedule; shapes: of a global batch; clip_norm: of the optimizer's clipping."""
+    how = shapes, optimizer, lr_schedule, execution
+    if execution.dispatches_tasks:
+        return _mpmd(model, states, schedule, *how, clip_norm)
+    return _one_program(model, states, schedule, lowered, *how)
+
+
+def model_of(
+    stack: Stack, states: States, shapes: Tree, num_microbatches: int, execution: Execution, dtype: jnp.dtype
+) -> Model:
+    """Return the model as the tasks of one device see it."""
+    params, mesh = states.natural["params"], states.layout.mesh
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    size = shapes["inputs"].shape[0] // (mesh.shape["dp"] * mesh.shape["fsdp"] * num_microbatches)
+    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
+    return Model(stack, params["ends"], layer, microbatch, num_microbatches, execution.remat, execution.unroll, dtype)
+
+
+def _one_program(
+    model: Model,
+    states: States,
+    schedule: Schedule,
+    lowered: Ticks | None,
+    shapes: Tree,
+    optimizer: optax.GradientTransformation,
+    lr_schedule: optax.Schedule | None,
+    execution: Execution,
+) -> OneProgram:
+    """Return the engine of executor=spmd, and of executor=reference."""
+    stack, dtype, layout = model.stack, model.dtype, states.layout
+    if lowered is None:
+        of = partial(
+            reference,
+            stack,
+            num_microbatches=schedule.num_microbatches,
+            remat=execution.remat,
+            unroll=execution.unroll,
+            dtype=dtype,
+        )
+        gradients, loss = (_on_staged(of(with_grads=flag), layout) for flag in (True, False))
+        return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule)
+    options = Options(
+        remat=execution.remat,
+        skip_idle=execution.idle != "compute",
+        gather_each_tick=execution.gather == "tick",
+        unroll=execution.unroll,
+        dtype=dtype,
+    )
+    evaluation = ticks(forward_only(schedule), task_costs(execution.remat), execution.remat)
+    gradients, loss = spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
+    held = spmd_bytes(model, layout, lowered)
+    return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held)
+
+
+def _mpmd(
+    model: Model,
+    states: States,
+    schedule: Schedule,
+    shapes: Tree,
+    optimizer: optax.GradientTransformation,
+    lr_schedule: optax.Schedule | None,
+    execution: Execution,
+    clip_norm: float | None,
+) -> Mpmd | PostValidated:
+    """Return the engine of executor=mpmd. The host dispatches tasks in the order in which the simulator starts them."""
+    training, evaluation = (
+        (each, dispatch_order(each, execution.remat)) for each in (schedule, forward_only(schedule))
+    )
+    engine = Mpmd(states, shapes, model, (training, evaluation), optimizer, lr_schedule)
+    if not execution.post_validation:
+        return engine
+    return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))
+
+
+def dispatch_order(schedule: Schedule, remat: Remat) -> list[Task]:
+    """Return the tasks by their start on free-running ranks; a task comes after those that it reads from."""
+    start_s = simulate(schedule, task_costs(remat)).start_s  # in an order that ranks can run: ties keep it
+    return sorted(start_s, key=start_s.__getitem__)
+
+
+def _on_staged(loss_and_grads: Callable, layout: Layout) -> Callable:
+    """Return the reference, which knows layers in natural order only, on staged parameters."""
+
+    def function(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        loss, grads = loss_and_grads(layout.to_natural(params), batch)
+        return loss, None if grads is None else layout.to_staged(grads)
+
+    return function

@@ -1,0 +1,71 @@
+"""How a schedule is run: by which executor, and with which of its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from ppctl.config import Mpmd, Reference, Spmd
+from ppctl.errors import ConfigError
+from ppctl.executors.mesh import AXES
+from ppctl.schedule.remat import Remat
+
+EXECUTORS = {each.name: each for each in (Spmd, Mpmd, Reference)}
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a schedule is run; nothing of it changes what is computed.
+
+    remat: none | layer | full, what the backward recomputes. unroll: layers of a device that are unrolled up to this
+    many, scanned above. idle (spmd): skip | compute, what a rank without a task does in a tick. gather (spmd): step |
+    tick, how often parameters are gathered over fsdp. post_validation (mpmd): a rank updates before the global norm is
+    known, and again if that was wrong.
+    """
+
+    executor: str = Spmd.name
+    remat: Remat = Remat.NONE
+    unroll: int = Spmd.unroll
+    idle: str = Spmd.idle
+    gather: str = Spmd.gather
+    post_validation: bool = Mpmd.post_validation
+
+    @property
+    def is_pipelined(self) -> bool:
+        return EXECUTORS[self.executor].IS_PIPELINED
+
+    @property
+    def in_ticks(self) -> bool:
+        """Whether ranks run in lockstep, and a rank keeps all its stages padded to the largest."""
+        return EXECUTORS[self.executor].IN_TICKS
+
+    @property
+    def dispatches_tasks(self) -> bool:
+        """Whether each task is a program of its own that the host dispatches."""
+        return EXECUTORS[self.executor].DISPATCHES_TASKS
+
+
+def check_execution(execution: Execution, mesh: Mesh) -> None:
+    """Raise ConfigError for an executor or a setting that there is not, does not apply, or does not fit the mesh."""
+    choices = {
+        "executor": tuple(EXECUTORS),
+        "idle": Spmd.IDLE,
+        "gather": Spmd.GATHER,
+    }
+    for name, allowed in choices.items():
+        if getattr(execution, name) not in allowed:
+            raise ConfigError(f"{name}={getattr(execution, name)} is not one of {', '.join(allowed)}.")
+    of_spmd = [f"{name}={value}" for name, value in (("idle", execution.idle), ("gather", execution.gather))]
+    ignored = [each for each in of_spmd if each not in ("idle=skip", "gather=step") and not execution.in_ticks]
+    if execution.post_validation and not execution.dispatches_tasks:
+        ignored.append("post_validation=True")
+    if ignored:
+        raise ConfigError(f"{', '.join(ignored)} does not apply to executor={execution.executor}. Leave it out.")
+    if tuple(mesh.axis_names) != AXES:
+        raise ConfigError(f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with ppctl.mesh(dp=, pp=, fsdp=).")
+    if not execution.is_pipelined and mesh.size > 1:
+        raise ConfigError(
+            f"executor=reference is the un-pipelined model on one device, but the mesh has {mesh.size}. Use "
+            "ppctl.mesh(), executor=spmd or executor=mpmd."
+        )

@@ -1,0 +1,126 @@
+"""What a request for a pipeline must be: schedule, batch, partition and model, checked before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ppctl.errors import ConfigError
+from ppctl.executors.mpmd.tasks import Model
+from ppctl.executors.stage.flops import RelativeCosts
+from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
+from ppctl.model.network import Network
+from ppctl.model.stack import Stack
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.partition.partition import Partition, explicit, uniform
+from ppctl.schedule.ticks import Ticks
+from ppctl.schedule.validate import validate
+
+Tree = Any
+
+
+def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of a global batch."""
+    if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= set(batch):
+        found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ConfigError(f'batch is {found}; it must be {{"inputs": [batch, ...], "targets": [batch, ...]}}.')
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))  # noqa: E731
+    shapes = {name: shape(batch[name]) for name in ("inputs", "targets")}
+    sizes = {name: a.shape[:1] for name, a in shapes.items()}
+    if sizes["inputs"] != sizes["targets"] or not sizes["inputs"]:
+        raise ConfigError(
+            f"inputs {shapes['inputs'].shape} and targets {shapes['targets'].shape} differ in batch size."
+        )
+    return shapes
+
+
+def check_batch(batch: Mapping[str, Any], shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raise ConfigError where a batch has other names or shapes than these."""
+    found = {name: tuple(np.shape(batch[name])) for name in shapes if name in batch}
+    expected = {name: a.shape for name, a in shapes.items()}
+    if found != expected:
+        raise ConfigError(f"The batch has shapes {found}, but the pipeline was made for {expected}.")
+
+
+def schedule_for(
+    schedule: str | Schedule | Ticks, num_ranks: int, num_microbatches: int | None, knobs: Mapping[str, float]
+) -> Schedule:
+    """Return the schedule of a request, validated."""
+    if isinstance(schedule, str):
+        if num_microbatches is None:
+            raise ConfigError(f"schedule={schedule} needs num_microbatches, such as {2 * num_ranks}.")
+        return build(schedule, num_ranks, num_microbatches, **knobs)
+    plan = schedule.schedule if isinstance(schedule, Ticks) else validate(schedule)
+    if knobs:
+        raise ConfigError(
+            f"{', '.join(knobs)}: knobs of a named schedule, but {plan.name} is made already. Leave it out."
+        )
+    if num_microbatches not in (None, plan.num_microbatches):
+        raise ConfigError(
+            f"num_microbatches={num_microbatches}, but the schedule has {plan.num_microbatches}. Leave it out."
+        )
+    if plan.num_ranks != num_ranks:
+        raise ConfigError(
+            f"The mesh has pp={num_ranks}, but the schedule has {plan.num_ranks} ranks. Use pp={plan.num_ranks}."
+        )
+    return plan
+
+
+def check_batch_size(shapes: Mapping[str, jax.ShapeDtypeStruct], num_microbatches: int, mesh: Mesh) -> None:
+    """Raise ConfigError where the batch cannot be divided."""
+    size, dp, fsdp = shapes["inputs"].shape[0], mesh.shape["dp"], mesh.shape["fsdp"]
+    multiple = num_microbatches * dp * fsdp
+    if size % multiple:
+        raise ConfigError(
+            f"batch size {size} is not a multiple of num_microbatches*dp*fsdp = {num_microbatches}*{dp}*{fsdp} = "
+            f"{multiple}. Use {-(-size // multiple) * multiple}, or fewer microbatches."
+        )
+
+
+def traced_stack(
+    network: Network, shapes: Mapping[str, jax.ShapeDtypeStruct], num_layers: int | None, layers: str, dtype: jnp.dtype
+) -> Stack:
+    """Return a network as a stack, cut into layers."""
+    if num_layers is None:
+        raise ConfigError("A Network needs num_layers: one more than its stage_boundary marks, or any (layers=auto).")
+    if layers not in ("marks", "auto"):
+        raise ConfigError(f"layers={layers} is not one of marks, auto.")
+    inputs = jax.ShapeDtypeStruct((2, *shapes["inputs"].shape[1:]), shapes["inputs"].dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)  # of parameters
+    return stack_of(TracedNetwork(network, num_layers, auto=layers == "auto", inputs=inputs, dtype=wide, compute=dtype))
+
+
+def partition_for(
+    partition: str | Sequence[int], num_layers: int, schedule: Schedule, costs: Callable[[], RelativeCosts]
+) -> Partition:
+    """Return the layers of each stage."""
+    if partition == "uniform":
+        return uniform(num_layers, schedule.num_stages)
+    if partition == "balanced":
+        return costs().balanced(schedule.rank_of)
+    if isinstance(partition, str):
+        raise ConfigError(f"partition={partition} is not one of uniform, balanced, or the layers of each stage.")
+    return explicit(num_layers, schedule.num_stages, partition)
+
+
+def check_split(stack: Stack, schedule: Schedule, partition: Partition, model: Model) -> None:
+    """Raise ConfigError for the first stage whose backward the schedule splits, where the layer's cannot be."""
+    stages = sorted({task.stage for rank in schedule.ranks for task in rank if task.kind == "I"})
+    for s in stages:
+        held = partition[s]
+        if not held:
+            continue
+        try:
+            for l in held:
+                _ = model.stage.layers[0 if stack.are_alike else l].split
+        except ConfigError as error:
+            which = f"layer {held[0]}" if len(held) == 1 else f"layers {held[0]}-{held[-1]}"
+            raise ConfigError(f"stage {s} ({which}): {error}") from error
+        if stack.are_alike:
+            return  # all stages run the same layer
