@@ -97,3 +97,20 @@ def test_processes_that_were_started_elsewhere_are_not_forgotten():
     words, notes = asked(asdict(config), "runs/tiny")
     assert "run.num_processes=2" in words
     assert notes == ("2 processes: each with its own run.process_id=0, 1, ...",)
+
+
+def test_settings_that_no_request_can_have_are_named():
+    before = compose(["recipes=tiny"], [], [])
+    assert not isinstance(before, int)
+    config = asdict(before)
+    config["schedule"] = {"name": "ours", "num_microbatches": 4}
+    config["model"]["dropout"] = 0.5
+    config["mesh"]["tp"] = 2
+    del config["data"]
+    _, notes = asked(config, "runs/tiny")
+    assert {
+        "schedule=ours is none of ppctl's own: add --config-dir, and what was set of it",
+        "no settings now: model.dropout",
+        "the mesh of config.yaml has other settings than there are now",
+        "config.yaml has no data",
+    } <= set(notes)

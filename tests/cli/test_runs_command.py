@@ -20,7 +20,6 @@ from ppctl import cli
 from ppctl.cli.commands.runs import EXAMPLES as OWN_EXAMPLES
 from ppctl.cli.commands.runs import HELP
 from ppctl.cli.compose import compose
-from ppctl.reports.terminal import age_text
 
 BY_USER = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "PPCTL_"))}
 BY_USER["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -215,24 +214,6 @@ def test_a_run_that_was_moved_resumes_where_it_is(capsys):
     assert config.run.dir == "moved, there/a"
 
 
-def test_what_the_words_cannot_say_is_said(capsys):
-    run_dir = make("a")
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    config["schedule"] = {"name": "ours", "num_microbatches": 4}
-    config["model"]["dropout"] = 0.5
-    config["mesh"]["tp"] = 2
-    del config["data"]
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    text = ask(capsys, "show", "a")
-    for line in (
-        "schedule=ours is none of ppctl's own: add --config-dir, and what was set of it",
-        "no settings now: model.dropout",
-        "the mesh of config.yaml has other settings than there are now",
-        "config.yaml has no data",
-    ):
-        assert f"\nnote      {line}\n" in text
-
-
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 FAULTS = [
@@ -349,10 +330,6 @@ def test_neither_jax_nor_hydra_is_loaded():
     )
     done = subprocess.run([sys.executable, "-c", code], env=BY_USER, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\n[]\n")
-
-
-def test_ages_are_short():
-    assert [age_text(seconds) for seconds in (-3, 0, 59.9, 60, 86400)] == ["0 s", "0 s", "60 s", "1 min", "1 d"]
 
 
 # --- a run that is killed --------------------------------------------------------------------------------------------
