@@ -163,8 +163,8 @@ def _curves(asked: argparse.Namespace, names: list[str], overrides: list[str], o
     ranks = _sizes("--ranks", asked.ranks or "2,4,8,16")
     microbatches = _sizes("--microbatches", asked.microbatches or "1,2,4,8,16,32,64")
     kept_mb = [] if asked.kept_mb is None else _positive("--kept-mb", asked.kept_mb)
-    grid = schedule_curves.grid(_compose(asked, overrides), ranks, microbatches, asked.over, kept_mb)
-    return schedule_curves.show(grid, form, out)
+    grid = schedule_curves.size_grid(_compose(asked, overrides), ranks, microbatches, asked.over, kept_mb)
+    return schedule_curves.show_curves(grid, form, out)
 
 
 def _sizes(option: str, text: str) -> list[int]:

@@ -57,19 +57,19 @@ class Grid:
 
     @property
     def lines(self) -> dict[str, int]:
-        """What tells lines apart: how it is called, and its size."""
+        """Return the size of each line by its name."""
         letter, sizes = ("m", self.microbatches) if self.over == "ranks" else ("p", self.ranks)
         return {f"{letter}={size}": size for size in sizes}
 
 
-def grid(
+def size_grid(
     config: settings.ScheduleConfig,
     ranks: Sequence[int],
     microbatches: Sequence[int],
     over: Over | None,
     kept_mb: Sequence[float],
 ) -> Grid:
-    """The schedule of a request at all these sizes. over: None takes the axis that has more of them."""
+    """Return the schedule of a request at all these sizes. over: None takes the axis that has more of them."""
     if isinstance(config.schedule, settings.Csv):
         raise ConfigError("schedule=csv has the size of its file. Name a family, as in schedule=gpipe.")
     cells, refused = {}, {}
@@ -91,8 +91,8 @@ def grid(
     return Grid(title, ranks, microbatches, over, kept_mb, cells, refused)
 
 
-def show(found: Grid, form: str, out: Path | None) -> int:
-    """0 after showing a grid in one of FORMATS, to a file or to stdout."""
+def show_curves(found: Grid, form: str, out: Path | None) -> int:
+    """Show a grid in one of FORMATS, to a file or to stdout; return 0."""
     if form == "json":
         document = {
             "title": found.title,
