@@ -91,7 +91,7 @@ def _text(files: Sequence[Path]) -> Iterator[bytes]:
 
 
 def is_text(file: Path) -> bool:
-    """Whether the file holds UTF-8 text: at least one byte, none of them zero."""
+    """Return whether the file holds UTF-8 text: at least one byte, none of them zero."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for chunk in _chunks(file):

@@ -19,7 +19,7 @@ NOT_SOURCE = ("config-", "_sysconfigdata")  # written when Python was built: oth
 
 
 def stdlib(*, seq_len: int, batch_size: int, seed: int, eval_fraction: float, cache_dir: str) -> DataSet:
-    """The data set of this Python's own library, without tests and installed packages; the same for the same release.
+    """Return the data set of this Python's own library, without tests and packages; the same for the same release.
 
     Raises DataError when the library has no sources on disk (zipped, or compiled only) or is too small for a batch.
     """
@@ -46,7 +46,7 @@ def stdlib(*, seq_len: int, batch_size: int, seed: int, eval_fraction: float, ca
 
 
 def text(*, path: str, seq_len: int, batch_size: int, seed: int, eval_fraction: float, cache_dir: str) -> DataSet:
-    """The data set of one file, or of every UTF-8 file below a directory in the order of their paths.
+    """Return the data set of one file, or of every UTF-8 file below a directory in the order of their paths.
 
     Hidden files and directories, symbolic links to directories, binary files and `cache_dir` are passed over.
     Raises DataError when nothing is left, when a file cannot be read, or when there is too little for a batch.

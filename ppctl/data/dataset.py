@@ -65,10 +65,10 @@ class DataSet:
                 "data.eval_fraction=0 holds out nothing to evaluate on. "
                 "Use data.eval_fraction=0.05 or run.eval_every=null."
             )
-        asked = num_batches * self.batch_size
-        if asked > self.num_eval_examples:
+        num_needed = num_batches * self.batch_size
+        if num_needed > self.num_eval_examples:
             raise DataError(
-                f"run.eval_batches*data.batch_size = {num_batches}*{self.batch_size} = {asked} is more than the "
+                f"run.eval_batches*data.batch_size = {num_batches}*{self.batch_size} = {num_needed} is more than the "
                 f"{self.num_eval_examples} examples held out of {self.num_examples + self.num_eval_examples}. "
                 f"Use run.eval_batches={self.num_eval_examples // self.batch_size} or a larger data.eval_fraction."
             )

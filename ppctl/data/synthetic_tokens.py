@@ -15,7 +15,7 @@ JUMP_FRACTION = 0.1  # of steps; the rest follow the rule
 def synthetic(
     *, vocab_size: int, num_sequences: int, seq_len: int, batch_size: int, seed: int, eval_fraction: float
 ) -> DataSet:
-    """The data set of walks around one fixed random cycle through the vocabulary.
+    """Return the data set of walks around one fixed random cycle through the vocabulary.
 
     A token is followed by its successor on the cycle, except that one step in ten (q = JUMP_FRACTION) jumps to a token
     drawn evenly from all V. The cycle depends on the seed, sequence i on (seed, i). An untrained model's loss is about

@@ -19,7 +19,7 @@ def regression(
     seed: int,
     eval_fraction: float,
 ) -> DataSet:
-    """The data set of rows x ~ N(0, 1) and targets tanh(x A) B + noise * N(0, 1).
+    """Return the data set of rows x ~ N(0, 1) and targets tanh(x A) B + noise * N(0, 1).
 
     A [num_features, 64] and B [64, num_targets] are drawn once from the seed, scaled so that targets are of order one;
     row i depends on (seed, i). The best mean squared error is noise**2. Raises DataError when num_rows is too small.

@@ -24,7 +24,7 @@ def tokens(
     seed: int,
     eval_fraction: float,
 ) -> DataSet:
-    """The data set of a one-dimensional integer `.npy`, or of a raw `.bin` of `dtype` (in this machine's byte order).
+    """Return the data set of a flat integer `.npy`, or of a raw `.bin` of `dtype` in this machine's byte order.
 
     `vocab_size` None: the largest id plus one. The file is mapped, and read once from end to end to check its ids.
     Raises DataError when it is missing, is not what its name says, or holds an id outside 0..vocab_size-1.

@@ -24,7 +24,7 @@ def from_tokens(
     seed: int,
     eval_fraction: float,
 ) -> DataSet:
-    """The data set of `tokens` [num_tokens] (integers, memory-mapped or not) cut into windows of seq_len+1 tokens.
+    """Return the data set of `tokens` [num_tokens] (integers, maybe memory-mapped) in windows of seq_len+1 tokens.
 
     Window i starts at token i*seq_len: the last target of one is the first input of the next, so that each token is
     predicted once. The windows held out are the last ones; they start one token later, to share none with training.

@@ -53,8 +53,8 @@ def size_text(num_bytes: int) -> str:
 def age_text(seconds: float) -> str:
     """Return a time that has passed, as people say it.
 
-    >>> age_text(5.2), age_text(200), age_text(8000), age_text(200_000)
-    ('5 s', '3 min', '2 h', '2 d')
+    >>> age_text(-3), age_text(5.2), age_text(60), age_text(200), age_text(8000), age_text(200_000)
+    ('0 s', '5 s', '1 min', '3 min', '2 h', '2 d')
     """
     seconds = max(0.0, seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):

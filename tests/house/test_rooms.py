@@ -24,7 +24,7 @@ NO_JAX = ("cli.commands.schedule_show", "reports", "config", "schedule", "errors
 STANDARD_LIBRARY_ONLY = ("schedule", "config", "errors")
 HYDRA = ("hydra", "omegaconf")
 HYDRA_SIDE = ("cli.compose", "cli.plugins", "cli.faults", "cli.sweeps", "cli.searches")
-MATPLOTLIB_SIDE = ("reports.charts.image", "reports.charts.plots")
+MATPLOTLIB_SIDE = ("reports.charts.image", "reports.charts.svg")
 PRIVATE = ("jax._src", "jax.interpreters", "jax.lib", "jax.core", "jaxlib")
 CONFIG_STOPS_AT = ("executors", "model", "data", "schedule", "errors")  # these take ints, tuples, arrays, callables
 

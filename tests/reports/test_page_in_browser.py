@@ -44,7 +44,7 @@ SCRIPT = """
 setTimeout(() => {
   const canvas = document.querySelector("canvas.gantt");
   if (!canvas) {
-    const marks = [...document.querySelectorAll(".lines .mark")].map((mark) => mark.getBoundingClientRect().toJSON());
+    const marks = [...document.querySelectorAll(".figures .mark")].map((mark) => mark.getBoundingClientRect().toJSON());
     const texts = [...document.querySelectorAll(".lines text")].map((text) => text.getBoundingClientRect().height);
     const hidden = document.documentElement.scrollWidth - innerWidth;
     const said = { marks, texts, hidden, loads: performance.getEntriesByType("resource").length };

@@ -11,23 +11,17 @@ from itertools import pairwise
 import pytest
 
 from ppctl.reports.charts.palette import PARTS
-from ppctl.reports.charts.plots import (
+from ppctl.reports.charts.plots import MOST_LINES, Curve, Line, curves_svg, histogram_svg, lines_svg, stacked_bars
+from ppctl.reports.charts.svg import (
     BOTTOM,
     HEIGHT,
     LEFT,
-    MOST_LINES,
     RIGHT,
     TOP,
     WIDTH,
-    Curve,
-    Line,
-    curves_svg,
     decades,
-    histogram_svg,
-    lines_svg,
+    is_logarithmic,
     nice_ticks,
-    spans_decades,
-    stacked_bars,
     tick_texts,
 )
 from ppctl.reports.charts.thinning import medians, thin
@@ -98,7 +92,7 @@ def test_steps_far_apart_are_no_empty_columns():
 @pytest.mark.parametrize("from_zero", [False, True])
 def test_an_axis_holds_its_values_between_a_few_ticks(values, from_zero):
     low, high = (min(*values, 0), max(*values, 0)) if from_zero else (min(values), max(values))
-    ticks = decades(low, high) if spans_decades(low, high) else nice_ticks(low, high)
+    ticks = decades(low, high) if is_logarithmic(low, high) else nice_ticks(low, high)
     assert ticks[0] <= low <= high <= ticks[-1] * (1 + 1e-9)
     assert 2 <= len(ticks) <= 12
     texts = tick_texts(ticks)
@@ -210,7 +204,7 @@ def test_a_limit_far_beyond_is_said():
 
 def test_matplotlib_is_loaded_by_figures_only():
     code = (
-        "import sys; from ppctl.reports import runs_table; from ppctl.reports.charts import plots, image; "
+        "import sys; from ppctl.reports import runs_table; from ppctl.reports.charts import plots, svg, image; "
         "from ppctl.reports.run_page import write_report; print('matplotlib' in sys.modules, 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,44 +1,41 @@
-"""Static figures of html pages: curves, lines, a histogram, stacked bars, drawn by matplotlib as svg inside the page.
-
-An svg takes its letters and colours from the page (THEME, `.lines` in plots.css), so that it is read on light and on
-dark paper, and holds no ids, so that a page may have many. One unit of it is about a pixel. Matplotlib is imported
-when a figure is drawn.
-"""
+"""Static figures of html pages as svg: curves over steps, lines over sizes, a histogram, stacked bars."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
-from xml.etree import ElementTree
 
 from ppctl.reports.charts.palette import INK, LINES, PARTS, line_style
+from ppctl.reports.charts.svg import (
+    BOTTOM,
+    DARK,
+    HEIGHT,
+    PAPER,
+    RIGHT,
+    TOP,
+    WIDTH,
+    decades,
+    drawable,
+    figure_axes,
+    is_logarithmic,
+    nice_ticks,
+    plot,
+    put_text,
+    svg_of,
+    tick_texts,
+)
 from ppctl.reports.charts.thinning import Points, medians, thin
 
-WIDTH, HEIGHT = 460, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 44
-PER_LETTER, LETTER_HEIGHT = 8.0, 13
+PER_LETTER = 8.0
 MOST_LINES = len(LINES) ** 2  # a colour and a mark tell them apart
-SOFT, GRID, DARK, PAPER = "#010101", "#020202", "#030303", "#040404"  # stand for colours that the page chooses
-THEME = {SOFT: "var(--soft)", GRID: "var(--line)", DARK: "var(--ink)", PAPER: "var(--paper)"}
 
 COLUMNS = 600  # of a curve: more than a window shows pixels of a figure
 TREND = 80  # medians of a curve of many points
 MOST_LETTERS = 14  # of a label
 LABEL_GAP = 18  # between labels
 NUM_MARKS = 4  # on each of several curves
-
-NUM_TICKS = 5  # of an axis, about
-LOG_FROM = 100.0  # greatest over least value from which on an axis of values is logarithmic
-LEAST = 1e-100  # on a logarithmic axis
-MOST_DECADES = 6  # with a tick each
-MOST_DECIMALS = 4  # of a tick; smaller ones are written with an exponent
 
 NUM_BINS = 40
 FAR_BIN = 3.0  # times the median: beyond, values share the last bin, and a named one is said and not drawn
@@ -79,13 +76,13 @@ def curves_svg(curves: Sequence[Curve], *, title: str, x_name: str, from_zero: b
     every_x = [x for curve in curves for x in (*(x for x, _ in curve.points), *curve.lost)]
     letters = max(len(shortened(curve.label)) for curve in curves) if len(curves) > 1 else 0
     right = WIDTH - RIGHT - (14 + PER_LETTER * letters if letters else 0)
-    with _axes(right=right) as axes:
+    with figure_axes(right=right) as axes:
         _step_axis(axes, min(every_x), max(every_x), x_name)
         _value_axis(axes, values, from_zero=from_zero)
         ends = [_draw_curve(axes, number, curve, is_labelled=bool(letters)) for number, curve in enumerate(curves)]
         if letters:
             _label_ends(axes, [(end, curve.label, i) for i, (end, curve) in enumerate(zip(ends, curves, strict=True))])
-        return _svg(axes, "; ".join([f"{title}, by {x_name}", *map(_summary, curves)]))
+        return svg_of(axes, "; ".join([f"{title}, by {x_name}", *map(_summary, curves)]))
 
 
 def lines_svg(lines: Sequence[Line], *, title: str, x_name: str, y_text: Callable[[float], str]) -> str:
@@ -96,7 +93,7 @@ def lines_svg(lines: Sequence[Line], *, title: str, x_name: str, y_text: Callabl
     assert 0 < len(lines) <= MOST_LINES, "a colour and a mark each"
     every = [point for line in lines for points in (line.points, line.predicted, line.measured) for point in points]
     low, high = min(x for x, _ in every), max(x for x, _ in every)
-    with _axes() as axes:
+    with figure_axes() as axes:
         if low > 0 and high >= 4 * low:
             axes.set_xscale("log")
             room = (high / low) ** 0.03
@@ -113,14 +110,14 @@ def lines_svg(lines: Sequence[Line], *, title: str, x_name: str, y_text: Callabl
         axes.set_xlabel(x_name)
         for number, line in enumerate(lines):
             colour, marker = line_style(number)
-            _plot(axes, line.predicted, "data dashed", color=colour, linewidth=1.5, dashes=(5, 4))
-            _plot(axes, line.points, "data", color=colour, linewidth=2.5)
+            plot(axes, line.predicted, "data dashed", color=colour, linewidth=1.5, dashes=(5, 4))
+            plot(axes, line.points, "data", color=colour, linewidth=2.5)
             for points, fill, note in ((line.points, colour, ""), (line.measured, PAPER, " measured")):
                 look = {"marker": marker, "markersize": 9, "markerfacecolor": fill, "markeredgewidth": 2}
                 for x, y in points:
                     said = f"{line.label}, {x:g}: {y_text(y)}{note}"
-                    _plot(axes, [(x, y)], "data mark", said, color=colour, **look)
-        return _svg(axes, f"{title}, by {x_name}")
+                    plot(axes, [(x, y)], "data mark", said, color=colour, **look)
+        return svg_of(axes, f"{title}, by {x_name}")
 
 
 def histogram_svg(values: Sequence[float], named: Sequence[tuple[str, float]], *, title: str, x_name: str) -> str:
@@ -132,7 +129,7 @@ def histogram_svg(values: Sequence[float], named: Sequence[tuple[str, float]], *
     near = [(name, value) for name, value in named if not is_far(named[0][1], value)]
     inside = [value for value in values if value <= limit]
     low, high = (end([*inside, *(value for _, value in near)]) for end in (min, max))
-    ticks = nice_ticks(0.0 if spans_decades(low, high) else low, high)
+    ticks = nice_ticks(0.0 if is_logarithmic(low, high) else low, high)
     texts = tick_texts(ticks)
     width, counts = (ticks[-1] - ticks[0]) / NUM_BINS, [0] * NUM_BINS
     for value in inside:
@@ -143,7 +140,7 @@ def histogram_svg(values: Sequence[float], named: Sequence[tuple[str, float]], *
         bars.append((ticks[-1] + 6 * width, beyond))
         titles.append(f"more than {limit:.4g}: {beyond:,}")
         ticks, texts = [*ticks, ticks[-1] + 6.5 * width], [*texts, "more"]
-    with _axes() as axes:
+    with figure_axes() as axes:
         axes.set_xlim(ticks[0], ticks[-1] + (width if beyond else 0))
         axes.set_xticks(ticks, texts)
         axes.set_xlabel(x_name)
@@ -155,7 +152,7 @@ def histogram_svg(values: Sequence[float], named: Sequence[tuple[str, float]], *
         for row, (name, value) in enumerate(near):
             _name_value(axes, f"{name} {value:.4g}", value, row)
         words = [f"{title}, {x_name}", *(f"{name} {value:.4g}" for name, value in named)]
-        return _svg(axes, "; ".join(words + ([f"{beyond:,} above {limit:.4g}"] if beyond else [])))
+        return svg_of(axes, "; ".join(words + ([f"{beyond:,} above {limit:.4g}"] if beyond else [])))
 
 
 def is_far(median: float, value: float) -> bool:
@@ -178,17 +175,17 @@ def stacked_bars(
     left = 12 + PER_LETTER * max(len(name) for name, _ in sums)
     right = WIDTH - 12 - PER_LETTER * max(len(text(sum(sizes.values()))) for _, sizes in sums)
     top, height = (0 if limit is None else ROW), ROW * len(sums)
-    with _axes(left=left, right=right, top=top, bottom=0, height=top + height) as axes:
+    with figure_axes(left=left, right=right, top=top, bottom=0, height=top + height) as axes:
         axes.set(xlim=(0, end), ylim=(len(sums) - 0.5, -0.5), xticks=[])
         axes.grid(visible=False)
         axes.set_yticks(range(len(sums)), [name for name, _ in sums])
         for row, (_, sizes) in enumerate(sums):
             total = sum(sizes.values())
             _draw_boxes(axes, row, [(i, part, sizes[part]) for i, part in enumerate(parts) if sizes.get(part)], text)
-            _text(axes, (total, row), text(total), "total", ha="left", va="center", offset=(6, 0))
+            put_text(axes, (total, row), text(total), "total", ha="left", va="center", offset=(6, 0))
         if limit is not None and is_drawn:
             for colour, wide in ((PAPER, 4), (DARK, 2)):
-                _plot(
+                plot(
                     axes,
                     [(limit, -0.5), (limit, len(sums) - 0.5)],
                     "limit",
@@ -198,13 +195,13 @@ def stacked_bars(
                 )
         if limit is not None:
             said = f"limit {text(limit)}" + ("" if is_drawn else ", beyond the right edge →")
-            _text(axes, (limit if is_drawn else end, -0.5), said, "said", ha="right", va="bottom", offset=(0, 5))
+            put_text(axes, (limit if is_drawn else end, -0.5), said, "said", ha="right", va="bottom", offset=(0, 5))
         listed = (
             f"{name}: {text(sum(sizes.values()))}, of which "
             + ", ".join(f"{part} {text(size)}" for part, size in sizes.items() if size)
             for name, sizes in sums
         )
-        return f'<figure class="bars">{_svg(axes, "; ".join(listed))}</figure>'
+        return f'<figure class="bars">{svg_of(axes, "; ".join(listed))}</figure>'
 
 
 def shortened(label: str) -> str:
@@ -226,33 +223,31 @@ def _draw_curve(axes: Any, number: int, curve: Curve, *, is_labelled: bool) -> t
     few, trend = thin(curve.points, COLUMNS), medians(curve.points, TREND)
     is_alone = lambda i: all(y is None for _, y in (*few[max(0, i - 1) : i], *few[i + 1 : i + 2]))  # noqa: E731
     alone = [(x, y) for i, (x, y) in enumerate(few) if y is not None and is_alone(i)]  # of which no line is drawn
-    _plot(axes, few, "data all pale" if trend else "data all", color=colour, linewidth=1 if trend else 2)
-    _plot(axes, alone, "data", color=colour, marker="o", markersize=2)
-    _plot(axes, trend, "data trend", color=colour, linewidth=2.5)
+    plot(axes, few, "data all pale" if trend else "data all", color=colour, linewidth=1 if trend else 2)
+    plot(axes, alone, "data", color=colour, marker="o", markersize=2)
+    plot(axes, trend, "data trend", color=colour, linewidth=2.5)
     strong = trend or [(x, y) for x, y in few if y is not None]
     if curve.is_marked or is_labelled:
         every = 1 if curve.is_marked else max(1, len(strong) // NUM_MARKS)
-        _plot(axes, strong[::-1][::every], "data", color=colour, marker=marker, markersize=10)
+        plot(axes, strong[::-1][::every], "data", color=colour, marker=marker, markersize=10)
     top = axes.get_ylim()[1]
     crosses = {round(float(axes.transData.transform((x, top))[0])): (x, top) for x in curve.lost}.values()
     look = {"marker": "x", "markersize": 8, "markeredgewidth": 2}
-    _plot(axes, list(crosses), "data lost", f"{curve.label}: not finite", color=colour, **look)
+    plot(axes, list(crosses), "data lost", f"{curve.label}: not finite", color=colour, **look)
     return strong[-1] if strong else None
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[tuple[float, float] | None, str, int]]) -> None:
     """Write labels next to the ends of curves (point, label, number), moved apart, a dotted line to each."""
-    from matplotlib.transforms import IdentityTransform
-
     right, after = axes.bbox.x1, HEIGHT - TOP + LABEL_GAP
     placed = [(axes.transData.transform(point), label, number) for point, label, number in ends if point]
     for i, ((x, y), label, number) in enumerate(sorted(placed, key=lambda each: -each[0][1])):
         lowest = BOTTOM + LABEL_GAP * (len(placed) - 1 - i)
         at = after = max(min(y, after - LABEL_GAP), lowest)
-        look = {"linewidth": 1, "dashes": (2, 3), "transform": IdentityTransform()}
-        _plot(axes, [(x + 6, y), (right + 9, at)], "data leader", color=line_style(number)[0], **look)
-        words = axes.text(right + 12, at, _drawable(shortened(label)), transform=IdentityTransform(), va="center")
-        words.set_gid(f"label|{_drawable(label)}")
+        look = {"linewidth": 1, "dashes": (2, 3), "transform": None}
+        plot(axes, [(x + 6, y), (right + 9, at)], "data leader", color=line_style(number)[0], **look)
+        words = axes.text(right + 12, at, drawable(shortened(label)), transform=None, va="center")
+        words.set_gid(f"label|{drawable(label)}")
 
 
 def _name_value(axes: Any, words: str, value: float, row: int) -> None:
@@ -260,10 +255,10 @@ def _name_value(axes: Any, words: str, value: float, row: int) -> None:
     low, high = axes.get_ylim()
     dashes = () if row == 0 else (5, 4)
     for colour, width, name in ((PAPER, 5, "halo"), (DARK, 2, "named")):
-        _plot(axes, [(value, low), (value, high)], name, color=colour, linewidth=width, dashes=dashes)
+        plot(axes, [(value, low), (value, high)], name, color=colour, linewidth=width, dashes=dashes)
     is_left = axes.transData.transform((value, 0))[0] + PER_LETTER * len(words) > axes.bbox.x1
     side, gap = ("right", -6) if is_left else ("left", 6)
-    _text(axes, (value, high), words, "said", ha=side, va="top", offset=(gap, -17 * row))
+    put_text(axes, (value, high), words, "said", ha=side, va="top", offset=(gap, -17 * row))
 
 
 def _draw_boxes(axes: Any, row: int, boxes: Sequence[tuple[int, str, int]], text: Callable[[int], str]) -> None:
@@ -275,7 +270,7 @@ def _draw_boxes(axes: Any, row: int, boxes: Sequence[tuple[int, str, int]], text
         look = {"color": PARTS[number], "edgecolor": INK, "linewidth": 0.6, "clip_on": False}
         [box] = axes.barh(row, size, BAR / ROW, at, **look)
         box.set_gid(f"mark|{part} {text(size)}")
-        _text(axes, (at + size / 2, row), letters, "letters", ha="center", va="center")
+        put_text(axes, (at + size / 2, row), letters, "letters", ha="center", va="center")
         at += size
 
 
@@ -301,7 +296,7 @@ def _step_axis(axes: Any, low: float, high: float, name: str) -> None:
 def _value_axis(axes: Any, values: Sequence[float], *, from_zero: bool, is_whole: bool = False) -> None:
     """Set a y axis that begins and ends at a tick and holds all values, logarithmic where they span LOG_FROM."""
     low, high = min(values), max(values)
-    if not from_zero and spans_decades(low, high):
+    if not from_zero and is_logarithmic(low, high):
         axes.set_yscale("log")
         ticks = decades(low, high)
         texts = [f"{tick:g}" for tick in ticks]
@@ -314,55 +309,6 @@ def _value_axis(axes: Any, values: Sequence[float], *, from_zero: bool, is_whole
     axes.minorticks_off()
 
 
-def spans_decades(low: float, high: float) -> bool:
-    """Return whether an axis of values is better logarithmic."""
-    return low > LEAST and high >= LOG_FROM * low
-
-
-def decades(low: float, high: float) -> list[float]:
-    """Return powers of ten around positive values, a few.
-
-    >>> decades(0.02, 30)
-    [0.01, 0.1, 1.0, 10.0, 100.0]
-    """
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) - 1e-9)
-    every = math.ceil((last - first) / MOST_DECADES)
-    return [10.0**power for power in range(first, last + every, every)]
-
-
-def nice_ticks(low: float, high: float, *, is_whole: bool = False) -> list[float]:
-    """Return a few ticks around values, at steps of 1, 2 or 5 times a power of ten.
-
-    >>> nice_ticks(0, 0.47), nice_ticks(3, 3.5, is_whole=True)
-    ([0.0, 0.1, 0.2, 0.3, 0.4, 0.5], [3.0, 4.0])
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value, or as good as one
-        room = 0.1 * abs(high) or 1.0
-        low, high = low - (room if low else 0.0), high + room
-    locator = MaxNLocator(NUM_TICKS, steps=(1, 2, 5, 10), integer=is_whole, min_n_ticks=2 if is_whole else 1)
-    ticks = [float(f"{tick:.12g}") for tick in locator.tick_values(low, high)]
-    first = max((i for i, tick in enumerate(ticks) if tick <= low), default=0)
-    last = min((i for i, tick in enumerate(ticks) if tick >= high), default=len(ticks) - 1)
-    return ticks[first : last + 1]
-
-
-def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """Return evenly spaced ticks in as many digits as tell each from the next one.
-
-    >>> tick_texts([0, 500, 1000, 1500]), tick_texts([20000, 25000]), tick_texts([0.05, 0.1]), tick_texts([1e-6, 2e-6])
-    (['0', '500', '1,000', '1,500'], ['20k', '25k'], ['0.05', '0.10'], ['1e-06', '2e-06'])
-    """
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
-    units = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-    size, unit = next((each for each in units if ticks[-1] >= 10 * each[0]), (1.0, ""))
-    decimals = max(0, math.ceil(-math.log10(step / size) - 1e-9))
-    if decimals > MOST_DECIMALS or max(map(abs, ticks)) >= 1e15:
-        return ["0" if tick == 0 else f"{tick:g}" for tick in ticks]
-    return ["0" if tick == 0 else f"{tick / size:,.{decimals}f}{unit}" for tick in ticks]
-
-
 def _apart(axes: Any, places: Sequence[float]) -> list[float]:
     """Return those x whose numbers do not run into each other below the axis."""
     kept, after = [], -math.inf
@@ -372,97 +318,3 @@ def _apart(axes: Any, places: Sequence[float]) -> list[float]:
             kept.append(x)
             after = at + half + PER_LETTER
     return kept
-
-
-# --- matplotlib ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _axes(
-    *,
-    left: float = LEFT,
-    right: float = WIDTH - RIGHT,
-    top: float = TOP,
-    bottom: float = BOTTOM,
-    height: float = HEIGHT,
-) -> Iterator[Any]:
-    """Yield axes with these margins in a figure of WIDTH, a point of which is a unit of the svg."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # the letters are the page's, a label may hold a $, and the same run gives the same bytes
-    look: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "ppctl", "text.parse_math": False}
-    look |= {"font.size": LETTER_HEIGHT, "lines.scale_dashes": False}
-    with matplotlib.rc_context(look), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the page's font may have it
-        figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
-        figure.patch.set_visible(False)
-        share = (left / WIDTH, bottom / height, (right - left) / WIDTH, (height - top - bottom) / height)
-        axes = figure.add_axes(share, frame_on=False)
-        axes.tick_params(length=0, left=False, bottom=False, pad=7)
-        axes.grid(axis="y", color=GRID, linewidth=1)
-        axes.set_axisbelow(True)
-        yield axes
-
-
-def _plot(axes: Any, points: Points, name: str, title: str = "", **look: Any) -> None:
-    """Draw points as a line, as marks where `linewidth` is 0; the element has a class `name` and a title."""
-    if not points:
-        return
-    x, y = zip(*((x, math.nan if y is None else y) for x, y in points), strict=True)
-    if "marker" in look:
-        look = {"linewidth": 0, "markeredgewidth": 0} | look
-    axes.plot(x, y, gid=f"{name}|{_drawable(title)}", clip_on=False, scalex=False, scaley=False, **look)
-
-
-def _text(axes: Any, at: tuple[float, float], words: str, name: str, *, ha: str, va: str, offset=(0, 0)) -> None:
-    """Write words at a place of the data, `offset` away from it; the element has a class `name`."""
-    x, y = axes.transData.transform(at)
-    axes.text(x + offset[0], y + offset[1], _drawable(words), transform=None, ha=ha, va=va, gid=f"{name}|")
-
-
-def _drawable(text: str) -> str:
-    """Return a text without what no svg can hold: file names may have any bytes."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _svg(axes: Any, about: str) -> str:
-    """Return the figure of axes as an svg element that `about` describes in words."""
-    out, figure = io.StringIO(), axes.figure
-    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    root = ElementTree.fromstring(out.getvalue())
-    marks = {node.get("id", ""): node.get("d", "") for node in root.iter() if node.get("id") and node.get("d")}
-    inside = "".join(_element(node, marks) for node in root)
-    for colour, variable in THEME.items():
-        inside = inside.replace(colour, variable)
-    box = f"0 0 {WIDTH} {figure.bbox.height:g}"
-    return f'<svg class="lines" viewBox="{box}" role="img" aria-label="{escape(_drawable(about))}">{inside}</svg>'
-
-
-def _element(node: ElementTree.Element, marks: Mapping[str, str]) -> str:
-    """Return an element of matplotlib's svg without ids, references and fonts; `marks`: paths that others use.
-
-    A group that has an id CLASS|TITLE gets these, and of others the elements are kept.
-    """
-    tag, get = node.tag.rpartition("}")[2], node.attrib.get
-    if tag == "g":
-        inside = "".join(_element(each, marks) for each in node)
-        name, is_ours, title = get("id", "").partition("|")
-        said = f"<title>{escape(title)}</title>" if title else ""
-        return f'<g class="{name}">{said}{inside}</g>' if is_ours and inside else inside
-    if tag == "text":
-        anchor = re.search(r"text-anchor: (\w+)", get("style", ""))
-        side = f' text-anchor="{anchor[1]}"' if anchor else ""
-        return f'<text x="{_short(get("x"))}" y="{_short(get("y"))}"{side}>{escape(node.text or "")}</text>'
-    style = f' style="{get("style")}"' if get("style") else ""
-    if tag == "path" and style != ' style="fill: none"':  # a line of no width below marks
-        return f'<path d="{_short(get("d"))}"{style}/>'
-    if tag == "use":
-        shape = marks[get("{http://www.w3.org/1999/xlink}href", "").lstrip("#")]
-        return f'<path transform="translate({_short(get("x"))} {_short(get("y"))})" d="{_short(shape)}"{style}/>'
-    return ""
-
-
-def _short(numbers: str | None) -> str:
-    """Return numbers of an svg, of a path for instance, with one decimal."""
-    return re.sub(r"\s*\n\s*|(\.\d)\d+", r"\1", numbers or "").replace(" L ", "L").replace(" M ", "M").strip()
