@@ -9,7 +9,7 @@ from ppctl.schedule.ir import Task
 from ppctl.schedule.op_ticks import HOPS
 from ppctl.schedule.ticks import Ticks
 
-PAIR = (("f", "act", 1), ("b", "grad", -1))  # column of a task, of what it sends, hop
+FORWARD_BACKWARD = (("f", "act", 1), ("b", "grad", -1))  # column of a task, of what it sends, hop
 LEGEND = (
     "2F0>3: task 2F0 (stage, kind, microbatch), its output goes to rank 3; =: stays here; (3F0): left to its B or I"
 )
@@ -42,7 +42,7 @@ def _of_cell(ticks: Ticks, t: int, rank: int) -> Iterator[Ran]:
     row, num_ranks, column = ticks.table[t], ticks.schedule.num_ranks, ticks.columns.index
     forward, backward = ticks.cells[t][rank]
     if ticks.program == "pair":
-        for task, (name, what, step) in zip((forward, backward), PAIR, strict=True):
+        for task, (name, what, step) in zip((forward, backward), FORWARD_BACKWARD, strict=True):
             there = (rank + step) % num_ranks
             if task is not None:
                 arrives = row[there][column(f"{what}_arrives")]

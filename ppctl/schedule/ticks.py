@@ -16,7 +16,7 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule import op_ticks
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Value
-from ppctl.schedule.lockstep import Cell, Counted, Shape, Slots, counted, counted_s, pack
+from ppctl.schedule.lockstep import Counted, Shape, Slots, TickCell, counted, counted_s, pack
 from ppctl.schedule.simulate import duration_s
 
 PAIR_COLUMNS = (
@@ -33,7 +33,7 @@ class Packing(NamedTuple):
     """The tasks of a schedule in ticks of one shape."""
 
     shape: Shape
-    cells: tuple[tuple[Cell, ...], ...]  # [tick][rank]
+    cells: tuple[tuple[TickCell, ...], ...]  # [tick][rank]
     counted: Counted  # the rows of cells that differ
 
 
@@ -64,7 +64,7 @@ class Ticks:
         return self.packing.shape
 
     @property
-    def cells(self) -> tuple[tuple[Cell, ...], ...]:
+    def cells(self) -> tuple[tuple[TickCell, ...], ...]:
         """[tick][rank]"""
         return self.packing.cells
 
