@@ -40,7 +40,7 @@ class Requested:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A schedule as an executor runs it, and what its tasks cost beside each other."""
+    """A schedule as an executor runs it, and the relative costs of its tasks."""
 
     schedule: Schedule
     label: str
@@ -49,39 +49,39 @@ class Pipeline:
 
 
 def schedule_of(
-    asked: settings.Schedule,
+    request: settings.Schedule,
     num_ranks: int,
     costs: Costs,
     most_chunks: int | None = None,
     makespan_s: Callable[[Schedule], float] | None = None,
 ) -> Requested:
-    """The schedule that `asked` names. ScheduleError or ConfigError for what cannot be.
+    """Return the schedule that `request` names. ScheduleError or ConfigError for what cannot be.
 
     costs, most_chunks (stages a rank that the model has layers for) and makespan_s (see `choose`) matter to
     schedule=auto alone.
     """
-    if isinstance(asked, settings.Csv):
-        schedule = read_valid(Path(asked.path))
-        _check_size(asked, schedule, num_ranks)
-        return Requested(schedule, Path(asked.path).name)
-    if isinstance(asked, settings.Auto):
+    if isinstance(request, settings.Csv):
+        schedule = read_valid(Path(request.path))
+        _check_size(request, schedule, num_ranks)
+        return Requested(schedule, Path(request.path).name)
+    if isinstance(request, settings.Auto):
         choice = choose(
             num_ranks,
-            asked.num_microbatches,
+            request.num_microbatches,
             costs,
-            asked.max_activations,
-            max_chunks=min(asked.max_chunks, most_chunks or asked.max_chunks),
-            may_split=asked.split_backward,
-            by_period=asked.objective == "period",
+            request.max_activations,
+            max_chunks=min(request.max_chunks, most_chunks or request.max_chunks),
+            may_split=request.split_backward,
+            by_period=request.objective == "period",
             makespan_s=makespan_s,
         )
         return Requested(choice.best.schedule, f"auto: {choice.best.label}", choice)
-    schedule = build(asked.name, num_ranks, asked.num_microbatches, **asked.knobs())
-    return Requested(schedule, label(asked))
+    schedule = build(request.name, num_ranks, request.num_microbatches, **request.knobs())
+    return Requested(schedule, label(request))
 
 
 def pipeline_of(schedule: settings.Schedule, executor: Any, num_ranks: int, num_layers: int) -> Pipeline:
-    """The schedule that a run asks for, as its executor runs it. ScheduleError or ConfigError for what cannot be."""
+    """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError for what cannot be."""
     costs = task_costs(executor.remat)
     lower = partial(ticks, costs=costs, remat=Remat.of(executor.remat))
     is_lockstep = executor.IN_TICKS
@@ -91,7 +91,7 @@ def pipeline_of(schedule: settings.Schedule, executor: Any, num_ranks: int, num_
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:
-    """The request for a family with its usual knobs; num_chunks counts where the family has that knob.
+    """Return the request for a family with its usual knobs; num_chunks counts where the family has that knob.
 
     >>> named("interleaved", 8, 4)
     Interleaved(name='interleaved', num_microbatches=8, num_chunks=4, warmup_hops=2.0, group_size=None)
@@ -109,15 +109,15 @@ def settings_of_family(family: str) -> type[settings.Schedule]:
     return next(cls for cls in CLASSES if cls().knobs().keys() == FAMILIES[family].knobs.keys())
 
 
-def settled(asked: settings.Schedule) -> settings.Schedule:
-    """`asked` with the number of microbatches that a CSV file has; others as they are."""
-    if isinstance(asked, settings.Csv) and asked.num_microbatches == 0:
-        return replace(asked, num_microbatches=read_valid(Path(asked.path)).num_microbatches)
-    return asked
+def settled(request: settings.Schedule) -> settings.Schedule:
+    """Return `request` with the number of microbatches that a CSV file has; others as they are."""
+    if isinstance(request, settings.Csv) and request.num_microbatches == 0:
+        return replace(request, num_microbatches=read_valid(Path(request.path)).num_microbatches)
+    return request
 
 
 def read(path: Path) -> Schedule:
-    """The schedule in a CSV file; ConfigError if it cannot be read, ScheduleError if it is not a valid schedule."""
+    """Return the schedule in a CSV file. ConfigError if it cannot be read, ScheduleError if it is not valid."""
     try:
         return from_csv(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -126,7 +126,7 @@ def read(path: Path) -> Schedule:
 
 
 def read_valid(path: Path) -> Schedule:
-    """The same, with the fault in one line: `ppctl schedule check` draws it."""
+    """Return the same, with the fault in one line: `ppctl schedule check` draws it."""
     try:
         return read(path)
     except ScheduleError as error:
@@ -134,28 +134,29 @@ def read_valid(path: Path) -> Schedule:
 
 
 def label(schedule: settings.Schedule) -> str:
-    """Name and knobs: the number of chunks, and what is not the default.
+    """Return name and knobs: the number of chunks, and what is not the default.
 
     >>> label(settings.Interleaved(num_chunks=4))
     'interleaved (num_chunks=4)'
     """
     default = type(schedule)(name=schedule.name).knobs()
-    told = [
+    shown = [
         f"{key}={value}"
         for key, value in schedule.knobs().items()
         if value is not None and (key == "num_chunks" or value != default[key])
     ]
-    return schedule.name + (f" ({', '.join(told)})" if told else "")
+    return schedule.name + (f" ({', '.join(shown)})" if shown else "")
 
 
-def _check_size(asked: settings.Csv, schedule: Schedule, num_ranks: int) -> None:
+def _check_size(request: settings.Csv, schedule: Schedule, num_ranks: int) -> None:
     if schedule.num_ranks != num_ranks:
         raise ConfigError(
-            f"mesh.pp={num_ranks}, but {asked.path} has {schedule.num_ranks} ranks (a line each). "
+            f"mesh.pp={num_ranks}, but {request.path} has {schedule.num_ranks} ranks (a line each). "
             f"Use mesh.pp={schedule.num_ranks}."
         )
-    if schedule.num_microbatches != asked.num_microbatches:
+    if schedule.num_microbatches != request.num_microbatches:
         raise ConfigError(
-            f"schedule.num_microbatches={asked.num_microbatches}, but {asked.path} has {schedule.num_microbatches}. "
+            f"schedule.num_microbatches={request.num_microbatches}, but {request.path} has "
+            f"{schedule.num_microbatches}. "
             f"Use schedule.num_microbatches={schedule.num_microbatches}, or leave it out."
         )

@@ -12,7 +12,7 @@ from math import inf
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.lockstep import Cell, Rows, rows_s
+from ppctl.schedule.lockstep import Rows, TickCell, rows_s
 from ppctl.schedule.shared_cores import free_running_s, together_s
 from ppctl.schedule.simulate import duration_s
 from ppctl.schedule.ticks import Ticks
@@ -148,7 +148,7 @@ def masked_cells(op_times: OpTimes, ticks: Ticks, costs: Costs) -> list[list[tup
     idle_f = layers * layer.forward_s + op_times.task_s
     idle_b = layers * (layer.input_grad_s + layer.weight_grad_s) + op_times.task_s
 
-    def cell_s(cell: Cell, forward: bool, backward: bool) -> tuple[float, float]:
+    def cell_s(cell: TickCell, forward: bool, backward: bool) -> tuple[float, float]:
         f = cell.forward is not None and seconds(cell.forward)
         b = cell.backward is not None and seconds(cell.backward)
         return (f or idle_f) * forward, (b or idle_b) * backward

@@ -1,4 +1,4 @@
-"""What a schedule holds: activations live from the start of a forward to the end of its B or W."""
+"""Memory of a schedule: activations live from the start of a forward to the end of its B or W."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ppctl.schedule.ir import Schedule, Task
 
 
 def memory_steps(tasks: Iterable[Task]) -> Iterator[tuple[Task, int]]:
-    """(task, change of the number of stashes) along one rank's program: +1 at the start of F, -1 at the end of B or W.
+    """Yield (task, change of the number of stashes) of a rank's program: +1 at the start of F, -1 at the end of B or W.
 
     An I frees nothing: what its W needs lives on (the convention of the zero-bubble papers).
     """

@@ -1,4 +1,4 @@
-"""What no schedule can beat: lower bounds on time and memory.
+"""Lower bounds on time and memory that no schedule can beat: docs/derivations.md, "Lower bounds".
 
 Closed forms for stages of equal cost, and their general form for any placement and costs of each stage.
 """
@@ -88,7 +88,7 @@ def _work_s(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def _backward_kind(schedule: Schedule) -> str:
-    """What a gradient must pass through at each stage: I where any backward is split, else B."""
+    """Return the kind that a gradient must pass through at each stage: I where any backward is split, else B."""
     return "I" if schedule.is_split else "B"
 
 

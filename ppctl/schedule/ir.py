@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What tasks read and write. name: act | stash | grad | pending | wgrad."""
+    """A value that tasks read and write. name: act | stash | grad | pending | wgrad."""
 
     name: str
     stage: int

@@ -14,20 +14,20 @@ from ppctl.schedule.walk import Rule, walk
 TickShape = Literal["op", "fb"]  # one task a tick | an F, then a backward
 
 
-class Cell(NamedTuple):
-    """What one rank does in one tick."""
+class TickCell(NamedTuple):
+    """The tasks of one rank in one tick."""
 
     forward: Task | None
     backward: Task | None  # B, I or W
 
 
-IDLE = Cell(None, None)
+IDLE = TickCell(None, None)
 Part = tuple[int, str] | None  # (stage, kind) of a task
 Counted = tuple[tuple[tuple[tuple[Part, Part], ...], int], ...]  # a row of cells without their microbatches; how often
 Rows = list[tuple[list[float], int]]  # the seconds of each rank; how often
 
 
-def counted(cells: tuple[tuple[Cell, ...], ...]) -> Counted:
+def counted(cells: tuple[tuple[TickCell, ...], ...]) -> Counted:
     """The rows of `cells` without their microbatches, each that differs with its number. Most ticks are alike."""
     return tuple(Counter(tuple([(f and f[:2], b and b[:2]) for f, b in row]) for row in cells).items())
 
@@ -44,7 +44,7 @@ def rows_s(rows: Counted, costs: Costs, num_chunks: int) -> Rows:
     return [([seconds[cell] for cell in row], number) for row, number in rows]
 
 
-def pack(schedule: Schedule, shape: TickShape) -> tuple[tuple[Cell, ...], ...]:
+def pack(schedule: Schedule, shape: TickShape) -> tuple[tuple[TickCell, ...], ...]:
     """The tasks of every rank in ticks, in program order and as early as their values allow; [tick][rank].
 
     ScheduleError when the ranks wait for each other.
@@ -72,19 +72,19 @@ def pack(schedule: Schedule, shape: TickShape) -> tuple[tuple[Cell, ...], ...]:
             written[base + m] = tick
         return True
 
-    at, rows = [0] * schedule.num_ranks, list[tuple[Cell, ...]]()
+    at, rows = [0] * schedule.num_ranks, list[tuple[TickCell, ...]]()
     left = sum(map(len, schedule.ranks))
     while left:
-        row, before, tick = list[Cell](), left, len(rows)
+        row, before, tick = list[TickCell](), left, len(rows)
         for rank, tasks in enumerate(schedule.ranks):
             step, cell = at[rank], IDLE
             if step < len(tasks) and runs(tasks[step], tick):
                 task = tasks[step]
-                cell = Cell(task, None) if task.kind == "F" else Cell(None, task)
+                cell = TickCell(task, None) if task.kind == "F" else TickCell(None, task)
                 step += 1
                 follows = shape == "fb" and task.kind == "F" and step < len(tasks) and tasks[step].kind != "F"
                 if follows and runs(tasks[step], tick):
-                    cell = Cell(task, tasks[step])
+                    cell = TickCell(task, tasks[step])
                     step += 1
                 left -= step - at[rank]
                 at[rank] = step

@@ -8,7 +8,7 @@ kinds of output have one shape and share their slots. What arrives can be read f
 from __future__ import annotations
 
 from ppctl.schedule.ir import KINDS, Kind, Schedule, Task
-from ppctl.schedule.lockstep import Cell, Slots
+from ppctl.schedule.lockstep import Slots, TickCell
 from ppctl.schedule.remat import Remat
 
 HOPS = {"stay": 0, "next": 1, "previous": -1}
@@ -58,7 +58,9 @@ def hop_between(here: int, there: int, num_ranks: int) -> str | None:
     return next((hop for hop, step in HOPS.items() if (here + step) % num_ranks == there), None)
 
 
-def assign_slots(schedule: Schedule, cells: tuple[tuple[Cell, ...], ...], remat: Remat) -> tuple[Table, dict[str, int]]:
+def assign_slots(
+    schedule: Schedule, cells: tuple[tuple[TickCell, ...], ...], remat: Remat
+) -> tuple[Table, dict[str, int]]:
     """Return (table, number of slots of each kind: value, stash, pending).
 
     Unless remat=full the output of the last stage's forward is the gradient of its activation.
@@ -77,7 +79,7 @@ def assign_slots(schedule: Schedule, cells: tuple[tuple[Cell, ...], ...], remat:
         columns[last, "F"] = NOTHING  # left to the backward, which recomputes it
 
     def use(rank: int, task: Task) -> list[int]:
-        """The columns of a task, whose slots are taken and freed."""
+        """Return the columns of a task, whose slots are put and dropped."""
         stage, kind, m = task
         line = columns[stage, kind].copy()
         if not line[KIND]:
@@ -128,7 +130,7 @@ def assign_slots(schedule: Schedule, cells: tuple[tuple[Cell, ...], ...], remat:
 
 
 def _columns(schedule: Schedule, stage: int, kind: Kind) -> list[int]:
-    """What is the same for every microbatch of a stage's tasks of a kind."""
+    """Return the columns that are the same for every microbatch of a stage's tasks of a kind."""
     first, last = int(stage == 0), int(stage == schedule.num_stages - 1)
     known = {"kind": 1 + KINDS.index(kind), "chunk": schedule.chunk_of[stage], "first": first, "last": last}
     return [known.get(name, 0) for name in COLUMNS]

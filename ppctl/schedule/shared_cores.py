@@ -45,7 +45,7 @@ def free_running_s(schedule: Schedule, costs: Costs, capacity: float = inf) -> f
 
 
 def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Timeline:
-    """The timeline of the same."""
+    """Return the timeline whose makespan `free_running_s` is."""
     if capacity >= schedule.num_ranks:
         return simulate(schedule, costs)
     costs.check(schedule.num_stages)
@@ -67,10 +67,11 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
 
 
 class _Ranks:
-    """What every rank is doing: `left`, seconds of its task at full speed; `moving`, when values arrive elsewhere."""
+    """The state of every rank: `left`, seconds of its task at full speed; `moving`, when values arrive elsewhere."""
 
     def __init__(self, schedule: Schedule, costs: Costs):
         self.schedule, self.costs, self.rule = schedule, costs, Rule.of(schedule)
+        self.arrivals = self.rule.arrivals(costs.hop_s)
         self.at = [0] * schedule.num_ranks
         self.left: dict[int, float] = {}
         self.written: dict[int, float] = {}  # value -> when it was written
@@ -86,9 +87,8 @@ class _Ranks:
                 continue
             stage, kind, m = task = tasks[self.at[rank]]
             ready = 0.0
-            for base, source in self.rule.reads[kind][stage]:
-                hop = 0.0 if source == rank else self.costs.hop_s
-                ready = max(ready, self.written.get(base + m, inf) + hop)
+            for base, after_s in self.arrivals[kind][stage]:
+                ready = max(ready, self.written.get(base + m, inf) + after_s)
             if ready <= now * (1 + ROUNDING):
                 self.left[rank] = duration_s(task, self.costs, self.schedule.num_chunks)
                 self.start_s[task] = now

@@ -1,4 +1,4 @@
-"""What a schedule costs: when each task runs, how long ranks idle, which tasks wait for which."""
+"""The simulator: when each task of a schedule runs, how long ranks idle, which tasks wait for which."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def duration_s(task: Task, costs: Costs, num_chunks: int) -> float:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The timeline of free-running ranks: a task starts when its rank is free and its values have arrived.
+    """Return the timeline of free-running ranks: a task starts when its rank is free and its values have arrived.
 
     A value that crosses ranks arrives `costs.hop_s` after it was written; hops do not slow each other down.
     ConfigError for costs of each stage that are not as many as the stages.

@@ -17,7 +17,7 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule import op_ticks
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Value
-from ppctl.schedule.lockstep import Cell, Counted, Slots, TickShape, counted, counted_s, pack
+from ppctl.schedule.lockstep import Counted, Slots, TickCell, TickShape, counted, counted_s, pack
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import duration_s
 
@@ -35,7 +35,7 @@ class TickPacking(NamedTuple):
     """The tasks of a schedule in ticks of one shape."""
 
     shape: TickShape
-    cells: tuple[tuple[Cell, ...], ...]  # [tick][rank]
+    cells: tuple[tuple[TickCell, ...], ...]  # [tick][rank]
     counted: Counted  # the rows of cells that differ
 
 
@@ -74,7 +74,7 @@ class Ticks:
         return self.packing.shape
 
     @property
-    def cells(self) -> tuple[tuple[Cell, ...], ...]:
+    def cells(self) -> tuple[tuple[TickCell, ...], ...]:
         """[tick][rank]"""
         return self.packing.cells
 
@@ -165,7 +165,7 @@ def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
 
 
 def _assign_slots(
-    schedule: Schedule, cells: tuple[tuple[Cell, ...], ...], remat: Remat
+    schedule: Schedule, cells: tuple[tuple[TickCell, ...], ...], remat: Remat
 ) -> tuple[op_ticks.Table, dict[str, int]]:
     """Return (table, number of slots of each kind: act, grad, stash) of forward-backward ticks."""
     num_ranks, last = schedule.num_ranks, schedule.num_stages - 1

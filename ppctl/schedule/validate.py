@@ -58,7 +58,7 @@ def _written_twice(schedule: Schedule, rank: int, step: int) -> ScheduleError:
 
 
 def _check_complete(schedule: Schedule, rule: Rule, written: bytearray) -> None:
-    """Nothing, or ScheduleError for the first forward or weight gradient that no task computes."""
+    """Raise ScheduleError for the first forward or weight gradient that no task computes."""
     for stage, rank in enumerate(schedule.rank_of):
         act, pending, wgrad = (rule.base[name, stage] for name in ("act", "pending", "wgrad"))
         for m in range(schedule.num_microbatches):

@@ -1,7 +1,7 @@
 """The one walk over a schedule: every task in an order that ranks can really run, with its start and end.
 
-The dependency rule of `ir` is the same for every microbatch, so it is asked once for each stage and kind; the walk then
-runs on integers. A schedule of 131,072 tasks takes a fraction of a second.
+The dependency rule of `ir` is the same for every microbatch, so it is evaluated once for each stage and kind; the walk
+then runs on integers. A schedule of 131,072 tasks takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NAMES = ("act", "stash", "grad", "pending", "wgrad")
 class Rule:
     """The dependency rule in integers: the number of value (name, stage, m) is its base plus m.
 
-    `reads[kind][stage]` are pairs (base, rank of the stage that writes it), `writes[kind][stage]` are bases.
+    `reads[kind][stage]` are (base, does the value cross ranks), `writes[kind][stage]` are bases.
     """
 
     num_values: int
     base: dict[tuple[str, int], int]
-    reads: dict[Kind, list[tuple[tuple[int, int], ...]]]
+    reads: dict[Kind, list[tuple[tuple[int, bool], ...]]]
     writes: dict[Kind, list[tuple[int, ...]]]
 
     @staticmethod
@@ -37,8 +37,9 @@ class Rule:
         def number(value: Value) -> int:
             return base[value.name, value.stage]
 
-        def read_by(task: Task) -> tuple[tuple[int, int], ...]:
-            return tuple((number(value), rank_of[value.stage]) for value in reads(task, num_stages))
+        def read_by(task: Task) -> tuple[tuple[int, bool], ...]:
+            here = rank_of[task.stage]
+            return tuple((number(value), rank_of[value.stage] != here) for value in reads(task, num_stages))
 
         stages = range(num_stages)
         return Rule(
@@ -48,9 +49,16 @@ class Rule:
             {kind: [tuple(map(number, writes(Task(s, kind, 0), num_stages))) for s in stages] for kind in KINDS},
         )
 
+    def arrivals(self, hop_s: float) -> dict[Kind, list[tuple[tuple[int, float], ...]]]:
+        """`reads`, as (base, seconds from its writing until it can be read): hop_s where it crosses ranks."""
+        return {
+            kind: [tuple((base, hop_s if crosses else 0.0) for base, crosses in needs) for needs in of_stage]
+            for kind, of_stage in self.reads.items()
+        }
+
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, int, Task]]:
-    """(rank, step, task) in an order that the ranks can really run: program order on a rank, reads after writes.
+    """Yield (rank, step, task) in an order that the ranks can really run: program order on a rank, reads after writes.
 
     ScheduleError, with the grid and an arrow, when no rank can go on although tasks are left.
     """
@@ -61,21 +69,17 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, int, Task]]:
 def timed_walk(
     schedule: Schedule, seconds: Callable[[Kind, int], float], hop_s: float
 ) -> Iterator[tuple[int, int, Task, float, float]]:
-    """(rank, step, task, start, end): a task starts when its rank is free and what it reads has arrived.
+    """Yield (rank, step, task, start, end): a task starts when its rank is free and what it reads has arrived.
 
     seconds(kind, stage) is how long a task takes; a value that crosses ranks arrives `hop_s` after it was written.
+    The other walks are special for a reason: `Jobs.run` numbers tasks and gives up early (thousands of runs of one
+    search), `pack` counts ticks, `shared_cores` slows ranks down, and in `search.event_loop` ranks choose their tasks.
     """
-    rule, rank_of = Rule.of(schedule), schedule.rank_of
-    # for each kind and stage: what it reads and when that arrives after its writing, what it writes, how long it takes
+    rule = Rule.of(schedule)
+    arrivals = rule.arrivals(hop_s)
+    # for each kind and stage: its reads and when they arrive after they were written, its writes, how long it takes
     plan = {
-        kind: [
-            (
-                tuple((base, 0.0 if source == rank_of[s] else hop_s) for base, source in rule.reads[kind][s]),
-                rule.writes[kind][s],
-                seconds(kind, s),
-            )
-            for s in range(schedule.num_stages)
-        ]
+        kind: [(arrivals[kind][s], rule.writes[kind][s], seconds(kind, s)) for s in range(schedule.num_stages)]
         for kind in KINDS
     }
     written_s: list[float | None] = [None] * rule.num_values
@@ -112,7 +116,7 @@ def timed_walk(
 
 
 def _check_done(schedule: Schedule, rule: Rule, at: list[int], written_s: list[float | None]) -> None:
-    """Nothing, or ScheduleError for the first rank that could not finish."""
+    """Raise ScheduleError for the first rank that could not finish."""
     for rank, tasks in enumerate(schedule.ranks):
         if at[rank] < len(tasks):
             task = tasks[at[rank]]

@@ -9,7 +9,7 @@ from ppctl.errors import ConfigError
 from ppctl.schedule import build
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.rank_of import loop, v_shape, waves
-from ppctl.schedule.partition.coupled import Search
+from ppctl.schedule.partition.coupled import CoupledSearch
 from ppctl.schedule.partition.cut import cut, divided, improved
 from ppctl.schedule.partition.partition import balanced, uniform
 from ppctl.schedule.partition.work import Layers, Memory, Work, bounds_of, fitting, partition_of
@@ -148,7 +148,7 @@ def test_a_limit_three_percent_above_what_is_needed_is_met_in_few_states(rank_of
     needed = rank_bytes(layers, even, rank_of, Memory((0,) * num_ranks, in_flight))
     memory = Memory((int(1.03 * max(needed)),) * num_ranks, in_flight)
     work = Work(layers, rank_of, memory)
-    search = Search(work, max(stage_s(layers, even)))
+    search = CoupledSearch(work, max(stage_s(layers, even)))
     assert search.num_states < 2_000
     assert all_fit(layers, partition_of(search.found), rank_of, memory)
     assert all_fit(layers, cut(layers, rank_of, memory), rank_of, memory)
@@ -158,10 +158,10 @@ def test_a_search_past_its_states_proves_nothing_and_the_error_says_so(monkeypat
     layers = Layers((1.0,) * 8, (7, 7, 1, 5, 9, 8, 7, 5))
     rank_of, memory = loop(2, 2), Memory((25,) * 2, (1,) * 4)  # for 49 bytes: 7 + 9 + 8, 7 + 1 + 5 + 7 + 5
     assert [len(stage) for stage in cut(layers, rank_of, memory)] == [1, 3, 2, 2]
-    assert Search(Work(layers, rank_of, memory)).is_proof
+    assert CoupledSearch(Work(layers, rank_of, memory)).is_proof
     monkeypatch.setattr("ppctl.schedule.partition.coupled.MAX_STATES", 3)
     monkeypatch.setattr("ppctl.schedule.partition.coupled.MAX_REPAIRS", 1)
-    assert not Search(Work(layers, rank_of, memory)).is_proof
+    assert not CoupledSearch(Work(layers, rank_of, memory)).is_proof
     with pytest.raises(
         ConfigError, match=r"^Among those searched, no partition of 8 layers fits: rank \d needs 2[67] "
     ):
@@ -190,7 +190,7 @@ def test_a_search_finds_a_partition_under_any_cap_exactly_where_there_is_one(ran
         memory = Memory(tuple(size - choose.choice((0, 0, 0, 1)) for size in held), memory.in_flight)
         fit = [max(stage_s(layers, p)) for p in everything if all_fit(layers, p, rank_of, memory)]
         for cap in (min(fit, default=9.0), min(fit, default=9.0) - 1, 1e9):
-            search = Search(Work(layers, rank_of, memory), cap)
+            search = CoupledSearch(Work(layers, rank_of, memory), cap)
             assert (search.found is not None) == any(cost <= cap for cost in fit)
             assert search.is_proof
             num_found += search.found is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.ir import KINDS, Kind, Schedule
-from ppctl.schedule.search.auto import Candidate, Choice
+from ppctl.schedule.search.auto import Choice, FoundSchedule
 from ppctl.schedule.simulate import Timeline
 from ppctl.schedule.text import task_names
 
@@ -127,7 +127,7 @@ def reasons(drawing: Drawing) -> list[str]:
     return choices + lines
 
 
-def _named(candidate: Candidate) -> str:
+def _named(candidate: FoundSchedule) -> str:
     return f"{candidate.label} {number_text(candidate.length_s)} s"
 
 

@@ -1,4 +1,4 @@
-"""What speaks against a schedule at given costs, for the families' records."""
+"""Advice against a schedule at given costs, for the families' records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ppctl.schedule.simulate import simulate
 
 
 def where_slower(schedule: Schedule, rival: Schedule, costs: Costs, why: str, remedy: str) -> str | None:
-    """A line with both makespans and the remedy where `schedule` takes longer than `rival`, else None."""
+    """Return a line with both makespans and the remedy where `schedule` takes longer than `rival`, else None."""
     try:
         own_s, rival_s = simulate(schedule, costs).makespan_s, simulate(rival, costs).makespan_s
     except ConfigError:  # costs of each of another number of stages

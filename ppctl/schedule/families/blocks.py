@@ -1,7 +1,6 @@
 """Every V-shaped building block with uniform offsets: the patterns that `squeeze` turns into schedules.
 
-A building block says when each rank runs the F and I of microbatch 0; the next microbatch follows six ticks later. Its
-sum of lifespans over the period is what the schedule holds in its steady state.
+A building block says when each rank runs the F and I of microbatch 0; the next microbatch follows six ticks later.
 Source: Qi et al. 2024, arXiv 2405.15362, sections 3.1 and 3.2 and appendix A.
 """
 
@@ -17,10 +16,9 @@ STEPS = range(1, PERIOD)  # ticks from a rank to the next on the way down; one t
 
 
 def blocks(num_ranks: int) -> Iterator[Block]:
-    """The distinct building blocks in which no rank runs two of its four lines at once.
+    """Yield the distinct building blocks in which no rank runs two of its four lines at once.
 
-    60 orders of the lines on rank 0, 15 pairs of steps from rank to rank on the way down (the first up to a rank, the
-    second from there on), and the ranks at which they change.
+    Which ones these are: docs/derivations.md, "Building blocks of V-shaped schedules".
 
     >>> len(list(blocks(8)))
     480
@@ -40,9 +38,10 @@ def blocks(num_ranks: int) -> Iterator[Block]:
 
 
 def steady_peak(block: Block) -> float:
-    """The most activations that a rank holds in the steady state, in units of one microbatch through 1/p of the model.
+    """Return the most activations that a rank holds in the steady state.
 
-    From the start of F to the end of W, which comes right after I at the earliest.
+    In units of one microbatch through 1/p of the model. From the start of F to the end of W, which comes right after I
+    at the earliest.
     """
     lives = (row[I_DOWN] - row[F_DOWN] + row[I_UP] - row[F_UP] + 4 for row in block)
     return max(lives) / PERIOD / 2

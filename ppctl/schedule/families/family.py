@@ -23,12 +23,12 @@ KnobValues = Mapping[str, float]
 
 
 def default_knobs(max_chunks: int) -> Sequence[KnobValues]:
-    """The knobs as they are."""
+    """Return the default knobs alone."""
     return [{}]
 
 
 def each_num_chunks(max_chunks: int) -> Sequence[KnobValues]:
-    """Every number of chunks from 2 to the most.
+    """Return every number of chunks from 2 to the most.
 
     >>> each_num_chunks(3)
     [{'num_chunks': 2}, {'num_chunks': 3}]
@@ -37,7 +37,7 @@ def each_num_chunks(max_chunks: int) -> Sequence[KnobValues]:
 
 
 def nothing_against(schedule: Schedule, costs: Costs) -> str | None:
-    """No advice."""
+    """Return no advice."""
     return None
 
 
@@ -60,12 +60,12 @@ class Family:
 
     @cached_property
     def knobs(self) -> dict[str, Any]:
-        """What a user may set, with the defaults: the keyword arguments of the generator."""
+        """The settings of a user, with their defaults: the keyword arguments of the generator."""
         parameters = inspect.signature(self.generate).parameters.values()
         return {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
 
     def knobs_for(self, num_chunks: int) -> dict[str, int]:
-        """The knobs that give so many chunks a rank, where the number can be set."""
+        """Return the knobs that give so many chunks a rank, where the number can be set."""
         return {"num_chunks": num_chunks} if "num_chunks" in self.knobs else {}
 
     @cached_property
@@ -94,7 +94,7 @@ class Family:
         return runs_in_fb_ticks(self.sample)
 
     def makespan_s(self, num_ranks: int, num_microbatches: int, costs: Costs, **knobs: Any) -> float | None:
-        """Seconds by the closed form for stages of equal cost, or None where it does not hold."""
+        """Return the seconds by the closed form for stages of equal cost, or None where it does not hold."""
         if any(isinstance(value, tuple) for value in vars(costs).values()):
             return None
         inputs = FormulaInputs(num_ranks, num_microbatches, costs, **knobs)
@@ -102,5 +102,5 @@ class Family:
         return None if bubble_s is None else inputs.m * inputs.work_s + bubble_s
 
     def peak_activations(self, num_ranks: int, num_microbatches: int, **knobs: Any) -> float | None:
-        """Activations of the rank that holds most by the closed form, or None where it does not hold."""
+        """Return the activations of the rank that holds most by the closed form, or None where it does not hold."""
         return self.peak(FormulaInputs(num_ranks, num_microbatches, Costs(), **knobs))

@@ -1,4 +1,6 @@
-"""What the closed forms of several families share. `tests/schedule/test_formulas.py` holds all against the simulator.
+"""Terms that the closed forms of several families share.
+
+`tests/schedule/test_formulas.py` compares every formula with the simulator.
 
 A formula is None outside its domain: other ratios of F, I and W than it assumes, a latency that it does not know, too
 few microbatches.
@@ -77,7 +79,7 @@ def looped_bubble_s(s: FormulaInputs) -> float:
 
 
 def zero_bubble_s(s: FormulaInputs) -> float:
-    """What is left where weight gradients fill the gaps: (p-1) max(F+I-W, F, I)/V."""
+    """The idle time where weight gradients fill the gaps: (p-1) max(F+I-W, F, I)/V."""
     f, i, w = s.fiw
     return (s.p - 1) * max(f + i - w, f, i) / s.num_chunks
 

@@ -19,7 +19,7 @@ ROUNDING = 1e-9  # relative; what is over by less may fit
 
 @dataclass(frozen=True)
 class _Step:
-    """What placing one bound means: `bound` lies between the known bounds `sides`."""
+    """The consequences of placing one bound: `bound` lies between the known bounds `sides`."""
 
     bound: int
     sides: tuple[int, int]
@@ -29,27 +29,13 @@ class _Step:
     stretches: tuple[tuple[int, int], ...]  # neighbouring known bounds with open stages between
 
 
-class Search:
+class CoupledSearch:
     """One partition with no stage above `cap` seconds and no rank above its limit plus `excess`, or the proof of none.
 
     found: its bounds, or None. is_proof: whether None is certain: no more than MAX_STATES states were looked at.
 
-    First by multipliers: a weight for each rank, and the partition with the least weighted bytes, by dynamic
-    programming. Ranks over their limit gain weight, the others lose it, ROUNDS times. Where a partition fits, it is
-    found; where even the least weighted bytes are above the weighted limits, there is none (Lagrangian relaxation,
-    weights by Arora, Hazan, Kale 2012, Theory of Computing 8).
-
-    Then by moves of one layer, from the bounds that were least over.
-
-    Then by trying. Bounds are placed rank by rank, all those of rank 0's stages first, so that a rank's limit is
-    settled before the next one's bounds are tried and what is left depends on few bounds: one before and one after what
-    is placed, for each chunk. A state that failed is not tried again. For V chunks on p ranks that is p times L to the
-    power of 2V-1 states at most for looped placements, and p*L*L for V-shaped ones. A state fails at once where the
-    layers between known bounds weigh more than what their ranks have left, or are more than those can hold.
-
-    27 models of 32 to 96 layers (sizes equal, alternating 1:4 or random) on 4 to 16 ranks of 2 and 4 chunks, looped,
-    V-shaped and waves: from a limit 1% above the lowest one that was met, every search ended with a partition or a
-    proof, in 0.06 CPU seconds on average and 0.3 at most; at the lowest one itself 97% of the searches did.
+    First by multipliers (Lagrangian relaxation), then by moves of one layer from the bounds that were least over, then
+    by trying bounds rank by rank: docs/derivations.md, "Partitions under a limit that couples stages".
     """
 
     def __init__(self, work: Work, cap: float = inf, excess: float = 0.0):
@@ -108,7 +94,7 @@ class Search:
         return True
 
     def _over(self, bounds: list[int]) -> float:
-        """What ranks hold above their limits, all together."""
+        """Return the bytes that ranks hold above their limits, all together."""
         held = self._work.rank_bytes(bounds)
         return sum(max(0.0, have - limit) for have, limit in zip(held, self._limits, strict=True))
 

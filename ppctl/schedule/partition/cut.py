@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from ppctl.errors import ConfigError
-from ppctl.schedule.partition.coupled import Search
+from ppctl.schedule.partition.coupled import CoupledSearch
 from ppctl.schedule.partition.moves import climbed
 from ppctl.schedule.partition.partition import Partition, balanced
 from ppctl.schedule.partition.work import Layers, Memory, Work, bounds_of, partition_of
@@ -20,18 +20,16 @@ MAX_EVENED = 20_000  # partitions looked at for more equal ranks; 128 stages hav
 
 
 def cut(layers: Layers, rank_of: Sequence[int], memory: Memory | None = None) -> Partition:
-    """Contiguous layers for each stage so that the largest of `stage_s` is the smallest possible and all ranks fit.
+    """Return contiguous layers of each stage so that the largest of `stage_s` is the least possible and all ranks fit.
 
     rank_of: the rank of each stage. A middle stage needs a layer, the first and the last one may have none. Where
     several partitions do that: with a stage for each rank the costs are as equal as possible, then the later stages
     are the smaller ones; with several stages for each rank the largest sum over the stages of a rank is small, then
     costs are nearly equal (no move of one layer makes them more so).
 
-    Exact with a stage for each rank: min over a of max(least(s-1, a), cost(s, a, b)), in about L*L/2 * ln(S) states for
-    L layers on S stages. With several stages for each rank the limit couples them: the same without the coupling, and
-    where that does not fit, `coupled.Search` between its cost, which is a lower bound, and the costs that fit. That is
-    exact as long as a search looks at no more than `coupled.MAX_STATES` partial partitions, and past that what is
-    returned still fits. ConfigError where nothing fits, or nothing was found.
+    Exact with a stage for each rank; with several, exact as long as a search looks at no more than
+    `coupled.MAX_STATES` partial partitions, and past that the partition still fits (docs/derivations.md, "Cutting
+    layers into stages"). ConfigError where nothing fits, or nothing was found.
 
     >>> layers = Layers((1.0, 1.0, 2.0, 4.0, 1.0), head_s=2.0)
     >>> [len(stage) for stage in cut(layers, (0, 1, 2))]
@@ -74,11 +72,7 @@ def improved(
     A move takes a layer from one stage to another one, and the layers between move on by one. price: seconds of a
     step, such as the simulator's makespan; partitions that do not fit are not priced. The same on every process.
 
-    Moves are tried from the cheapest partition on, then from the DETOURS next cheapest ones, and all over again where
-    that finds a cheaper one. By simulation, started from `cut` (6 to 12 layers of 1 to 3 s on 3 and 4 ranks, heads of 0
-    to 4 s, one or two microbatches a rank, 400 cases): it finds the fastest partition of all for 1f1b; interleaved,
-    looped_bfs and zb_v take 0.01% to 0.2% more than with the fastest one on average and 7% at most, after 46 to 80
-    prices on average. `cut` alone takes 2% to 7% more on average and 44% at most.
+    How near that comes to the fastest partition: docs/derivations.md, "Partitions improved by simulation".
 
     >>> [len(stage) for stage in improved((range(3), range(3, 4)), lambda p: float(len(p[0]) ** 2), max_prices=9)]
     [0, 4]
@@ -142,10 +136,10 @@ def divided(work: Work, cap: float | None = None, excess: bool = False) -> tuple
 
 def _coupled(work: Work, least_s: float) -> list[int]:
     """Bounds whose ranks fit, with the least largest stage, which is `least_s` or more."""
-    found = Search(work, least_s).found
+    found = CoupledSearch(work, least_s).found
     if found is not None:
         return found
-    anyhow = Search(work)
+    anyhow = CoupledSearch(work)
     if anyhow.found is None:
         raise _nothing_fits(work, is_proof=anyhow.is_proof)
     found = anyhow.found
@@ -153,7 +147,7 @@ def _coupled(work: Work, least_s: float) -> list[int]:
     low, high = 0, len(costs) - 1  # costs[high] is that of `found`
     while low < high:
         middle = (low + high) // 2
-        better = Search(work, costs[middle]).found
+        better = CoupledSearch(work, costs[middle]).found
         if better is None:
             low = middle + 1
         else:
@@ -191,7 +185,7 @@ def _closest(work: Work) -> list[int]:
     bounds = bounds_of(balanced(work.num_layers, work.rank_of, embed=0.0, head=0.0))
     low, high = 0.0, work.excess(bounds)
     while high - low > 1e-3 * max(work.limits):
-        found = Search(work, excess=(low + high) / 2).found
+        found = CoupledSearch(work, excess=(low + high) / 2).found
         if found is None:
             low = (low + high) / 2
         else:

@@ -45,7 +45,7 @@ def climbed(
 
 
 def _moves(num_stages: int) -> Iterator[tuple[int, int]]:
-    """(source, target) of a layer: to the stage beside it first."""
+    """(source, target) of a layer: to the neighbouring stage first."""
     for distance in range(1, num_stages):
         for low in range(num_stages - distance):
             yield low, low + distance

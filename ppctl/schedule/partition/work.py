@@ -1,4 +1,4 @@
-"""What a partition divides: seconds and bytes of every layer and of the ends, and the limit of every rank."""
+"""The work that a partition divides: seconds and bytes of layers, embedding and head, and the limit of every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppctl.schedule.partition.partition import Partition
 
 @dataclass(frozen=True)
 class Layers:
-    """What each layer costs, in model order, and what embedding and head add to the first and the last stage.
+    """The costs of each layer, in model order, and what embedding and head add to the first and the last stage.
 
     Sums of bytes are exact where the bytes are whole numbers.
     """
@@ -100,7 +100,7 @@ class Work:
         return self.excess(bounds) <= 0
 
     def unevenness(self, bounds: Sequence[int]) -> tuple[float, float, float]:
-        """What is to be small, in order: the largest stage, the largest sum of a rank, the sum of squares."""
+        """Return what is to be small, in order: the largest stage, the largest sum of a rank, the sum of squares."""
         stage_s = self.stage_s(bounds)
         rank_s = max(sum(stage_s[s] for s in stages) for stages in self.stages_of)
         return max(stage_s), rank_s, sum(s * s for s in stage_s)
@@ -129,7 +129,7 @@ class Work:
         return ends
 
     def costs_between(self, low: float, high: float) -> list[float]:
-        """What stages can cost, above `low` and at most `high`, in order."""
+        """Return the costs that stages can have, above `low` and at most `high`, in order."""
         sums, every = self.s_sums, range(self.num_layers + 1)
         found = {sums[b] - sums[a] + 0.0 for a in every for b in every[a:] if low < sums[b] - sums[a] <= high}
         found |= {sums[b] - sums[0] + self.end_s[0] for b in every}
@@ -138,7 +138,7 @@ class Work:
 
 
 def fitting(layers: Layers, rank_of: Sequence[int], memory: Memory) -> Callable[[Partition], bool]:
-    """Whether all ranks hold what a partition gives them: an argument of `ppctl.schedule.partition.cut.improved`.
+    """Return a test of whether ranks hold what a partition gives them: the `fits` of `partition.cut.improved`.
 
     >>> fitting(Layers((1.0,) * 4, layer_bytes=(3,) * 4), (0, 1), Memory((6, 6), (1, 1)))((range(1), range(1, 4)))
     False

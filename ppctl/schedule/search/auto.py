@@ -33,14 +33,14 @@ PROBED_TASKS = 1_000_000  # of building blocks squeezed with few microbatches: a
 SQUEEZED_TASKS = 3_000_000  # of the best of them, squeezed in full: about 15 s
 FILLED_TASKS = 3_000_000  # of one round of greedy runs: about 12 s
 NUM_SQUEEZED, NUM_FILLED, NUM_CLIMBED = 32, 12, 6  # of the best so far: blocks squeezed in full, greedy runs, climbs
-CLIMBED_TASKS = 4_000_000  # priced by one climb, about 1 s
+CLIMBED_TASKS = 4_000_000  # simulated by one climb, about 1 s
 SQUEEZE_PATIENCE = (0.0, 0.35, 0.5, 0.75)
 GREEDY_PATIENCE = (0.0, 0.5, 1.0)
 NO_GAP = 1e-9
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FoundSchedule:
     """A schedule under the cap. `label` says which: a family with its knobs, and what was done to it."""
 
     label: str
@@ -57,17 +57,17 @@ class Choice:
     period counts, not the makespan.
     """
 
-    best: Candidate
-    candidates: tuple[Candidate, ...]
+    best: FoundSchedule
+    candidates: tuple[FoundSchedule, ...]
     cap: float
     lower_bound_s: float
-    num_published: int  # families priced, each knob counted
+    num_published: int  # families compared, each knob counted
     num_blocks: tuple[int, int]  # building blocks squeezed, and how many there are within the cap
     by_period: bool
 
     @property
     def gap_fraction(self) -> float:
-        """What share of the best's length lies above the lower bound, 0..1."""
+        """The share of the best's length that lies above the lower bound, 0..1."""
         return 1 - self.lower_bound_s / self.best.length_s
 
     @property
@@ -76,7 +76,7 @@ class Choice:
         return self.gap_fraction <= NO_GAP
 
     @property
-    def best_published(self) -> Candidate | None:
+    def best_published(self) -> FoundSchedule | None:
         """The best family as it stands, or None where none fits."""
         return next((candidate for candidate in self.candidates if candidate.is_published), None)
 
@@ -112,7 +112,7 @@ def choose(
         )
     search = _Search(costs, cap, may_split, by_period, makespan_s)
     for label, schedule in published(num_ranks, num_microbatches, max_chunks):
-        search.price(label, schedule)
+        search.add_published(label, schedule)
     if not search.priorities:
         raise ScheduleError(
             f"the costs are those of each stage, of as many stages as no schedule of {num_ranks} ranks and up to "
@@ -169,8 +169,8 @@ class _Search:
         """Whether nothing can be shorter than what was found."""
         return bool(self.found) and min(s.length_s for s in self.found) <= min(self.bounds_s) * (1 + NO_GAP)
 
-    def price(self, label: str, schedule: Schedule) -> None:
-        """Adds a published schedule if it fits."""
+    def add_published(self, label: str, schedule: Schedule) -> None:
+        """Add a published schedule if it fits, and what greedy runs need of it."""
         try:
             self.costs.check(schedule.num_stages)
         except ConfigError:  # costs of each stage of another number of stages
@@ -188,7 +188,7 @@ class _Search:
             self._add(label, jobs, jobs.first, schedule if self.may_split or not splits else None)
 
     def fill_all(self) -> None:
-        """Adds greedy runs of the published schedules under the cap: of all, or of the shortest of large ones."""
+        """Add greedy runs of the published schedules under the cap: of all, or of the shortest of large ones."""
         runs = [jobs.run(jobs.first) for _, jobs in self.priorities]
         took_s = [math.inf if run is None else run.makespan_s for run in runs]
         order = sorted(range(len(took_s)), key=took_s.__getitem__)
@@ -197,7 +197,7 @@ class _Search:
             self._fill(label, jobs, jobs.first)
 
     def squeeze_blocks(self, num_ranks: int, num_microbatches: int) -> None:
-        """Adds V-shaped building blocks squeezed under the cap: those that do best with few microbatches."""
+        """Add V-shaped building blocks squeezed under the cap: those that do best with few microbatches."""
         try:
             self.costs.check(2 * num_ranks)
         except ConfigError:  # costs of each stage of another number of stages
@@ -220,7 +220,7 @@ class _Search:
                     self._add(f"V block {number}", jobs, jobs.first)
 
     def improve(self) -> None:
-        """Adds greedy runs of the best so far, then climbs the best of all."""
+        """Add greedy runs of the best so far, then climbs the best of all."""
         for start in self._best(min(NUM_FILLED, self._affordable(FILLED_TASKS, 2 * len(GREEDY_PATIENCE)))):
             self._fill(start.label, start.jobs, start.orders)
         for start in self._best(NUM_CLIMBED):
@@ -253,9 +253,9 @@ class _Search:
             self.by_period,
         )
 
-    def _candidate(self, start: _Start) -> Candidate:
+    def _candidate(self, start: _Start) -> FoundSchedule:
         schedule = start.published or validate(start.jobs.as_schedule(start.orders, f"auto: {start.label}"))
-        return Candidate(start.label, schedule, start.length_s, start.published is not None)
+        return FoundSchedule(start.label, schedule, start.length_s, start.published is not None)
 
     def _best(self, count: int) -> list[_Start]:
         """The best `count`, one for each length (a family as it stands before one that was changed)."""

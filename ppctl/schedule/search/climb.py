@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ppctl.schedule.search.orders import Jobs, Orders, Run
+from ppctl.schedule.search.orders import Jobs, Orders, TimedOrders
 
 AHEAD = (1, 2, 3, 4, 6, 9)  # steps by which the second task of a pair moves ahead
 BACK = (2, 3, 4, 6, 9, 14)  # steps by which the first one moves back (1 is the second one's 1)
@@ -20,7 +20,7 @@ LEAST_GAIN = 1e-9  # relative to the makespan: rounding is no gain
 
 
 def climb(jobs: Jobs, orders: Orders, cap: int, budget: int, *, by_period: bool = False) -> tuple[float, Orders]:
-    """(makespan, orders): no move of a task shortens them, or `budget` tasks have been priced.
+    """Return (makespan, orders): no move of a task shortens them, or `budget` tasks have been simulated.
 
     orders: valid, and within the cap. cap: the most stashes that a rank may hold. by_period: shortens the period
     instead. The result depends on nothing else: the same on every process.
@@ -37,27 +37,27 @@ def climb(jobs: Jobs, orders: Orders, cap: int, budget: int, *, by_period: bool 
     return length_s(run, orders, by_period), orders
 
 
-def length_s(run: Run, orders: Orders, by_period: bool) -> float:
+def length_s(run: TimedOrders, orders: Orders, by_period: bool) -> float:
     """The makespan, or the period."""
     return run.period_s(orders) if by_period else run.makespan_s
 
 
 def _first_better(
-    jobs: Jobs, orders: Orders, run: Run, cap: int, until: int, choose: random.Random, by_period: bool
-) -> tuple[Run, Orders] | None:
+    jobs: Jobs, orders: Orders, run: TimedOrders, cap: int, until: int, choose: random.Random, by_period: bool
+) -> tuple[TimedOrders, Orders] | None:
     limit_s = length_s(run, orders, by_period) * (1 - LEAST_GAIN)
     longest = max(orders, key=lambda order: run.end_s[order[-1]] - run.start_s[order[0]])
     step = [0] * len(jobs.tasks)
     for order in orders:
         for i, task in enumerate(order):
             step[task] = i
-    pairs = [
+    neighbours = [
         (jobs.rank[a], step[a])
         for a, b in pairwise(run.critical_path(longest[-1] if by_period else None))
         if jobs.rank[a] == jobs.rank[b] and step[b] == step[a] + 1
     ]
-    choose.shuffle(pairs)
-    for rank, i in pairs:
+    choose.shuffle(neighbours)
+    for rank, i in neighbours:
         for order in _moves(orders[rank], i):
             if not jobs.fits(order, cap):
                 continue

@@ -1,4 +1,7 @@
-"""The cost of schedules too large to simulate, from smaller ones that are shown to grow by equal steps."""
+"""The cost of schedules too large to simulate, from smaller ones that are shown to grow by equal steps.
+
+docs/derivations.md, "Extrapolating large schedules", says why that is sound.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ TOLERANCE = 1e-9  # of equal steps, relative: rounding only
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """What a schedule of `num_ranks` and `num_microbatches` costs; `simulated` are the (p, m) that say so."""
+    """The cost of a schedule of `num_ranks` and `num_microbatches`; `simulated` are the (p, m) it rests on."""
 
     num_ranks: int
     num_microbatches: int
@@ -37,7 +40,7 @@ class Extrapolation:
 
 
 def extrapolate(build: Build, num_ranks: int, num_microbatches: int, costs: Costs) -> Extrapolation:
-    """The cost of build(num_ranks, num_microbatches): simulated up to 500,000 tasks, else extrapolated.
+    """Return the cost of build(num_ranks, num_microbatches): simulated up to 500,000 tasks, else extrapolated.
 
     Up to 64 ranks from three schedules with fewer microbatches, a whole number of cycles of the steady state apart;
     above, from four schedules with fewer ranks and the same m/p.

@@ -5,11 +5,9 @@ A rank that would wait runs a later task of its order that is ready, if memory a
 
 from __future__ import annotations
 
-import heapq
-
+from ppctl.schedule.search.event_loop import NEVER, Wake, run_ranks
 from ppctl.schedule.search.orders import Jobs, Orders
 
-NEVER = float("inf")
 WINDOW = 48  # how far along its order a rank looks for a task that is ready
 
 
@@ -31,14 +29,13 @@ def fill(
             if hop_s or value not in readers:
                 readers[value] = jobs.rank[task]
     written_s: list[float] = [NEVER] * jobs.num_values
-    live, free_s = [0] * jobs.num_ranks, [0.0] * jobs.num_ranks
-    wake = [(0.0, rank) for rank in range(jobs.num_ranks)]
+    live = [0] * jobs.num_ranks
 
     def ready_s(task: int) -> float:
         return max((written_s[value] + hop_s for value, hop_s in jobs.needs[task]), default=0.0)
 
     def choose(rank: int, now_s: float) -> tuple[int | None, float]:
-        """The place in rest[rank] of what to run now, or None and when its first task can run."""
+        """Return the place in rest[rank] of the task to run now, or None and when the first one can run."""
         order, kinds = rest[rank], jobs.tasks
         head = order[0]
         head_s = ready_s(head)
@@ -61,23 +58,24 @@ def fill(
             most = max(most, ahead)
         return (0, now_s) if may_start else (None, NEVER if blocked else head_s)
 
-    while wake:
-        now_s, rank = heapq.heappop(wake)
-        if free_s[rank] > now_s or not rest[rank]:
-            continue
+    def act(rank: int, now_s: float) -> tuple[float, list[Wake]]:
+        """Run a task of the rank. It acts again at its end, or when what it waits for has arrived; so do readers."""
+        if not rest[rank]:
+            return now_s, []
         place, later_s = choose(rank, now_s)
         if place is None:
-            if later_s < NEVER:
-                heapq.heappush(wake, (later_s, rank))
-            continue
+            return now_s, [(later_s, rank)] if later_s < NEVER else []
         task = rest[rank].pop(place)
         done[rank].append(task)
         live[rank] += jobs.change[task]
-        free_s[rank] = end_s = now_s + jobs.seconds[task]
-        heapq.heappush(wake, (end_s, rank))
+        end_s = now_s + jobs.seconds[task]
+        wakes = [(end_s, rank)]
         for value in jobs.makes[task]:
             written_s[value] = end_s
             reader = readers.get(value, rank)
             if reader != rank:
-                heapq.heappush(wake, (end_s + jobs.hop_s, reader))
+                wakes.append((end_s + jobs.hop_s, reader))
+        return end_s, wakes
+
+    run_ranks(jobs.num_ranks, act)
     return None if any(rest) else done

@@ -1,4 +1,4 @@
-"""A schedule's tasks as numbers, so that a search can price thousands of orders of them."""
+"""A schedule's tasks as numbers, so that a search can time thousands of orders of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import KINDS, Schedule, Task
+from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.walk import Rule
 
 Orders = list[list[int]]  # for each rank the numbers of its tasks, in program order
@@ -14,7 +14,7 @@ NONE = -1
 
 
 @dataclass
-class Run:
+class TimedOrders:
     """Orders run by free ranks. Lists over task numbers: start, end, and the task whose end set the start (or NONE)."""
 
     makespan_s: float
@@ -40,7 +40,7 @@ class Jobs:
     """The tasks of `schedule` with what they read, write and last; `first` is the schedule's own orders.
 
     `rank`, `seconds` and `change` (of the stashes held: +1, -1 or 0) are lists over task numbers; `spent` counts the
-    tasks that runs have priced so far.
+    tasks that runs have timed so far.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs):
@@ -49,20 +49,17 @@ class Jobs:
         self.rank = [r for r, tasks in enumerate(schedule.ranks) for _ in tasks]
         self.seconds = [costs.seconds(task.kind, task.stage, schedule.num_chunks) for task in self.tasks]
         self.change = [{"F": 1, "I": 0, "B": -1, "W": -1}[task.kind] for task in self.tasks]
-        rule, rank_of, stages = Rule.of(schedule), schedule.rank_of, range(schedule.num_stages)
-        after = {
-            kind: [[(base, 0.0 if r == rank_of[s] else costs.hop_s) for base, r in rule.reads[kind][s]] for s in stages]
-            for kind in KINDS
-        }
+        rule = Rule.of(schedule)
+        arrivals = rule.arrivals(costs.hop_s)
         self.num_values = rule.num_values
-        self.needs = [[(base + t.microbatch, hop_s) for base, hop_s in after[t.kind][t.stage]] for t in self.tasks]
+        self.needs = [[(base + t.microbatch, hop_s) for base, hop_s in arrivals[t.kind][t.stage]] for t in self.tasks]
         self.makes = [[base + t.microbatch for base in rule.writes[t.kind][t.stage]] for t in self.tasks]
         self.spent = 0
         numbers = iter(range(len(self.tasks)))
         self.first: Orders = [[next(numbers) for _ in tasks] for tasks in schedule.ranks]
 
-    def run(self, orders: Orders, limit_s: float = float("inf")) -> Run | None:
-        """What the orders cost, or None if ranks wait for each other, or a task ends at `limit_s` or later."""
+    def run(self, orders: Orders, limit_s: float = float("inf")) -> TimedOrders | None:
+        """Return the times of these orders; None if ranks wait for each other, or a task ends at `limit_s` or later."""
         needs, makes, seconds = self.needs, self.makes, self.seconds
         start_s, end_s, waits_for = [0.0] * len(seconds), [0.0] * len(seconds), [NONE] * len(seconds)
         written_s: list[float | None] = [None] * self.num_values
@@ -99,7 +96,7 @@ class Jobs:
             at[rank], free_s[rank], before[rank] = step, now_s, last
             latest_s = max(latest_s, now_s)
         self.spent += len(seconds) - left
-        return None if left else Run(latest_s, start_s, end_s, waits_for)
+        return None if left else TimedOrders(latest_s, start_s, end_s, waits_for)
 
     def fits(self, order: Sequence[int], cap: int) -> bool:
         """Whether a rank that runs its tasks in this order never holds more than `cap` stashes."""

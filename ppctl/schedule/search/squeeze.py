@@ -7,7 +7,6 @@ runs the earliest task of its pattern that is ready, and a waiting weight gradie
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Sequence
 
@@ -15,9 +14,9 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.rank_of import v_shape
 from ppctl.schedule.ir import Kind, Schedule, Task
+from ppctl.schedule.search.event_loop import NEVER, Wake, run_ranks
 from ppctl.schedule.walk import Rule
 
-NEVER = float("inf")
 UNIT = Costs()
 PERIOD = 6  # ticks of a microbatch on every rank: F, I and W of two chunks
 F_DOWN, F_UP, I_UP, I_DOWN = range(4)  # a rank's four lines of the pattern, in the order a microbatch runs them
@@ -60,30 +59,30 @@ def squeeze(
     num_ranks = len(priority)
     empty = Schedule(name, ((),) * num_ranks, v_shape(num_ranks), num_microbatches)
     rule = Rule.of(empty)
+    arrivals = rule.arrivals(costs.hop_s)
     written_s = [NEVER] * rule.num_values
-    ranks = [_Rank(r, empty, rule, written_s, priority[r], cap, costs) for r in range(num_ranks)]
-    wake = [(0.0, r) for r in range(num_ranks)]  # when a rank is free, or what it waits for has arrived
+    ranks = [_Rank(r, empty, arrivals, written_s, priority[r], cap, costs) for r in range(num_ranks)]
     first_backward_s = NEVER  # of rank 0
-    while wake:
-        now_s, r = heapq.heappop(wake)
-        if ranks[r].free_s > now_s:
-            continue
+
+    def act(r: int, now_s: float) -> tuple[float, list[Wake]]:
+        """Run a task of rank r. It acts again at its end, or when what it waits for has arrived; so does its reader."""
+        nonlocal first_backward_s
         warm = reorder and now_s <= first_backward_s
         task, later_s = ranks[r].next_task(now_s, warm=warm, cool=reorder, patience=patience)
         if task is None:
-            if later_s < NEVER:
-                heapq.heappush(wake, (later_s, r))
-            continue
+            return now_s, [(later_s, r)] if later_s < NEVER else []
         stage, kind, m = task
         if r == 0 and kind == "I":
             first_backward_s = min(first_backward_s, now_s)
-        ranks[r].free_s = end_s = now_s + ranks[r].seconds[kind, stage]
+        end_s = now_s + ranks[r].seconds[kind, stage]
         for base in rule.writes[kind][stage]:
             written_s[base + m] = end_s
-        heapq.heappush(wake, (end_s, r))
         reads_it = stage + 1 if kind == "F" else stage - 1
         if kind != "W" and 0 <= reads_it < 2 * num_ranks and empty.rank_of[reads_it] != r:
-            heapq.heappush(wake, (end_s + costs.hop_s, empty.rank_of[reads_it]))
+            return end_s, [(end_s, r), (end_s + costs.hop_s, empty.rank_of[reads_it])]
+        return end_s, [(end_s, r)]
+
+    run_ranks(num_ranks, act)
     left = 6 * num_ranks * num_microbatches - sum(len(rank.done) for rank in ranks)
     if left:
         raise ScheduleError(f"{name}: {left} tasks cannot run under a cap of {cap} chunks.")
@@ -97,7 +96,7 @@ class _Rank:
         self,
         r: int,
         schedule: Schedule,
-        rule: Rule,
+        arrivals: dict[Kind, list[tuple[tuple[int, float], ...]]],
         written_s: list[float],
         priority: Sequence[Sequence[int]],
         cap: int,
@@ -105,22 +104,17 @@ class _Rank:
     ):
         down, up = r, schedule.num_stages - 1 - r
         self.cells: tuple[tuple[int, Kind], ...] = ((down, "F"), (up, "F"), (up, "I"), (down, "I"))
-        # for each line: what it reads, and when that arrives after it was written
-        self.needs = [
-            [(base, 0.0 if source == r else costs.hop_s) for base, source in rule.reads[kind][stage]]
-            for stage, kind in self.cells
-        ]
+        self.needs = [arrivals[kind][stage] for stage, kind in self.cells]  # of each line
         self.seconds = {(kind, stage): costs.seconds(kind, stage, 2) for kind in "FIW" for stage in (down, up)}
         self.written_s, self.priority, self.cap = written_s, priority, cap
         self.num_microbatches = schedule.num_microbatches
         self.at = [0, 0, 0, 0]  # microbatches done, by line
         self.live = 0  # chunks held
-        self.free_s = 0.0
         self.pending: deque[Task] = deque()  # weight gradients to come
         self.done: list[Task] = []
 
     def next_task(self, now_s: float, *, warm: bool, cool: bool, patience: float) -> tuple[Task | None, float]:
-        """What the rank runs now, marked as done; else None and when to ask again, as far as that is known."""
+        """Return the task to run now, marked as done; else None and when to try again, as far as that is known."""
         cool = cool and self.at[F_DOWN] == self.num_microbatches
         todo = sorted((self.priority[i][m], i) for i, m in enumerate(self.at) if m < self.num_microbatches)
         later_s = NEVER
