@@ -18,7 +18,7 @@ collect_ignore = ["support/mpmd_worker.py"]  # a program; the search for doctest
 
 
 def keep_compiled_programs() -> None:
-    """Let JAX compile each program once a test process: many tests train the same tiny model, in functions of their own.
+    """Compile each program once a test process: many tests train the same tiny model in functions of their own.
 
     Only this process uses the directory, and only while it lives. JAX writes its entries in place, so that a process
     beside it could read half of one; the processes that tests start therefore compile for themselves.
