@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test check lint smoke docs exhaustive chaos golden bench bench-plan clean
+.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos golden bench bench-plan clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -18,11 +18,14 @@ $(INSTALLED): pyproject.toml
 train: $(INSTALLED) ## train a small transformer on 8 simulated devices (2 x 4, interleaved); run it again to resume
 	$(BIN)/ppctl train recipes=stdlib_2x4
 
-test: $(INSTALLED) ## all tests
-	$(BIN)/python -m pytest -n 2
+test: $(INSTALLED) ## the tests: every feature, a covering selection of cases; the ten slowest are shown
+	$(BIN)/python -m pytest -n 2 --durations=10
+
+test-full: $(INSTALLED) ## every test with every case, before a release
+	$(BIN)/python -m pytest -n 2 --durations=10 -m ''
 
 check: lint ## format, lint, types and the fast tests
-	$(BIN)/python -m pytest -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not full'
 
 lint: $(INSTALLED) ## format, lint and types, without changing a file
 	$(BIN)/ruff format --check .

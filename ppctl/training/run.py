@@ -109,7 +109,7 @@ def _train(
             shown = {}
             if config.run.show_placement:
                 placed = placement.placement(job.pipe.engine.parameters(state), job.pipe.layout, distributed.gather)
-                placement.show(console, placed)
+                placement.print_placement(console, placed)
                 shown = {"placement": asdict(placed)}
             with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
                 if metrics.board is not None:

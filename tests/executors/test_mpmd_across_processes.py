@@ -105,7 +105,10 @@ def by_reference(model, num_layers, batch_size, clip_norm):
     return {"metrics": np.array(metrics), "eval_loss": np.array(eval_loss)}, jax.tree.leaves(state)
 
 
-@pytest.mark.parametrize(("launch", "name"), NAMES, ids=[name for _, name in NAMES])
+@pytest.mark.parametrize(
+    ("launch", "name"),
+    [pytest.param(launch, name, id=name, marks=pytest.mark.full if launch == (4, 2) else ()) for launch, name in NAMES],
+)
 def test_several_processes_train_the_model_of_one(launched, launch, name):
     settings, how = LAUNCHES[launch][name]
     case = MpmdCase(**MLP | settings)

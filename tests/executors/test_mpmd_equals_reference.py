@@ -33,7 +33,14 @@ FAMILY_CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FAMILY_CASES, ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.full if case.schedule in {own.schedule for own in DEFAULT} else ())
+        for case in FAMILY_CASES
+    ],
+    ids=name_of,
+)
 def test_loss_and_gradients_of_every_schedule_equal_the_reference(case):
     check(case)
 

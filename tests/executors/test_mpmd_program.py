@@ -78,7 +78,7 @@ def test_nothing_lives_after_its_last_use(schedule):
 
 @pytest.mark.parametrize(
     "schedule",
-    ["1f1b", "zb_h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "interleaved", "zb_v"))],
+    ["1f1b", "zb_h1", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpipe", "interleaved", "zb_v"))],
 )
 def test_live_buffers_peak_where_the_simulator_says(schedule):
     case = case_of(schedule)

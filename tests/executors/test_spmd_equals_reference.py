@@ -1,15 +1,27 @@
 """Loss and gradients of the spmd executor equal the reference in float64, where a wrong schedule cannot hide.
 
-A few cases run by default; the slow ones hold every pair of settings.
+`make test` runs a covering selection of cases, `make test-full` every pair of settings.
 """
 
 import jax
 import jax.numpy as jnp
 import pytest
 from support.cases import COMPILE_FAST, Case, make_stack, run_reference, staged_step
-from support.spmd_cases import ALL_PAIRS, FACTORS, TOLERANCE, case_of, check, covering_array, name_of, pairs
+from support.spmd_cases import (
+    ALL_PAIRS,
+    FACTORS,
+    FEW,
+    FEW_PAIRS,
+    TOLERANCE,
+    case_of,
+    check,
+    covering_array,
+    name_of,
+    pairs,
+)
 
 from ppctl.executors.reference import reference
+from ppctl.schedule import ON_RING
 
 DEFAULT = [
     Case("gpipe", (2, 4, 1), remat="none", model="mlp"),
@@ -21,21 +33,27 @@ DEFAULT = [
     Case("gpipe", (1, 4, 1), 5, num_layers=7, batch_size=60, model="tied gelu grouped"),
     Case("interleaved", (1, 8, 1), num_chunks=4, num_layers=33, remat="full", model="mlp"),
 ]
+COVERING = [case_of(values) for values in covering_array(FEW, FEW_PAIRS)]
 PAIRWISE = [case_of(values) for values in covering_array()]
 
 
-@pytest.mark.parametrize("case", DEFAULT, ids=name_of)
+@pytest.mark.parametrize("case", [*DEFAULT, *COVERING], ids=name_of)
 def test_loss_and_gradients_equal_the_reference(case):
     check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("case", PAIRWISE, ids=name_of)
 def test_loss_and_gradients_equal_the_reference_for_every_pair_of_settings(case):
     check(case)
 
 
-def test_every_pair_of_settings_occurs_in_the_slow_cases():
+def test_every_family_on_the_ring_occurs_in_the_covering_cases():
+    assert {case.schedule for case in COVERING} == set(ON_RING)
+    assert 25 <= len(DEFAULT) + len(COVERING) <= 30  # each compiles for some seconds
+
+
+def test_every_pair_of_settings_occurs_in_the_full_cases():
     found = set()
     for case in PAIRWISE:
         num_stages = case.mesh[1] * case.num_chunks

@@ -31,7 +31,7 @@ BY_DEFAULT = [(*SCHEDULES[0], "none", False), (*SCHEDULES[0], "full", False), (*
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "num_chunks", "num_layers", "remat", "skip_idle"),
-    [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.full) for case in CASES],
 )
 def test_nan_of_idle_ranks_and_empty_slots_goes_nowhere(schedule, pp, num_chunks, num_layers, remat, skip_idle):
     case = Case(schedule, (1, pp, 1), 4, num_chunks, num_layers, batch_size=8, remat=remat, skip_idle=skip_idle)

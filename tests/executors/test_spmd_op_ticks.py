@@ -27,7 +27,6 @@ def case(schedule, mesh, *settings, **more):
 DEFAULT = [
     # every family, its remat setting taking turns
     *(case(name, (1, 4, 1), remat=REMATS[i % 3]) for i, name in enumerate(SINGLE_OP)),
-    *(case(name, (2, 2, 1), remat=REMATS[(i + 1) % 3]) for i, name in enumerate(SINGLE_OP)),
     case("zb_h1", (2, 2, 2), remat="none", gather_each_tick=True, model="tied swiglu"),
     case("zb_v", (2, 2, 2), remat="full", model="untied gelu"),
     # 10 layers on 4 x 2 stages, unrolled and scanned
@@ -36,7 +35,8 @@ DEFAULT = [
     case("dualpipe_v", (8, 1, 1), remat="full"),
     case("zb_h1", (8, 1, 1), remat="layer"),
 ]
-SLOW = [  # `make exhaustive` has the whole product
+MORE = [  # of `make test-full`; `make exhaustive` has the whole product
+    *(case(name, (2, 2, 1), remat=REMATS[(i + 1) % 3]) for i, name in enumerate(SINGLE_OP)),
     *(case("zb_h1", (1, 4, 1), remat=remat, model="untied swiglu grouped") for remat in REMATS),
     *(case("zb_v", (1, 4, 1), remat=remat, unroll=0) for remat in REMATS),
     *(case(name, (1, 3, 1), 6, remat="none", num_layers=7, batch_size=60, unroll=0) for name in SINGLE_OP),
@@ -50,7 +50,7 @@ def test_each_family_that_does_not_run_in_pairs_is_here():
     assert all(case(name, (1, 4, 1)).program().num_chunks == V for name, V in SINGLE_OP.items())
 
 
-@pytest.mark.parametrize("one", [*DEFAULT, *(pytest.param(slow, marks=pytest.mark.slow) for slow in SLOW)], ids=name_of)
+@pytest.mark.parametrize("one", [*DEFAULT, *(pytest.param(more, marks=pytest.mark.full) for more in MORE)], ids=name_of)
 def test_loss_and_gradients_equal_the_reference(one):
     check(one)
 
@@ -94,7 +94,7 @@ def test_a_tick_moves_its_one_output_and_nothing_else(name, mesh, num_hops):
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"), [("zb_h1", "none"), ("zb_h1", "full"), pytest.param("zb_v", "none", marks=pytest.mark.slow)]
+    ("name", "remat"), [("zb_h1", "none"), ("zb_h1", "full"), pytest.param("zb_v", "none", marks=pytest.mark.full)]
 )
 def test_memory_does_not_grow_with_the_number_of_microbatches(name, remat):
     few, many = (temp_bytes(name, SINGLE_OP[name], m, remat) for m in (16, 64))

@@ -11,7 +11,7 @@ programs = pytest.mark.parametrize(("schedule", "num_chunks"), PROGRAMS)
 # --- collectives -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("schedule", "num_chunks", "mesh"), [("interleaved", 2, (2, 2, 2)), ("1f1b", 1, (2, 4, 1))])
 def test_a_tick_moves_one_activation_and_one_gradient_and_nothing_else(schedule, num_chunks, mesh, remat):
     case = Case(schedule, mesh, num_chunks=num_chunks, model="mlp", remat=remat)
@@ -38,7 +38,7 @@ def test_parameters_are_gathered_inside_the_tick_when_asked_for():
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-remats = pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
+remats = pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.full)])
 
 
 @remats
@@ -63,7 +63,7 @@ def test_no_schedule_is_gpipe_in_disguise(schedule, num_chunks, remat):
 
 
 @pytest.mark.parametrize("skip_idle", [True, False], ids=["skip", "compute"])
-@pytest.mark.parametrize("pp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pp", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 @programs
 def test_program_size_does_not_depend_on_the_number_of_microbatches(schedule, num_chunks, pp, skip_idle):
     def at(m):

@@ -48,7 +48,7 @@ def test_any_division_of_the_layers_gives_the_gradients_of_the_reference(partiti
     check(partition, remat, flags)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("partition", "remat", "flags"), OTHERS)
 def test_any_division_does_so_with_every_remat(partition, remat, flags):
     check(partition, remat, flags)

@@ -149,13 +149,13 @@ ESTIMATED = {
 }
 
 
-QUICK_TO_COMPILE = ("spmd none", "mlp", "reference", "mpmd layer fsdp")
+QUICK_TO_COMPILE = ("spmd none", "mpmd post-validation", "mlp", "reference", "mpmd layer fsdp")
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        pytest.param(asked, id=name, marks=() if name in QUICK_TO_COMPILE else pytest.mark.slow)
+        pytest.param(asked, id=name, marks=() if name in QUICK_TO_COMPILE else pytest.mark.full)
         for name, asked in ESTIMATED.items()
     ],
 )

@@ -349,9 +349,9 @@ def flax_losses(width, num_layers, num_steps):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("", marks=pytest.mark.full),
         "schedule=interleaved executor=spmd",
-        pytest.param("mesh=1x1x4 schedule=gpipe executor=spmd schedule.num_microbatches=2", marks=pytest.mark.slow),
+        pytest.param("mesh=1x1x4 schedule=gpipe executor=spmd schedule.num_microbatches=2", marks=pytest.mark.full),
     ],
 )
 def test_layouts_of_the_tutorial_train_as_flax_on_one_device(layout):

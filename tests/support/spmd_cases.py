@@ -31,7 +31,8 @@ FACTORS = {
 def possible(values):
     """Whether a (partial) choice of factor values can be run: one stage cannot be uneven."""
     one_stage = values.get("mesh", (1, 2, 1))[1] * values.get("schedule", ("", 2))[1] == 1
-    return not (one_stage and values.get("layers") == "uneven")
+    masked_single_op = values.get("schedule", ("", 2))[0] in SINGLE_OP and not values.get("skip_idle", True)
+    return not (one_stage and values.get("layers") == "uneven") and not masked_single_op
 
 
 def pairs(values):
@@ -45,16 +46,27 @@ ALL_PAIRS = {
 }
 
 
-def covering_array():
-    """Choices of factor values in which every pair occurs: each next one, of 60 random ones, has the most new pairs."""
-    rng, chosen, left = random.Random(0), [], sorted(ALL_PAIRS, key=repr)
+def covering_array(factors=FACTORS, wanted=ALL_PAIRS):
+    """Choices of values in which every wanted pair occurs: each next one, of 60 random ones, has the most new pairs."""
+    rng, chosen, left = random.Random(0), [], sorted(wanted, key=repr)
     while left:
         missing = set(left)
-        options = [{k: rng.choice(v) for k, v in FACTORS.items()} | dict(left[0]) for _ in range(60)]
+        options = [{k: rng.choice(v) for k, v in factors.items()} | dict(left[0]) for _ in range(60)]
         best = max(filter(possible, options), key=lambda values: len(pairs(values) & missing))
         chosen.append(best)
         left = [pair for pair in left if pair not in pairs(best)]
     return chosen
+
+
+# `make test`: every family, and every pair of the other settings' values but for the meshes and models that cost most
+FEW = FACTORS | {
+    "schedule": [*((name, V) for name, V in FACTORS["schedule"] if V != 4), *SINGLE_OP.items()],
+    "mesh": [(1, 4, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 3, 1)],
+    "model": ["mlp", "tied swiglu", "untied swiglu grouped"],
+}
+FEW_PAIRS = {pair for pair in ALL_PAIRS if all(name != "schedule" and value in FEW[name] for name, value in pair)} | {
+    (("remat", FEW["remat"][i % 3]), ("schedule", schedule)) for i, schedule in enumerate(FEW["schedule"])
+}
 
 
 def num_layers_of(num_stages, layers):

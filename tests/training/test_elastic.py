@@ -39,7 +39,7 @@ def losses(run_dir):
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_with_any_number_of_processes_and_any_layout(tmp_path, capsys):
     for number, (processes, layout) in enumerate(CHAIN):
         said = train(tmp_path / "many", EVERY * (number + 1), processes, layout)

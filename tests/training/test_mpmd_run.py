@@ -64,7 +64,7 @@ def stop_after(run_dir, words, step):
     return code == 128 + signal.SIGTERM
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fifty_steps_of_mpmd_have_the_losses_of_spmd(tmp_path):
     words = ["run.num_steps=50", "run.eval_every=null", "optim.warmup_steps=5", "mesh=2x2", "model.num_layers=4"]
     assert train(tmp_path / "spmd", *words, "schedule=interleaved") == 0

@@ -34,6 +34,9 @@ ROWS = (
 )
 
 
+FULL = pytest.mark.full  # run by `make test-full`
+
+
 def records(run_dir, name="metrics.jsonl"):
     return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
 
@@ -327,6 +330,8 @@ LAYOUTS = {
 }
 # five layers: the stages are of unequal size
 WIDE = ["model.num_layers=5", "schedule.num_microbatches=4", "executor.unroll=0"]
+# between them: another executor's microbatches, data parallel and sharded, recomputing, a stage without layers
+BY_DEFAULT = ("eager 1f1b, data parallel", "interleaved, sharded", "a stage without layers")
 RELATIVE = 1e-5  # of float32 losses, as promised
 
 
@@ -340,7 +345,10 @@ def reference_losses(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+@pytest.mark.parametrize(
+    "layout",
+    [name if name in BY_DEFAULT else pytest.param(name, marks=FULL) for name in list(LAYOUTS)[1:]],
+)
 def test_every_layout_trains_the_same_model(train, tmp_path, layout, reference_losses):
     assert reference_losses[-1] < reference_losses[0] - 0.05  # it learns, so that a wrong gradient would show
     assert train(*WIDE, "run.num_steps=20", *LAYOUTS[layout].split())[0] == 0
@@ -348,13 +356,20 @@ def test_every_layout_trains_the_same_model(train, tmp_path, layout, reference_l
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_within_rounding_on_any_other_layout(train, tmp_path):
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("interleaved, sharded", "a stage without layers"),
+        pytest.param(("gpipe", "interleaved, sharded", "the reference", "a stage without layers", "1f1b"), marks=FULL),
+    ],
+    ids=len,
+)
+def test_a_run_goes_on_within_rounding_on_any_other_layout(train, tmp_path, layouts):
     words = ["model.num_layers=5", "model.activation=tanh", "run.num_steps=20", "run.checkpoint.every=2"]
     words.append("run.checkpoint.keep=10")
     assert train(*words, tiny=ROWS, run_dir=tmp_path / "one")[0] == 0
     run_dir = tmp_path / "many"
-    layouts = ["gpipe", "interleaved, sharded", "the reference", "a stage without layers", "1f1b"]
-    for start, layout in zip((4, 8, 12, 14, 16), layouts, strict=True):
+    for start, layout in zip((4, 8, 12, 14, 16), layouts, strict=False):
         source = run_dir if run_dir.exists() else tmp_path / "one"
         shutil.copytree(source, tmp_path / "next")  # as a kill after the save of step `start` leaves it
         for later in [step for step in checkpoints(tmp_path / "next") if step > start]:
@@ -372,7 +387,7 @@ def test_a_run_goes_on_within_rounding_on_any_other_layout(train, tmp_path):
 # signals
 
 
-@pytest.mark.parametrize("asked", [5, 6])
+@pytest.mark.parametrize("asked", [pytest.param(5, marks=FULL), 6])
 def test_a_signal_at_any_place_of_the_loop_leaves_the_last_step_saved(train, tmp_path, monkeypatch, asked):
     """The signal comes just before the loop asks for the `asked`-th time whether there was one."""
 
