@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
-from ppctl.cli.sweeps import SweepRequest
+from ppctl.cli.sweep_request import SweepRequest
 from ppctl.config.sweep import Search
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep.jobs import Choices, Span

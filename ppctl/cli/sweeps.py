@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,58 +12,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from ppctl.cli.faults import check_keys
 from ppctl.cli.launchers import Combinations
-from ppctl.cli.plugins import Composed, load_common, load_job
-from ppctl.config import Config
+from ppctl.cli.plugins import load_common
+from ppctl.cli.sweep_request import Check, SweepRequest, one_value
 from ppctl.config.sweep import Search, SideBySide, SubmititLocal, SubmititSlurm
-from ppctl.errors import ConfigError, PpctlError
+from ppctl.errors import ConfigError
 from ppctl.launch.sweep.jobs import Job, Sweep
-
-Check = Callable[[Composed], Config]
-
-
-@dataclass(frozen=True)
-class SweepRequest:
-    """What makes a job of its overrides."""
-
-    loader: ConfigLoader
-    common: DictConfig
-    by_key: Mapping[str, Override]  # the last override of each key
-    words: list[str]  # that start a job's command line
-    check: Check
-
-    @property
-    def varied(self) -> list[str]:
-        """The keys that have several values."""
-        return [key for key, override in self.by_key.items() if override.is_sweep_override()]
-
-    def fixed(self) -> list[str]:
-        """Return the overrides that all jobs share."""
-        return [one_value(key, override) for key, override in self.by_key.items() if not override.is_sweep_override()]
-
-    def job(self, index: int, overrides: list[str]) -> Job:
-        """Return the job of these overrides; settings that are impossible together refuse it, unknown ones the sweep.
-
-        Raises:
-            ConfigError: There is no such setting.
-        """
-        composed = load_job(self.loader, self.common, overrides)
-        check_keys(composed.config)
-        parsed = OverridesParser.create().parse_overrides(overrides)
-        swept = [each for each in parsed if each.get_key_element() in self.varied]
-        texts = [one_value(each.get_key_element(), each) for each in swept]
-        has_own_dir = any(each.key_or_group == "run.dir" for each in swept)
-        top = Path(composed.config.run.dir if has_own_dir else self.common.run.dir)
-        run_dir = top if has_own_dir else top / _directory_name(texts)
-        config = refusal = None
-        try:
-            config = self.check(composed)
-            config.run.dir = str(run_dir)
-        except PpctlError as error:
-            refusal = " ".join(str(error).split())
-        values = {each.key_or_group: each.value() for each in swept}
-        return Job(index, tuple(texts), values, (*self.words, *overrides), run_dir, config, refusal)
 
 
 def compose_sweep(loader: ConfigLoader, overrides: list[str], words: list[str], check: Check) -> Sweep:
@@ -112,11 +63,6 @@ def combinations(by_key: Mapping[str, Override]) -> list[list[str]]:
     return [list(words) for words in itertools.product(*(_each(*item) for item in by_key.items()))]
 
 
-def one_value(key: str, override: Override) -> str:
-    """Return KEY=VALUE as one types it."""
-    return f"{key}={override.get_value_element_as_str()}"
-
-
 def _by_key(common: DictConfig, params: Mapping[str, object] | None) -> dict[str, Override]:
     """Return the last override of each key; `params` are those of a file that describes a sweep."""
     texts = [f"{key}={value}" for key, value in (params or {}).items()] + list(common.hydra.overrides.task)
@@ -140,10 +86,3 @@ def _require(package: str, choice: str, extra: str) -> None:
         raise ConfigError(
             f"{choice} needs {package}, which is not installed. Install it: pip install 'ppctl[{extra}]'."
         )
-
-
-def _directory_name(swept: list[str]) -> str:
-    """Return a job's directory below the sweep's; odd or long names get a hash."""
-    job = ",".join(swept)
-    name = re.sub(r"[^\w=.,+-]", "_", job)[:150]
-    return name if name == job else f"{name}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
