@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -23,6 +24,24 @@ from ppctl.schedule.ticks import Ticks
 from ppctl.schedule.validate import validate
 
 Tree = Any
+ARGUMENTS = (  # settings of the command line, and the arguments of `ppctl.pipeline` that they are here
+    ("model.num_layers", "num_layers"),
+    ("model.layers", "layers"),
+    ("partition.layers=", "partition="),
+    ("partition=explicit", "partition=[layers of each stage]"),
+)
+
+
+@contextmanager
+def in_arguments() -> Iterator[None]:
+    """Raise what the body refuses in the words of `ppctl.pipeline`'s arguments."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for setting, argument in ARGUMENTS:
+            text = text.replace(setting, argument)
+        raise ConfigError(text) from None
 
 
 def shapes_of(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
@@ -93,20 +112,23 @@ def traced_stack(
         raise ConfigError(f"layers={layers} is not one of marks, auto.")
     inputs = jax.ShapeDtypeStruct((2, *shapes["inputs"].shape[1:]), shapes["inputs"].dtype)
     wide = jnp.promote_types(dtype, jnp.float32)  # of parameters
-    return stack_of(TracedNetwork(network, num_layers, auto=layers == "auto", inputs=inputs, dtype=wide, compute=dtype))
+    with in_arguments():
+        traced = TracedNetwork(network, num_layers, auto=layers == "auto", inputs=inputs, dtype=wide, compute=dtype)
+    return stack_of(traced)
 
 
 def partition_for(
     partition: str | Sequence[int], num_layers: int, schedule: Schedule, costs: Callable[[], RelativeCosts]
 ) -> Partition:
     """Return the layers of each stage."""
-    if partition == "uniform":
-        return uniform(num_layers, schedule.num_stages)
-    if partition == "balanced":
-        return costs().balanced(schedule.rank_of)
-    if isinstance(partition, str):
+    if isinstance(partition, str) and partition not in ("uniform", "balanced"):
         raise ConfigError(f"partition={partition} is not one of uniform, balanced, or the layers of each stage.")
-    return explicit(num_layers, schedule.num_stages, partition)
+    with in_arguments():
+        if partition == "uniform":
+            return uniform(num_layers, schedule.num_stages)
+        if partition == "balanced":
+            return costs().balanced(schedule.rank_of)
+        return explicit(num_layers, schedule.num_stages, partition)
 
 
 def check_split(stack: Stack, schedule: Schedule, partition: Partition, model: Model) -> None:

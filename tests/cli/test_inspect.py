@@ -26,7 +26,7 @@ def ask(capsys, words, code=0):
     return capsys.readouterr()[code == 2]
 
 
-def parts_of(words):
+def job_of(words):
     return assemble(compose([*TINY.split(), *words.split()], [], ["inspect"]))
 
 
@@ -49,7 +49,7 @@ def instructions(hlo, kind):
 def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops, tmp_path, capsys):
     out = tmp_path / "new" / "inspected"
     said = json.loads(ask(capsys, f"{words} inspect.out={out} --json"))
-    parts = parts_of(words)
+    job = job_of(words)
     (program,) = said["programs"]
     counted = {}
     for each in program["collectives"]:
@@ -57,12 +57,12 @@ def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops,
     hlo = (out / "step.hlo.txt").read_text()
     assert counted == {kind: instructions(hlo, kind) for kind in counted}
     (hop,) = [each for each in program["collectives"] if each["kind"] == "collective-permute"]
-    assert (hop["instructions"], hop["times"], hop["is_at_most"]) == (hops, parts.ticks.num_ticks, False)
-    assert hop["bytes"] == hops * ROWS // parts.config.mesh.fsdp * 16 * 4
+    assert (hop["instructions"], hop["times"], hop["is_at_most"]) == (hops, job.pipe.ticks.num_ticks, False)
+    assert hop["bytes"] == hops * ROWS // job.config.mesh.fsdp * 16 * 4
     assert all(each["times"] == 1 for each in program["collectives"] if each is not hop)
-    assert ("all-gather" in counted) == (parts.config.mesh.fsdp > 1 or parts.config.mesh.pp > 1)
-    assert len(said["ticks"]) == parts.ticks.num_ticks
-    for rank, tasks in enumerate(parts.schedule.ranks):
+    assert ("all-gather" in counted) == (job.config.mesh.fsdp > 1 or job.config.mesh.pp > 1)
+    assert len(said["ticks"]) == job.pipe.ticks.num_ticks
+    for rank, tasks in enumerate(job.pipe.schedule.ranks):
         assert [one["task"] for row in said["ticks"] for one in row[rank]] == list(map(str, tasks))
     names = ["summary.txt", "program.txt", "step.jaxpr.txt", "step.stablehlo.txt", "step.hlo.txt"]
     assert said["files"] == [str(out / name) for name in names]
@@ -84,7 +84,7 @@ def test_the_terminal_shows_the_summary_then_the_table(capsys):
 def test_gathers_in_a_branch_run_at_most_so_often(capsys):
     words = "mesh=1x2x2 schedule=gpipe executor.gather=tick executor.remat=full inspect.what=summary --json"
     said = json.loads(ask(capsys, words))
-    ticks = parts_of(words.removesuffix(" --json")).ticks
+    ticks = job_of(words.removesuffix(" --json")).ticks
     gathers = [each for each in said["programs"][0]["collectives"] if each["kind"] == "all-gather"]
     assert {(each["times"], each["is_at_most"]) for each in gathers} == {(1, False), (ticks.num_ticks, True)}
     assert "ticks" not in said
@@ -114,8 +114,8 @@ def listed(tmp_path_factory):
 
 def test_the_host_dispatches_the_tasks_in_order_and_deletes_what_is_used_up(capsys):
     said = json.loads(ask(capsys, f"{MPMD} inspect.what=program --json"))["dispatch"]
-    parts = parts_of(MPMD)
-    schedule = parts.schedule
+    job = job_of(MPMD)
+    schedule = job.pipe.schedule
     for rank, tasks in enumerate(schedule.ranks):
         mine = [each["what"] for each in said if each["rank"] == rank and "__" in each["what"]]
         assert mine == list(map(task_name, tasks))

@@ -22,18 +22,18 @@ TINY = config.Config(
 
 
 def broken(change):
-    """The assembly of parts whose gradients `change` spoils."""
+    """The assembly of a job whose gradients `change` spoils."""
 
     def assembled(request, **kwargs):
-        parts = job.assemble(request, **kwargs)
-        right = parts.engine.loss_and_grads_of
+        found = job.assemble(request, **kwargs)
+        right = found.pipe.engine.loss_and_grads_of
 
         def loss_and_grads(params, batch):
             loss, grads = right(params, batch)
             return loss, change(grads)
 
-        parts.engine = replace(parts.engine, loss_and_grads_of=loss_and_grads)
-        return parts
+        engine = replace(found.pipe.engine, loss_and_grads_of=loss_and_grads)
+        return replace(found, pipe=replace(found.pipe, engine=engine))
 
     return assembled
 

@@ -14,7 +14,8 @@ from support.processes import BY_USER, WORDS, Process, processes
 
 from ppctl import cli
 from ppctl.launch.xla_stderr import LOST, readable
-from ppctl.training.heartbeat import FAILED, Watch, late_text
+from ppctl.reports.run_files import FAILED_FILE
+from ppctl.training.heartbeat import Watch, late_text
 
 TWO = ("mesh=1x2", "model.num_layers=2", "run.num_steps=1000000")
 
@@ -302,7 +303,7 @@ def test_what_all_processes_find_wrong_is_told_by_the_first_to_find_it(tmp_path)
     assert first.fail("loss=nan")
     assert not second.fail("loss=nan")
     assert third.fail("the disk is full")
-    assert json.loads((tmp_path / FAILED).read_text()) == {"process": 1, "message": "loss=nan"}
+    assert json.loads((tmp_path / FAILED_FILE).read_text()) == {"process": 1, "message": "loss=nan"}
 
 
 def test_a_watch_tells_at_growing_intervals_and_leaves_no_file(tmp_path):

@@ -30,16 +30,16 @@ def in_the_repository(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
 
 
-def plain_steps(parts, count):
-    """The author's parameters after steps of plain JAX and optax on one device, in the dtype of the parts."""
+def plain_steps(job, count):
+    """The author's parameters after steps of plain JAX and optax on one device, in the dtype of the job."""
     from recipes.documents.alpa import mlp
 
-    network = mlp(num_layers=2, dtype=parts.dtype, data=parts.data)
-    params, optimizer = network.init(jax.random.key(parts.config.run.seed)), optax.adam(1e-3)
-    state, batches = optimizer.init(params), parts.data.batches()
+    network = mlp(num_layers=2, dtype=job.pipe.dtype, data=job.data)
+    params, optimizer = network.init(jax.random.key(job.config.run.seed)), optax.adam(1e-3)
+    state, batches = optimizer.init(params), job.data.batches()
 
     def mean_loss(params, batch):
-        total, number = network.loss(network.apply(params, batch["inputs"].astype(parts.dtype)), batch["targets"])
+        total, number = network.loss(network.apply(params, batch["inputs"].astype(job.pipe.dtype)), batch["targets"])
         return total / number
 
     for _ in range(count):
@@ -55,9 +55,9 @@ def furthest(found, expected):
     return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
 
 
-def stepped(parts, state, batch):
+def stepped(job, state, batch):
     """A state in natural order after one more step."""
-    engine = parts.engine
+    engine = job.pipe.engine
     engine.compile(evaluate=False)
     begun = engine.new_state() if state is None else engine.from_natural(state)
     return jax.device_get(engine.to_natural(engine.step(begun, engine.put(batch))[0]))
@@ -67,9 +67,9 @@ def test_trained_weights_leave_a_run_as_its_author_wrote_them(tmp_path):
     from recipes.documents.alpa_weights import weights
 
     assert cli.main(["train", "recipes=alpa_mlp", "run.num_steps=1", "run.eval_every=null", f"run.dir={tmp_path}"]) == 0
-    parts = assemble(compose(["recipes=alpa_mlp"], [], ["train"]))
-    found, expected = weights(tmp_path), plain_steps(parts, 1)
-    start = plain_steps(parts, 0)
+    job = assemble(compose(["recipes=alpa_mlp"], [], ["train"]))
+    found, expected = weights(tmp_path), plain_steps(job, 1)
+    start = plain_steps(job, 0)
     assert furthest(found, expected) < 1e-5  # Alpa's tutorial: 5e-3
     assert furthest(found, start) > 9e-4  # the step of Adam
 
@@ -86,7 +86,7 @@ def test_layers_by_clustering_and_another_mesh_in_the_middle():
 def test_a_checkpoint_of_another_cut_is_not_taken_for_this_one():
     cuts = [assemble(compose([*SMALL, f"model.layers={how}"], [], ["train"])) for how in ("marks", "auto")]
     finer = assemble(compose([*SMALL, "model.layers=auto", "model.num_layers=4"], [], ["train"]))
-    marks, auto, four = (set(parts.states.natural["params"]["layers"]) for parts in (*cuts, finer))
+    marks, auto, four = (set(job.pipe.states.natural["params"]["layers"]) for job in (*cuts, finer))
     assert marks == auto != four  # by clustering into two the mark is found
 
 
@@ -96,9 +96,9 @@ def test_the_stages_that_the_planner_finds_are_shown_and_train_the_same(capsys):
     tuned, configs = tune.find(asked)
     i = next(i for i, found in enumerate(tuned.found.best) if found.mesh[1] > 1 and min(found.partition))
     chosen = configs[i]
-    parts = assemble(replace(chosen, run=replace(chosen.run, dtype="float64")))
-    state = stepped(parts, None, next(parts.data.batches()))
-    assert furthest(parts.stack.export(state["params"]), plain_steps(parts, 1)) < 1e-10
+    job = assemble(replace(chosen, run=replace(chosen.run, dtype="float64")))
+    state = stepped(job, None, next(job.data.batches()))
+    assert furthest(job.pipe.stack.export(state["params"]), plain_steps(job, 1)) < 1e-10
     best = tuned.found.best[i]
     tune.show(replace(tuned, found=replace(tuned.found, best=(best,))), [chosen], as_json=False)
     said = capsys.readouterr().out

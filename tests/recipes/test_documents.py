@@ -29,9 +29,9 @@ def answer(capsys, *words):
 def gradients(*words):
     """(loss, gradients in natural order) of the first batch, in float64."""
     config = compose([*words, "run.dtype=float64"], flags=[], words=["verify"])
-    parts = assemble(config)
-    loss, grads = parts.engine.loss_and_grads(
-        parts.engine.new_state(), parts.engine.put(next(parts.data.batches(rows=parts.engine.rows)))
+    job = assemble(config)
+    loss, grads = job.pipe.engine.loss_and_grads(
+        job.pipe.engine.new_state(), job.pipe.engine.put(next(job.data.batches(rows=job.pipe.engine.examples)))
     )
     return float(loss), jax.tree.map(np.asarray, grads)
 
@@ -357,15 +357,15 @@ def flax_losses(width, num_layers, num_steps):
 def test_layouts_of_the_tutorial_train_as_flax_on_one_device(layout):
     """At a small width. Of the document's own, 4 times the losses at steps 4 and 6 are 7.9571 and 7.9224."""
     words = ["recipes=jaxpp_tutorial_cpu", "data.options.width=64", "data.options.seq_len=3", *layout.split()]
-    parts = assemble(compose(words, flags=[], words=["train"]))
-    parts.engine.compile(evaluate=False)
-    state, losses = parts.engine.new_state(), []
+    job = assemble(compose(words, flags=[], words=["train"]))
+    job.pipe.engine.compile(evaluate=False)
+    state, losses = job.pipe.engine.new_state(), []
     for _ in range(3):
-        state, metrics = parts.engine.step(state, parts.engine.put(parts.data.read(np.arange(8))))
+        state, metrics = job.pipe.engine.step(state, job.pipe.engine.put(job.data.read(np.arange(8))))
         losses.append(4 * float(metrics["loss"]))
     expected, params = flax_losses(64, 8, 3)
     np.testing.assert_allclose(losses, expected, rtol=1e-11)
-    found = parts.engine.to_natural(state)["params"]["layers"]
+    found = job.pipe.engine.to_natural(state)["params"]["layers"]
     for layer in range(8):
         for path, want in jax.tree_util.tree_leaves_with_path(params[f"block_{layer}"]):
             got = functools.reduce(lambda tree, key: tree[key.key], path, found)[layer]

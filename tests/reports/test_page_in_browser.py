@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ppctl.training.memory import PARTS
 
 from ppctl.cli.commands.schedule_show import draw
 from ppctl.config import Config, Costs, Mesh, Mpmd, ScheduleConfig, Synthetic, Transformer
@@ -27,6 +26,7 @@ from ppctl.reports.run_page.compare import compare_page
 from ppctl.reports.run_page.page import run_page
 from ppctl.reports.run_page.read import read_run
 from ppctl.schedule.simulate import simulate
+from ppctl.training.engines.memory import PARTS
 from ppctl.training.job import assemble
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -125,9 +125,9 @@ def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
         executor=Mpmd(),
         data=Synthetic(batch_size=16, vocab_size=64),
     )
-    parts = assemble(asked)
-    found = predicted(parts)
-    text = plan_page.plan_page(found, asked, plan_page.picture_of(parts, found.unknown))
+    job = assemble(asked)
+    found = predicted(job)
+    text = plan_page.plan_page(found, asked, plan_page.picture_of(job, found.unknown))
     said, _ = browse_page(tmp_path, text, ["ArrowRight"], width)
     assert said["loads"] == 0
     assert said["hidden"] <= 0  # nothing stands to the right of the window

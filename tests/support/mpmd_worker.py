@@ -62,7 +62,7 @@ def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.0
     engine, batch = make_engine(case, clip_norm)
     machine, mesh = engine.machine, engine.layout.mesh
     used = PostValidated(engine, lambda norm: needs_no_clipping(norm, clip_norm)) if post_validation else engine
-    placed = lambda batch: used.put({name: a[list(used.rows)] for name, a in batch.items()})  # noqa: E731
+    placed = lambda batch: used.put({name: a[list(used.examples)] for name, a in batch.items()})  # noqa: E731
     used.compile(evaluate=evaluate)
     ranks = {rank for _, rank in machine.compiled}
     assert ranks == {r for r in engine.ranks if machine.is_mine[r]}, (ranks, machine.is_mine)
@@ -77,7 +77,7 @@ def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.0
         state, numbers = used.step(state, placed(make_batch(case.model, case.batch_size, k)))
         metrics.append([numbers["loss"], numbers["grad_norm"]])
     found = {"metrics": np.array([list(map(float, each)) for each in metrics])}
-    print(f"{INDEX}: ranks {sorted(ranks)}, {len(used.rows)} rows, {time.perf_counter() - began:.2f} s", flush=True)
+    print(f"{INDEX}: ranks {sorted(ranks)}, {len(used.examples)} rows, {time.perf_counter() - began:.2f} s", flush=True)
     if evaluate:
         found["eval_loss"] = np.array(float(used.loss(state, placed(batch))))
     natural = used.to_natural(state)

@@ -1,4 +1,4 @@
-"""The parts of a run: what depends on the layout and what must not, FLOPs against closed forms, what is refused."""
+"""The job of a run: what depends on the layout and what must not, FLOPs against closed forms, what is refused."""
 
 import os
 import re
@@ -28,7 +28,9 @@ from ppctl.config import (
 )
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs, task_costs
-from ppctl.training.job import CPU_FLAGS, assemble, make_stack, model_flops, partition_text, plan, without_pipeline
+from ppctl.training.job import assemble, model_flops, partition_text, plan, without_pipeline
+from ppctl.training.models import make_stack
+from ppctl.training.start import CPU_FLAGS
 
 BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 8, 12, 24
 
@@ -58,13 +60,13 @@ def test_flops_of_a_transformer_are_six_a_weight_and_token_plus_attention(activa
     num_matrices = 3 if activation == "swiglu" else 2
     weights = L * (2 * D * D + 2 * D * kv_width + num_matrices * D * int(mlp_ratio * D)) + D * V
     attention = L * 2 * (2 * M * T * D)  # scores and mixture, every position with every position
-    assert model_flops(assemble(transformer_config(model=model))) == 6 * weights * M + 3 * attention
+    assert model_flops(assemble(transformer_config(model=model)).pipe) == 6 * weights * M + 3 * attention
 
 
 def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data():
     L, D, I, O = 4, 16, 5, 3
     inputs = 2 * BATCH_SIZE * I * D  # the data need no gradient
-    assert model_flops(assemble(mlp_config())) == 6 * BATCH_SIZE * (L * D * D + D * O) + 2 * inputs
+    assert model_flops(assemble(mlp_config()).pipe) == 6 * BATCH_SIZE * (L * D * D + D * O) + 2 * inputs
 
 
 @pytest.mark.slow
@@ -77,8 +79,8 @@ def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data(
 )
 def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
     here, there = assemble(transformer_config()), assemble(transformer_config(**parts))
-    assert model_flops(here) == model_flops(there)
-    states = [built.engine.to_natural(built.engine.new_state()) for built in (here, there)]
+    assert model_flops(here.pipe) == model_flops(there.pipe)
+    states = [built.pipe.to_natural(built.pipe.init()) for built in (here, there)]
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -86,8 +88,8 @@ def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
 @pytest.mark.parametrize("num_layers", [4, 5])  # 5: stages of unequal size
 def test_states_have_the_shapes_and_shardings_that_are_promised(num_layers):
     model = small(num_layers=num_layers)
-    parts = assemble(transformer_config(model=model, mesh=Mesh(1, 2, 2), schedule=Interleaved(num_microbatches=2)))
-    engine, states = parts.engine, parts.states
+    job = assemble(transformer_config(model=model, mesh=Mesh(1, 2, 2), schedule=Interleaved(num_microbatches=2)))
+    engine, states = job.pipe.engine, job.pipe.states
     staged = engine.new_state()
     for state, described in ((staged, states.staged), (engine.to_natural(staged), states.natural)):
         assert jax.tree.structure(state) == jax.tree.structure(described)
@@ -100,28 +102,28 @@ def test_states_have_the_shapes_and_shardings_that_are_promised(num_layers):
 
 
 def test_a_batch_is_divided_over_rows_and_shards_and_whole_on_every_rank():
-    parts = assemble(transformer_config(mesh=Mesh(2, 2, 2), schedule=Schedule(num_microbatches=2)))
-    batch = next(parts.data.batches())
-    placed = parts.engine.put(batch)
+    job = assemble(transformer_config(mesh=Mesh(2, 2, 2), schedule=Schedule(num_microbatches=2)))
+    batch = next(job.data.batches())
+    placed = job.pipe.engine.put(batch)
     for name, array in placed.items():
         np.testing.assert_array_equal(array, batch[name])
         assert {shard.data.shape for shard in array.addressable_shards} == {(BATCH_SIZE // 4, SEQ_LEN)}
-        assert jax.tree.map(lambda a: (a.shape, a.dtype), parts.batch_shapes)[name] == (array.shape, array.dtype)
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), job.pipe.batch_shapes)[name] == (array.shape, array.dtype)
 
 
 def test_weights_are_float32_whatever_the_compute():
     for dtype in ("bfloat16", "float32"):
-        parts = assemble(transformer_config(run=Run(dtype=dtype)))
-        assert parts.dtype == dtype
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(parts.states.natural["params"])} == {"float32"}
-    parts = assemble(transformer_config(run=Run(dtype="float64")))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(parts.states.natural["params"])} == {"float64"}
+        job = assemble(transformer_config(run=Run(dtype=dtype)))
+        assert job.pipe.dtype == dtype
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(job.pipe.states.natural["params"])} == {"float32"}
+    job = assemble(transformer_config(run=Run(dtype="float64")))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(job.pipe.states.natural["params"])} == {"float64"}
 
 
 def test_dtype_is_the_commands_default_unless_set():
-    assert assemble(transformer_config(run=Run())).dtype == "float32"
-    assert assemble(transformer_config(run=Run()), default_dtype="float64").dtype == "float64"
-    assert assemble(transformer_config(), default_dtype="float64").dtype == "float32"
+    assert assemble(transformer_config(run=Run())).pipe.dtype == "float32"
+    assert assemble(transformer_config(run=Run()), default_dtype="float64").pipe.dtype == "float64"
+    assert assemble(transformer_config(), default_dtype="float64").pipe.dtype == "float32"
 
 
 def test_the_flags_for_busy_machines_are_added_once_and_never_override(monkeypatch):
@@ -147,8 +149,8 @@ def test_without_a_pipeline_the_same_model_meets_the_same_data():
         assert getattr(plain, part) == getattr(config, part)
 
 
-def sizes_of(parts):
-    return [len(layers) for layers in parts.states.layout.partition]
+def sizes_of(job):
+    return [len(layers) for layers in job.pipe.partition]
 
 
 @pytest.mark.parametrize(
@@ -156,14 +158,14 @@ def sizes_of(parts):
     [
         # FLOPs a token, forward: a layer 2*12*D^2 + 4*T*D = 6912, the head 2*D*V; forward and backward are 3 of them,
         # and recomputing makes 4 of a layer's
-        (24, "none", [3, 3, 2, 2], "head 0.1 layers; largest stage 1.19 times the mean"),
-        (648, "none", [4, 3, 3, 0], "head 3.0 layers; largest stage 1.23 times the mean"),
-        (648, "full", [3, 3, 3, 1], "head 2.2 layers; largest stage 1.06 times the mean"),
-        (6480, "layer", [4, 3, 3, 0], "head 22.5 layers; largest stage 2.77 times the mean"),
+        (24, "none", [3, 3, 2, 2], "head 0.1 times a layer; largest stage 1.19 times the mean"),
+        (648, "none", [4, 3, 3, 0], "head 3.0 times a layer; largest stage 1.23 times the mean"),
+        (648, "full", [3, 3, 3, 1], "head 2.2 times a layer; largest stage 1.06 times the mean"),
+        (6480, "layer", [4, 3, 3, 0], "head 22.5 times a layer; largest stage 2.77 times the mean"),
     ],
 )
 def test_balanced_counts_the_flops_of_the_head(vocab_size, remat, sizes, text):
-    parts = assemble(
+    job = assemble(
         transformer_config(
             model=small(num_layers=10, vocab_size=vocab_size),
             mesh=Mesh(1, 4),
@@ -171,16 +173,16 @@ def test_balanced_counts_the_flops_of_the_head(vocab_size, remat, sizes, text):
             executor=Spmd(remat=remat),
         )
     )
-    assert sizes_of(parts) == sizes
-    assert partition_text(parts) == (f"{' '.join(map(str, sizes))} layers (balanced; embedding worth 0.0, {text})")
+    assert sizes_of(job) == sizes
+    assert partition_text(job) == (f"{' '.join(map(str, sizes))} layers (balanced; embedding 0.0, {text})")
 
 
 def test_balanced_counts_an_embedding_that_multiplies():
     data = Regression(batch_size=BATCH_SIZE, num_features=80, num_targets=16, num_rows=512)
-    parts = assemble(mlp_config(model=MLP(num_layers=8, d_model=16), data=data, mesh=Mesh(1, 2), partition=Balanced()))
+    job = assemble(mlp_config(model=MLP(num_layers=8, d_model=16), data=data, mesh=Mesh(1, 2), partition=Balanced()))
     # of 2*B*D*D FLOPs: a layer 4, the head 3 of as many, the embedding 2 (the data need no gradient) of 80/16 as many
-    assert partition_text(parts) == (
-        "3 5 layers (balanced; embedding worth 3.3, head 1.0 layers; largest stage 1.03 times the mean)"
+    assert partition_text(job) == (
+        "3 5 layers (balanced; embedding 3.3, head 1.0 times a layer; largest stage 1.03 times the mean)"
     )
 
 
@@ -190,10 +192,10 @@ def test_partitions_are_shown_where_stages_differ_or_were_asked_for():
 
     assert shown() is None
     assert shown(model=small(num_layers=5)) == (
-        "3 2 layers (uniform; embedding worth 0.0, head 0.1 layers; largest stage 1.17 times the mean)"
+        "3 2 layers (uniform; embedding 0.0, head 0.1 times a layer; largest stage 1.17 times the mean)"
     )
     assert shown(model=small(vocab_size=648)) == (
-        "2 2 layers (uniform; embedding worth 0.0, head 3.0 layers; largest stage 1.43 times the mean, "
+        "2 2 layers (uniform; embedding 0.0, head 3.0 times a layer; largest stage 1.43 times the mean, "
         "1.14 with partition=balanced)"
     )
     assert shown(partition=Balanced()).startswith("2 2 layers (balanced; ")
@@ -251,8 +253,8 @@ def test_what_cannot_be_is_refused_in_one_line(parts, error, message):
 
 
 def test_a_vocabulary_may_be_larger_than_the_data_needs():
-    parts = assemble(transformer_config(model=small(vocab_size=32)))
-    assert parts.states.natural["params"]["ends"]["embedding"].shape == (32, 16)
+    job = assemble(transformer_config(model=small(vocab_size=32)))
+    assert job.pipe.states.natural["params"]["ends"]["embedding"].shape == (32, 16)
 
 
 @pytest.mark.parametrize("executor", [Spmd(), Mpmd()], ids=["spmd", "mpmd"])

@@ -24,7 +24,7 @@ from ppctl.training import optim
 from ppctl.training.train_step import init_state, train_step
 
 CLIP_NORM = 0.05
-SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": CLIP_NORM}
+SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LR_SCHEDULE = optim.lr_schedule(lr=1e-2, min_lr_fraction=0.1, warmup_steps=2, num_steps=5)
 NUM_STEPS = 5
 
@@ -72,7 +72,7 @@ def test_five_clipped_steps_of_a_pipeline_equal_five_of_the_reference_with_optax
     schedule = build("interleaved", mesh[1], 6, num_chunks=num_chunks)
     layout = Layout(make_mesh(*mesh), uniform(num_layers, schedule.num_stages), schedule.rank_of)
     options = Options(dtype=jnp.float64)
-    optimizer = optim.adamw(LR_SCHEDULE, **SETTINGS)
+    optimizer = optim.clipped(optim.adamw(LR_SCHEDULE, **SETTINGS), CLIP_NORM)
     state = layout.to_staged(init_state(params, optimizer))
     state = jax.device_put(state, layout.shardings(layout.staged_specs(state)))
     step = spmd(stack, layout, ticks(schedule, Costs(), options.remat), options)
@@ -100,7 +100,7 @@ def test_the_norm_of_a_bfloat16_gradient_is_computed_in_float32():
 
 
 def test_metrics_are_of_the_step_before_the_update():
-    optimizer = optim.adamw(LR_SCHEDULE, **SETTINGS)
+    optimizer = optim.clipped(optim.adamw(LR_SCHEDULE, **SETTINGS), CLIP_NORM)
     grads = {"w": jnp.array([3.0, 4.0])}
     step = train_step(lambda params, batch: (batch, grads), optimizer, LR_SCHEDULE)
     state = init_state({"w": jnp.zeros(2)}, optimizer)
@@ -141,7 +141,7 @@ def test_weight_decay_moves_matrices_and_neither_norms_nor_biases(name):
     stack = models()[name]
     shapes = jax.eval_shape(lambda: init(stack, 0))
     params = jax.tree.map(lambda a: np.ones(a.shape), shapes)
-    optimizer = optim.adamw(optax.constant_schedule(0.5), **SETTINGS)
+    optimizer = optim.clipped(optim.adamw(optax.constant_schedule(0.5), **SETTINGS), CLIP_NORM)
     zero = jax.tree.map(np.zeros_like, params)
     update = jax.jit(partial(optimizer.update, norm=jnp.zeros(())))
     updates, _ = update(zero, jax.jit(optimizer.init)(params), params)
@@ -156,7 +156,7 @@ def test_no_clipping_leaves_the_gradient_as_it_is():
     settings = SETTINGS | {"b1": 0.0, "b2": 0.0, "eps": 1e6}  # the update is g / (|g| + eps): 1/2 for g = 1e6
 
     def update(clip_norm):
-        optimizer = optim.adamw(optax.constant_schedule(1.0), **(settings | {"clip_norm": clip_norm}))
+        optimizer = optim.clipped(optim.adamw(optax.constant_schedule(1.0), **settings), clip_norm)
         norm = optim.global_norm(grads)
         return optimizer.update(grads, optimizer.init(params), params, norm=norm)[0]["kernel"]
 
@@ -211,7 +211,7 @@ def test_sgd_over_a_pipeline_is_its_formula_over_the_whole_model():
     schedule = build("1f1b", 2, 6)
     layout = Layout(make_mesh(2, 2, 1), uniform(4, 2), schedule.rank_of)
     options = Options(dtype=jnp.float64)
-    optimizer = optim.sgd(LR_SCHEDULE, momentum=momentum, clip_norm=CLIP_NORM)
+    optimizer = optim.clipped(optim.sgd(LR_SCHEDULE, momentum=momentum), CLIP_NORM)
     state = layout.to_staged(init_state(params, optimizer))
     state = jax.device_put(state, layout.shardings(layout.staged_specs(state)))
     step = spmd(stack, layout, ticks(schedule, Costs(), options.remat), options)
@@ -223,7 +223,7 @@ def test_sgd_over_a_pipeline_is_its_formula_over_the_whole_model():
 
 def test_sgd_without_momentum_and_clipping_moves_by_the_gradient():
     params, grads = {"kernel": jnp.ones((2, 2))}, {"kernel": jnp.full((2, 2), 1e6)}
-    optimizer = optim.sgd(optax.constant_schedule(1e-3), momentum=None, clip_norm=None)
+    optimizer = optim.clipped(optim.sgd(optax.constant_schedule(1e-3), momentum=None), None)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     assert np.array_equal(updates["kernel"], np.full((2, 2), -1e3))
 
@@ -232,7 +232,7 @@ def test_sgd_keeps_no_more_than_its_momentum():
     params = {"kernel": jnp.zeros((64, 64))}
 
     def kept(momentum):
-        state = optim.sgd(LR_SCHEDULE, momentum=momentum, clip_norm=1.0).init(params)
+        state = optim.clipped(optim.sgd(LR_SCHEDULE, momentum=momentum), 1.0).init(params)
         return sum(a.size for a in jax.tree.leaves(state) if a.ndim)
 
     assert (kept(None), kept(0.9)) == (0, 64 * 64)

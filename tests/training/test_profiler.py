@@ -93,23 +93,23 @@ def test_operations_of_another_program_are_no_tasks(tmp_path):
         mesh=Mesh(1, 2),
         schedule=Schedule(num_microbatches=2),
     )
-    parts = assemble(config)
-    engine = parts.engine
+    job = assemble(config)
+    engine = job.pipe.engine
 
     def other(state, batch):
         return engine.train_step(state, batch)
 
     shapes = engine.states.staged, engine.placed_batch
     programs = [jax.jit(f).lower(*shapes).compile() for f in (engine.train_step, other)]
-    state, batch = engine.new_state(), engine.put(next(parts.data.batches()))
+    state, batch = engine.new_state(), engine.put(next(job.data.batches()))
     window = profiler.Window(tmp_path, 0, 1)
     with profiler.traced(window), window.step(0):
         for program in programs:
             jax.block_until_ready(program(state, batch))
-    path = profiler.write_tasks(tmp_path, programs[0].as_text(), parts.ticks, parts.mesh)
+    path = profiler.write_tasks(tmp_path, programs[0].as_text(), job.pipe.ticks, job.pipe.mesh)
     events = json.loads(path.read_text())["traceEvents"]
     found = [event["name"] for event in events if event["ph"] == "X"]
-    assert sorted(found) == sorted(str(task) for tasks in parts.schedule.ranks for task in tasks)
+    assert sorted(found) == sorted(str(task) for tasks in job.pipe.schedule.ranks for task in tasks)
 
 
 @pytest.mark.slow

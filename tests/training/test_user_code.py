@@ -227,9 +227,9 @@ def test_models_and_data_of_ones_own_go_with_those_that_ship(here, monkeypatch):
         schedule=config.Schedule("1f1b", 4),
         mesh=config.Mesh(1, 2, 1),
     )
-    parts = assemble(asked)
-    assert parts.stack.num_layers == 4
-    key = _key(parts, with_mesh=False)
+    job = assemble(asked)
+    assert job.pipe.stack.num_layers == 4
+    key = _key(job, with_mesh=False)
     assert source_digest("my.model") in key["model"]
     monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda **given: rows())
     own = replace(asked, data=config.CustomData(target="a.b", batch_size=4), model=config.MLP(num_layers=4))

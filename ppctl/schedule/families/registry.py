@@ -49,6 +49,10 @@ def build(name: str, num_ranks: int, num_microbatches: int, **knobs: Any) -> Sch
         raise ScheduleError(f"schedule={name} is not one of {', '.join(FAMILIES)}.")
     require_at_least(name, "num_ranks", num_ranks, 1)
     require_at_least(name, "num_microbatches", num_microbatches, 1)
+    unknown = [knob for knob in knobs if knob not in FAMILIES[name].knobs]
+    if unknown:
+        known = ", ".join(FAMILIES[name].knobs) or "none"
+        raise ScheduleError(f"{unknown[0]}={knobs[unknown[0]]} is no setting of schedule={name} (settings: {known}).")
     return validate(FAMILIES[name].generate(num_ranks, num_microbatches, **knobs))
 
 

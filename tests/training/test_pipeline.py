@@ -1,0 +1,230 @@
+"""The Python API: pipelines of any model on any executor equal the reference, and what cannot be is refused in a line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from orbax.checkpoint import v1 as ocp
+from support.cases import difference
+
+import ppctl
+from ppctl.config import Config, Interleaved, Mesh, Run, Synthetic, Transformer
+from ppctl.schedule.ticks import ticks
+from ppctl.training.job import assemble
+
+TOLERANCE = 1e-10
+WIDTH = 8
+
+
+def batch_of(inputs, targets, size=16):
+    rng = np.random.default_rng(0)
+    return {"inputs": rng.normal(size=(size, inputs)), "targets": rng.normal(size=(size, targets))}
+
+
+def network():
+    """A residual network of four layers, whose parameters are a list."""
+
+    def init(key):
+        keys = jax.random.split(key, 5)
+        layers = [0.3 * jax.random.normal(each, (WIDTH, WIDTH), jnp.float64) for each in keys[:4]]
+        return {"layers": layers, "out": 0.3 * jax.random.normal(keys[4], (WIDTH, 3), jnp.float64)}
+
+    def apply(params, x):
+        for i, w in enumerate(params["layers"]):
+            x = x + jnp.tanh(x @ w)
+            if i < 3:
+                x = ppctl.stage_boundary(x)
+        return x @ params["out"]
+
+    return ppctl.Network(init, apply, lambda y, t: (jnp.sum((y - t) ** 2), jnp.asarray(float(t.size))))
+
+
+MODELS = {
+    "mlp": (lambda: ppctl.mlp(num_layers=4, d_model=WIDTH, input_dim=5, target_dim=3, dtype=jnp.float64), 5, {}),
+    "network": (network, WIDTH, {"num_layers": 4}),
+}
+
+
+def make(model="mlp", optimizer=None, **request):
+    build, inputs, more = MODELS[model]
+    usual = {"mesh": ppctl.mesh(pp=2), "schedule": "1f1b", "batch": batch_of(inputs, 3), "dtype": "float64"}
+    usual |= {"optimizer": optimizer or optax.adam(1e-2)} | more
+    if isinstance(request.get("schedule", "1f1b"), str):
+        usual["num_microbatches"] = 4
+    return ppctl.pipeline(build(), **(usual | request))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "request_",
+    [{"schedule": "interleaved", "num_chunks": 2}, {"schedule": "zb_h1", "executor": "mpmd"}],
+    ids=["spmd", "mpmd"],
+)
+def test_gradients_and_steps_equal_those_without_a_pipeline(model, request_):
+    pipe = make(model, clip_norm=0.05, **request_)
+    plain = make(model, clip_norm=0.05, executor="reference", mesh=ppctl.mesh())
+    batch = batch_of(MODELS[model][1], 3)
+    loss, grads = pipe.loss_and_grads(pipe.init(seed=3), batch)
+    expected_loss, expected = plain.loss_and_grads(plain.init(seed=3), batch)
+    assert abs(float(loss) - float(expected_loss)) <= TOLERANCE
+    assert difference(grads, expected) <= TOLERANCE
+    states = [each.init(seed=3) for each in (pipe, plain)]
+    for _ in range(2):
+        (states[0], metrics), (states[1], wanted) = (
+            p.step(s, batch) for p, s in zip((pipe, plain), states, strict=True)
+        )
+        assert {*metrics} == {"loss", "grad_norm"}
+        np.testing.assert_allclose(float(metrics["grad_norm"]), float(wanted["grad_norm"]), rtol=1e-9)
+        assert metrics["grad_norm"] > 0.05  # clipping is active
+    found = pipe.to_natural(states[0])["params"]
+    assert difference(jax.device_get(found), jax.device_get(plain.to_natural(states[1])["params"])) <= 1e-8
+    np.testing.assert_allclose(float(pipe.loss(states[0], batch)), float(plain.loss(states[1], batch)), rtol=1e-9)
+
+
+def test_the_command_line_trains_by_the_same_call():
+    config = Config(
+        model=Transformer(num_layers=4, d_model=16, num_heads=4, seq_len=8),
+        data=Synthetic(batch_size=8, vocab_size=32, num_sequences=64),
+        mesh=Mesh(1, 2),
+        schedule=Interleaved(num_microbatches=4),
+        run=Run(dtype="float32", seed=5),
+    )
+    job = assemble(config)
+    stack = ppctl.transformer(num_layers=4, d_model=16, num_heads=4, vocab_size=32)
+    batch = next(job.data.batches())
+    pipe = ppctl.pipeline(
+        stack,
+        mesh=ppctl.mesh(pp=2),
+        schedule="interleaved",
+        num_chunks=2,
+        num_microbatches=4,
+        batch=batch,
+        optimizer=optax.sgd(0.1),
+    )
+    loss, grads = pipe.loss_and_grads(pipe.init(seed=5), batch)
+    expected_loss, expected = job.pipe.loss_and_grads(job.pipe.init(), batch)
+    assert float(loss) == float(expected_loss)
+    assert difference(jax.device_get(grads), jax.device_get(expected)) == 0
+
+
+def test_a_state_is_a_pytree_that_orbax_saves(tmp_path):
+    pipe = make(executor="mpmd")
+    state, _ = pipe.step(pipe.init(seed=1), batch_of(5, 3))
+    ocp.save(tmp_path / "state", state)
+    restored = ocp.load(
+        tmp_path / "state", jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+    )
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(a, b)
+    pipe.step(restored, batch_of(5, 3))
+
+
+def test_a_pipeline_says_what_it_takes():
+    pipe = make(schedule="interleaved", num_chunks=2)
+    assert pipe.bubble() == pytest.approx(ppctl.simulate(pipe.schedule, ppctl.Costs()).bubble_fraction)
+    assert len(pipe.memory()) == 2
+    assert "temporaries" not in pipe.memory()[0]
+    pipe.compile()
+    assert pipe.memory()[0]["temporaries"] > 0
+    (program,) = pipe.programs().programs
+    assert any(each.kind == "collective-permute" for each in program.collectives)
+    assert make(executor="reference", mesh=ppctl.mesh()).bubble() is None
+
+
+def test_a_schedule_of_ones_own_is_validated_and_run():
+    schedule = ppctl.build_schedule("eager_1f1b", num_ranks=2, num_microbatches=4)
+    for given in (schedule, ticks(schedule, ppctl.Costs(), "none")):
+        assert make(schedule=given).schedule == schedule
+    broken = ppctl.Schedule("mine", schedule.rank_of, (schedule.ranks[0][1:], schedule.ranks[1]))
+    with pytest.raises(ppctl.PpctlError, match="1F0|0F0"):
+        make(schedule=broken)
+
+
+def of(num_ranks):
+    return ppctl.build_schedule("1f1b", num_ranks=num_ranks, num_microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"schedule": "nope"}, "schedule=nope is not one of gpipe, .*"),
+        ({"num_microbatches": None}, "schedule=1f1b needs num_microbatches, such as 4."),
+        (
+            {"num_microbatches": 5},
+            r"batch size 16 is not a multiple of num_microbatches\*dp\*fsdp = 5\*1\*1 = 5. Use 20, .*",
+        ),
+        ({"num_chunks": 2}, r"num_chunks=2 is no setting of schedule=1f1b \(settings: none\)."),
+        ({"schedule": of(4)}, "The mesh has pp=2, but the schedule has 4 ranks. Use pp=4."),
+        ({"schedule": of(2), "num_microbatches": 8}, "num_microbatches=8, but the schedule has 4. Leave it out."),
+        ({"schedule": of(2), "num_chunks": 2}, "num_chunks: knobs of a named schedule, .*"),
+        ({"executor": "xla"}, "executor=xla is not one of spmd, mpmd, reference."),
+        (
+            {"executor": "reference"},
+            "executor=reference is the un-pipelined model on one device, but the mesh has 2. .*",
+        ),
+        ({"remat": "some"}, "remat=some is not a setting. Use one of none, layer, full."),
+        ({"executor": "mpmd", "idle": "compute"}, "idle=compute does not apply to executor=mpmd. Leave it out."),
+        ({"post_validation": True}, "post_validation=True does not apply to executor=spmd. Leave it out."),
+        ({"partition": [1, 2]}, r"partition=\[1, 2\] ends with stage 1 at 1\+2 = 3 layers, but num_layers=4. .*"),
+        ({"partition": "even"}, "partition=even is not one of uniform, balanced, or the layers of each stage."),
+        ({"schedule": "interleaved", "num_chunks": 4}, r"num_layers=4 is less than the number of stages, .* = 8, .*"),
+        ({"num_layers": 6}, "num_layers=6, but the stack has 4 layers. Leave it out."),
+        ({"batch": [1]}, "batch is list; it must be .*"),
+        (
+            {"batch": {"inputs": np.zeros((4, 5)), "targets": np.zeros((8, 3))}},
+            "inputs .* and targets .* differ in batch size.",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_in_neutral_words(request_, message):
+    with pytest.raises(ppctl.PpctlError, match=f"^{message}$"):
+        make(**request_)
+
+
+@pytest.mark.parametrize("executor", ["mpmd", "spmd"])
+@pytest.mark.parametrize(
+    "optimizer", [optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), optax.lamb(1e-2)], ids=["clip", "lamb"]
+)
+def test_an_optimizer_that_would_differ_from_layout_to_layout_is_refused(executor, optimizer):
+    if executor == "spmd":  # the whole model's gradients in one tree, stacked otherwise
+        make(optimizer=optimizer)
+        return
+    with pytest.raises(ppctl.PpctlError, match=r"depends on other parameters.*Use clip_norm=NORM"):
+        make(optimizer=optimizer, executor=executor)
+
+
+def test_a_batch_of_other_shapes_is_refused():
+    pipe = make()
+    with pytest.raises(ppctl.PpctlError, match="The batch has shapes .*, but the pipeline was made for"):
+        pipe.step(pipe.init(), batch_of(5, 3, size=8))
+
+
+def test_a_network_needs_to_know_its_layers():
+    with pytest.raises(ppctl.PpctlError, match="A Network needs num_layers"):
+        make("network", num_layers=None)
+    with pytest.raises(ppctl.PpctlError, match=r"make 4 layers, but num_layers=3\. Use num_layers=4, or layers=auto"):
+        make("network", num_layers=3)
+
+
+def test_built_in_models_refuse_sizes_that_do_not_fit():
+    with pytest.raises(ppctl.PpctlError, match="width is no size of this model. It has num_layers, d_model, .*"):
+        ppctl.transformer(vocab_size=8, width=4)
+    with pytest.raises(ppctl.PpctlError, match="model.d_model=10 is not a multiple of model.num_heads=4"):
+        ppctl.transformer(vocab_size=8, d_model=10)
+
+
+@pytest.mark.parametrize("form", ["svg", "png", "html", "json", "txt", "csv"])
+def test_a_schedule_is_drawn_in_the_form_of_its_file(tmp_path, form):
+    file = ppctl.draw(of(2), tmp_path / f"1f1b.{form}")
+    assert file.stat().st_size > 50
+
+
+def test_a_drawing_of_no_known_form_is_refused(tmp_path):
+    with pytest.raises(ppctl.PpctlError, match=r"ends in none of \.svg"):
+        ppctl.draw(of(2), tmp_path / "x.pdf")
+
+
+def test_all_names_are_there():
+    assert {name for name in ppctl.__all__ if not hasattr(ppctl, name)} == set()
