@@ -1,4 +1,6 @@
-"""The Python API: pipelines of any model on any executor equal the reference, and what cannot be is refused in a line."""
+"""The Python API: pipelines of any model equal the reference, and what cannot be is refused in a line."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 from support.cases import difference
 
 import ppctl
-from ppctl.config import Config, Interleaved, Mesh, Run, Synthetic, Transformer
+from ppctl.config import Config, Mesh, Run, Schedule, Synthetic, Transformer
 from ppctl.schedule.ticks import ticks
 from ppctl.training.job import assemble
 
@@ -84,21 +86,20 @@ def test_gradients_and_steps_equal_those_without_a_pipeline(model, request_):
 
 def test_the_command_line_trains_by_the_same_call():
     config = Config(
-        model=Transformer(num_layers=4, d_model=16, num_heads=4, seq_len=8),
-        data=Synthetic(batch_size=8, vocab_size=32, num_sequences=64),
+        model=Transformer(num_layers=2, d_model=8, num_heads=2, seq_len=4),
+        data=Synthetic(batch_size=4, vocab_size=16, num_sequences=512),
         mesh=Mesh(1, 2),
-        schedule=Interleaved(num_microbatches=4),
+        schedule=Schedule(num_microbatches=2),
         run=Run(dtype="float32", seed=5),
     )
     job = assemble(config)
-    stack = ppctl.transformer(num_layers=4, d_model=16, num_heads=4, vocab_size=32)
+    stack = ppctl.transformer(num_layers=2, d_model=8, num_heads=2, vocab_size=16)
     batch = next(job.data.batches())
     pipe = ppctl.pipeline(
         stack,
         mesh=ppctl.mesh(pp=2),
-        schedule="interleaved",
-        num_chunks=2,
-        num_microbatches=4,
+        schedule="gpipe",
+        num_microbatches=2,
         batch=batch,
         optimizer=optax.sgd(0.1),
     )
@@ -136,8 +137,8 @@ def test_a_schedule_of_ones_own_is_validated_and_run():
     schedule = ppctl.build_schedule("eager_1f1b", num_ranks=2, num_microbatches=4)
     for given in (schedule, ticks(schedule, ppctl.Costs(), "none")):
         assert make(schedule=given).schedule == schedule
-    broken = ppctl.Schedule("mine", schedule.rank_of, (schedule.ranks[0][1:], schedule.ranks[1]))
-    with pytest.raises(ppctl.PpctlError, match="1F0|0F0"):
+    broken = replace(schedule, ranks=(schedule.ranks[0][1:], schedule.ranks[1]))
+    with pytest.raises(ppctl.PpctlError, match=r"[01]F0"):
         make(schedule=broken)
 
 
@@ -197,7 +198,7 @@ def test_an_optimizer_that_would_differ_from_layout_to_layout_is_refused(executo
 
 def test_a_batch_of_other_shapes_is_refused():
     pipe = make()
-    with pytest.raises(ppctl.PpctlError, match="The batch has shapes .*, but the pipeline was made for"):
+    with pytest.raises(ppctl.PpctlError, match=r"The batch has shapes .*, but the pipeline was made for"):
         pipe.step(pipe.init(), batch_of(5, 3, size=8))
 
 
@@ -209,9 +210,9 @@ def test_a_network_needs_to_know_its_layers():
 
 
 def test_built_in_models_refuse_sizes_that_do_not_fit():
-    with pytest.raises(ppctl.PpctlError, match="width is no size of this model. It has num_layers, d_model, .*"):
+    with pytest.raises(ppctl.PpctlError, match=r"width is no size of this model\. It has num_layers, d_model, .*"):
         ppctl.transformer(vocab_size=8, width=4)
-    with pytest.raises(ppctl.PpctlError, match="model.d_model=10 is not a multiple of model.num_heads=4"):
+    with pytest.raises(ppctl.PpctlError, match=r"model\.d_model=10 is not a multiple of model\.num_heads=4"):
         ppctl.transformer(vocab_size=8, d_model=10)
 
 
