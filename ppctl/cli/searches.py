@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
-from ppctl.cli.sweeps import SweepRequest
 from ppctl.config.sweep import Search
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep.jobs import Choices, Span
+from ppctl.launch.sweep.jobs import Choices, Job, Span
 from ppctl.launch.sweep.optuna_study import OptunaStudy
 
 
-def study_of(request: SweepRequest, search: Search, directory: Path) -> OptunaStudy:
+def study_of(
+    search: Search,
+    by_key: Mapping[str, Override],
+    fixed: Sequence[str],
+    directory: Path,
+    make: Callable[[int, list[str]], Job],
+) -> OptunaStudy:
     """Return the study that a sweep searches by, which stands in its directory.
+
+    by_key: the overrides. fixed: those that all jobs share. make: the job of a number and all its overrides.
 
     Raises:
         ConfigError: The jobs would not record what the search is for.
     """
-    space = {key: values_of(request.by_key[key]) for key in request.varied}
-    study = OptunaStudy(search, space, request.fixed(), directory, request.job)
+    space = {key: values_of(override) for key, override in by_key.items() if override.is_sweep_override()}
+    study = OptunaStudy(search, space, fixed, directory, make)
     configs = [sample.config for sample in study.samples() if sample.config is not None]
     if search.metric == "eval_loss" and not all(config.run.eval_every for config in configs):
         raise ConfigError("hydra.sweeper.metric=eval_loss: run.eval_every=null evaluates nothing. Set run.eval_every.")

@@ -28,7 +28,7 @@ Check = Callable[[Composed], Config]
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What makes a job of its overrides."""
+    """A sweep as requested, which makes a job of a job's overrides."""
 
     loader: ConfigLoader
     common: DictConfig
@@ -102,7 +102,7 @@ def compose_sweep(loader: ConfigLoader, overrides: list[str], words: list[str], 
         _require("optuna", "hydra/sweeper=optuna", "optuna")
         from ppctl.cli.searches import study_of
 
-        study = study_of(request, sweeper, directory)
+        study = study_of(sweeper, request.by_key, request.fixed(), directory, request.job)
     document = OmegaConf.to_yaml(common)
     return Sweep(words[0], directory, jobs, launcher.jobs or 1, "--json" in words, document, submit, study)
 

@@ -55,7 +55,7 @@ def inspect(config: Config, *, as_json: bool) -> int:
 
 
 def document(parts: Parts, found: Inspected, wanted: Sequence[str], files: list[str] | None) -> dict[str, Any]:
-    """What was asked for, for scripts. `files` that were written stand for the texts in them."""
+    """Return what the request asks for, for scripts. `files` that were written stand for the texts in them."""
     config = parts.config
     shown: dict[str, Any] = {
         "executor": config.executor.name,
@@ -107,7 +107,7 @@ def _show(what: str, parts: Parts, found: Inspected) -> None:
 
 
 def show_summary(console: Console, parts: Parts, found: Inspected) -> None:
-    """Nothing; prints what the programs say to each other: collectives in them, and transfers between them."""
+    """Print what the programs send to each other: collectives in them, and transfers between them."""
     config, schedule = parts.config, parts.schedule
     which = "no pipeline" if config.executor.name == "reference" else schedule.name
     console.print(
@@ -155,7 +155,7 @@ def _rows(program: Compiled) -> Iterator[tuple[str, ...]]:
 
 
 def program_text(parts: Parts, found: Inspected) -> str:
-    """What ranks run: the table of ticks, or the list that the host dispatches."""
+    """Return what ranks run: the table of ticks, or the list that the host dispatches."""
     ticks, schedule = parts.ticks, parts.schedule
     if ticks is None:
         return f"what the host dispatches in a step\n{listing(found.dispatch, schedule.stages_of)}"
@@ -185,7 +185,7 @@ def _new_directory(name: str) -> Path:
 
 
 def _texts(wanted: Sequence[str], parts: Parts, found: Inspected) -> dict[str, str]:
-    """What goes to inspect.out: the text of each file."""
+    """Return the text of each file that goes to inspect.out."""
     texts = {}
     for what in wanted:
         if what == "summary":

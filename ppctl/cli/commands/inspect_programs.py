@@ -96,7 +96,7 @@ def programs_of(parts: Parts) -> Inspected:
 
 
 def compile_all(programs: Sequence[Compiled]) -> None:
-    """Nothing; compiles what is not compiled yet, side by side."""
+    """Compile what is not compiled yet, side by side."""
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(lambda program: program.compiled, programs))
 
@@ -133,7 +133,7 @@ def _of_ranks(parts: Parts, engine: Mpmd, what: str) -> Inspected:
 
 
 def _name(ops: Sequence[Op]) -> str:
-    """What tells a program from others: its kind, and the stages or ranks that run it."""
+    """Return what tells a program from others: its kind, and the stages or ranks that run it."""
     op = ops[0]
     assert op.program is not None, "a move has no program"
     if op.task is not None:
@@ -143,7 +143,7 @@ def _name(ops: Sequence[Op]) -> str:
 
 
 def _kind(op: Op) -> str:
-    """What inspect.task calls a program."""
+    """Return what inspect.task calls a program."""
     assert op.program is not None, "a move has no program"
     return op.program.kind if op.task is None else op.task.kind
 

@@ -57,7 +57,7 @@ class CurveGrid:
 
     @property
     def lines(self) -> dict[str, int]:
-        """What tells lines apart: how it is called, and its size."""
+        """The name and the size by which each line is told apart."""
         letter, sizes = ("m", self.microbatches) if self.over == "ranks" else ("p", self.ranks)
         return {f"{letter}={size}": size for size in sizes}
 
