@@ -1,4 +1,4 @@
-"""What is wrong with a request, in one line: overrides that are refused, and Hydra's errors in ppctl's words."""
+"""Faults of a request, in one line each: overrides that are refused, and Hydra's errors in ppctl's words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--help` says of commands, groups and settings."""
+"""The texts of `--help`: commands, groups and settings."""
 
 from __future__ import annotations
 

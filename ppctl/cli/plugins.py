@@ -1,4 +1,4 @@
-"""What is added to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and the schemas of ppctl's settings.
+"""Additions to Hydra: `mesh=AxB` of any sizes, `recipes/` as a group, and the schemas of ppctl's settings.
 
 Hydra takes launchers and sweepers only from modules below `hydra_plugins`, which it scans in every Hydra program of the
 same environment. ppctl needs none: Hydra composes, and `ppctl.cli.sweeps` reads `hydra/launcher` and `hydra/sweeper` as

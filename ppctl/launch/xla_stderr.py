@@ -1,4 +1,4 @@
-"""What XLA's C++ code prints in a run of several processes: its chatter dropped, its last words in one line.
+"""Filter what XLA's C++ code prints in a run of several processes: its chatter dropped, its last words in one line.
 
 That code writes to the terminal past Python, and where another process is lost it ends this one with a dozen lines and
 a stack trace. So its output goes through a child process, which outlives this one for a moment and runs this file as a

@@ -112,8 +112,15 @@ def test_a_file_may_describe_a_sweep(monkeypatch, in_empty_directory):
     assert ([job.swept for job in sweeps[0].jobs], sweeps[0].num_parallel) == ([("run.seed=1",), ("run.seed=2",)], 3)
 
 
-@pytest.mark.parametrize(("number", "code", "last"), [(signal.SIGINT, 130, "saved"), (signal.SIGTERM, 143, "")])
-@pytest.mark.parametrize("side", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "code", "last", "side"),
+    [
+        (signal.SIGINT, 130, "saved", 2),
+        (signal.SIGTERM, 143, "", 1),
+        pytest.param(signal.SIGINT, 130, "saved", 1, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, 143, "", 2, marks=pytest.mark.full),
+    ],
+)
 def test_an_interrupted_sweep_waits_for_its_jobs_and_starts_no_other(number, code, last, side, jobs_environment):
     command = [PPCTL, "train", "--multirun", "run.seed=9", "model.num_layers=1,2,4", "--json"]
     command += [f"hydra.launcher.jobs={side}"]

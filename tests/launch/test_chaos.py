@@ -15,7 +15,7 @@ KILLS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the processes in /proc")
 def test_kill_9_of_any_process_leaves_none_and_costs_at_most_what_the_last_checkpoint_lacks(tmp_path):
     done = chaos(KILLS, len(KILLS), random.Random(0), tmp_path, num_steps=24)

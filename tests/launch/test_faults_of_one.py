@@ -59,7 +59,7 @@ def said_of(started, what):
     return [line for process in started for line in process.lines if what in line]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_full_disk_of_one_costs_one_checkpoint_and_a_flipped_byte_another(tmp_path):
     run_dir = tmp_path / "run"
     words = (*SETTINGS, "run.checkpoint.on_failure=continue")
@@ -89,7 +89,7 @@ def test_a_full_disk_of_one_costs_one_checkpoint_and_a_flipped_byte_another(tmp_
     assert steps(run_dir) == {"2", "6", "8", "8.damaged"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_full_disk_of_the_first_process_ends_both(tmp_path):
     run_dir = tmp_path / "run"
     with processes(2, run_dir, *SETTINGS, programs={0: FULL}) as started:
@@ -101,7 +101,7 @@ def test_a_full_disk_of_the_first_process_ends_both(tmp_path):
     assert {name for name in steps(run_dir) if name.isdecimal()} == {"2"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_directory_that_one_cannot_write_ends_both_before_anything_is_compiled(tmp_path):
     run_dir = tmp_path / "run"
     with processes(2, run_dir, *SETTINGS, programs={1: READ_ONLY}) as started:

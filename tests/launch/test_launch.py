@@ -175,14 +175,13 @@ def test_a_reader_that_leaves_ends_the_group(tmp_path):
 # --- ends ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("crashed", [0, 2])
 @pytest.mark.parametrize(
-    ("script", "code", "how"),
+    ("crashed", "script", "code", "how"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
-        ("os.abort()", 134, "was killed by SIGABRT"),
-        ("raise RuntimeError('boom')", 1, "ended with exit code 1"),
-        ("sys.exit(7)", 7, "ended with exit code 7"),
+        (0, "os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        (2, "os.abort()", 134, "was killed by SIGABRT"),
+        (0, "raise RuntimeError('boom')", 1, "ended with exit code 1"),
+        (2, "sys.exit(7)", 7, "ended with exit code 7"),
     ],
 )
 def test_the_first_child_that_crashes_ends_all_and_is_named(tmp_path, crashed, script, code, how):
@@ -417,7 +416,7 @@ def test_the_command_starts_again_from_its_own_checkpoints_and_loads_no_jax(tmp_
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_job_of_a_sweep_is_launched(tmp_path, stand_in):
     words = ["--multirun", "run.seed=1,2", f"run.dir={tmp_path}", "launch.max_restarts=2"]
     command = [sys.executable, "-m", "ppctl.cli", "train", *words]

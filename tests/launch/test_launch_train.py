@@ -101,6 +101,7 @@ def test_two_processes_train_what_one_does(tmp_path, two_processes):
         assert mine == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.full
 def test_after_kill_9_of_a_process_the_run_goes_on_by_itself_bit_for_bit(tmp_path, two_processes):
     run_dir = tmp_path / "run"
     with Launch(run_dir, "launch.processes=2", "launch.max_restarts=1", "launch.crash_grace_s=1") as launch:
@@ -119,6 +120,7 @@ def test_after_kill_9_of_a_process_the_run_goes_on_by_itself_bit_for_bit(tmp_pat
     assert results(run_dir) == results(two_processes[0])
 
 
+@pytest.mark.full
 def test_a_process_killed_while_all_compile_ends_the_run_with_its_name(tmp_path):
     with Launch(tmp_path / "run", "launch.processes=2", "launch.crash_grace_s=1") as launch:
         launch.wait_until(lambda: "[0] compiling" in launch.said())

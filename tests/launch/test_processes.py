@@ -71,7 +71,7 @@ def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_pat
     assert_losses_of_one_process(tmp_path / "run", tmp_path / "alone", step + 4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_pipeline_over_four_processes_trains_as_one_process_does(tmp_path):
     words = ["mesh=1x4", "run.num_steps=4", "run.eval_every=2", "run.eval_batches=1"]
     with processes(4, tmp_path / "run", *words) as started:
@@ -81,7 +81,7 @@ def test_a_pipeline_over_four_processes_trains_as_one_process_does(tmp_path):
     assert len((tmp_path / "run" / "eval.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("of", "message"),
     [
@@ -100,7 +100,7 @@ def test_processes_with_different_settings_end_before_anything_is_compiled(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_processes_that_a_cluster_starts_find_each_other_and_refuse_once_a_mesh_that_they_cannot_share(tmp_path):
     words = ["mesh=1x3", "model.num_layers=3", f"run.dir={tmp_path / 'run'}", "run.distributed=auto"]
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
@@ -113,7 +113,7 @@ def test_processes_that_a_cluster_starts_find_each_other_and_refuse_once_a_mesh_
     assert started[1].lines == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
     with processes(2, tmp_path / "run", *TWO, programs={1: FAILING}) as started:
         assert started[1].end() == 2
@@ -124,7 +124,7 @@ def test_a_process_that_fails_is_told_and_takes_the_others_along(tmp_path):
     assert started[0].lines[-1] == "ppctl: process 1 has failed, and all others leave: the rows are gone\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
     words = ["run.slow_after_s=3", "run.heartbeat_s=20"]
     with processes(2, tmp_path / "run", *TWO, *words) as (lead, other):
@@ -149,7 +149,7 @@ def test_a_process_that_stands_still_or_is_killed_has_a_name(tmp_path):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_process_outlives_the_first_and_each_says_so_in_one_line(tmp_path):
     with processes(2, tmp_path / "run", *TWO) as (lead, other):
         lead.wait_for("step +8/")
@@ -173,7 +173,7 @@ step 8/9  loss 1.0
     assert list(readable(printed.splitlines(keepends=True), "1")) == ["step 8/9  loss 1.0\n"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_that_finds_no_other_says_where_it_looked(tmp_path):
     with processes(1, tmp_path / "run", "mesh=1x2", "run.join_s=2", of={0: ["run.num_processes=2"]}) as [lead]:
         assert lead.end() == 2

@@ -135,7 +135,7 @@ if not pathlib.Path("saved").exists(): time.sleep(30)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_saves_before_the_end_of_its_time_and_is_started_again(monkeypatch):
     programs(monkeypatch, SAVES)
     outcomes, _, _ = told(sweep_of(1, replace(LOCAL, timeout_min=0.15, signal_delay_s=5)))
@@ -144,7 +144,7 @@ def test_a_job_saves_before_the_end_of_its_time_and_is_started_again(monkeypatch
     assert Path("runs/s/run.seed=0", SUBMITTED_LOG).read_text() == "began\nbegan\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_that_never_gets_ready_in_its_time_fails_with_the_reason(monkeypatch):
     programs(monkeypatch, SAVES.replace('if not pathlib.Path("saved").exists(): ', ""))
     outcomes, _, _ = told(sweep_of(1, replace(LOCAL, timeout_min=0.15, signal_delay_s=5, max_num_timeout=0)))
@@ -252,7 +252,7 @@ def test_slurm_runs_an_array_whose_jobs_go_on_without_the_sweep(slurm, monkeypat
     assert Path("began").read_text() == "x"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_that_slurm_drops_is_no_hang(slurm, monkeypatch):
     monkeypatch.setattr(submitit_jobs, "QUEUE_S", 1.0)
     monkeypatch.setattr(submitit_jobs, "GRACE_S", 2.0)
@@ -264,7 +264,7 @@ def test_a_job_that_slurm_drops_is_no_hang(slurm, monkeypatch):
     assert outcomes[0].error.startswith("Slurm job 1 has ended without a result (CANCELLED)")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_slurm_that_does_not_answer_is_told_once_and_results_still_count(slurm, monkeypatch, tmp_path):
     monkeypatch.setattr(submitit_jobs, "QUEUE_S", 0.2)
     programs(monkeypatch, "import time; time.sleep(2)")
@@ -278,7 +278,7 @@ def test_a_slurm_that_does_not_answer_is_told_once_and_results_still_count(slurm
     assert text.count("squeue does not say how jobs stand (it is down); waiting on") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_slurm_refuses_is_said(slurm, monkeypatch):
     programs(monkeypatch, "")
     outcomes, _, _ = told(sweep_of(1, SubmititSlurm(partition="nowhere")))

@@ -133,7 +133,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
 
 
 def _directories(config: Config, state_bytes: int | None) -> Iterator[Finding]:
-    """Whether run.dir can be written, has room for the checkpoints, and how fast it takes them."""
+    """Find out whether run.dir can be written, has room for the checkpoints, and how fast it takes them."""
     directory = Path(config.run.dir).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def inspect(config: Config, *, as_json: bool) -> int:
 
 
 def document(job: TrainingJob, found: StepPrograms, wanted: Sequence[str], files: list[str] | None) -> dict[str, Any]:
-    """What was asked for, for scripts. `files` that were written stand for the texts in them."""
+    """Return what the request asks for, for scripts. `files` that were written stand for the texts in them."""
     config = job.config
     shown: dict[str, Any] = {
         "executor": config.executor.name,
@@ -109,7 +109,7 @@ def _show(what: str, job: TrainingJob, found: StepPrograms) -> None:
 
 
 def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> None:
-    """Nothing; prints what the programs say to each other: collectives in them, and transfers between them."""
+    """Print what the programs send to each other: collectives in them, and transfers between them."""
     config, schedule = job.config, job.pipe.schedule
     which = "no pipeline" if not config.executor.IS_PIPELINED else schedule.name
     console.print(
@@ -157,7 +157,7 @@ def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
 
 
 def program_text(job: TrainingJob, found: StepPrograms) -> str:
-    """What ranks run: the table of ticks, or the list that the host dispatches."""
+    """Return what ranks run: the table of ticks, or the list that the host dispatches."""
     ticks, schedule = job.pipe.ticks, job.pipe.schedule
     if ticks is None:
         return f"what the host dispatches in a step\n{listing(found.dispatch, schedule.stages_of)}"
@@ -187,7 +187,7 @@ def _new_directory(name: str) -> Path:
 
 
 def _texts(wanted: Sequence[str], job: TrainingJob, found: StepPrograms) -> dict[str, str]:
-    """What goes to inspect.out: the text of each file."""
+    """Return the text of each file that goes to inspect.out."""
     texts = {}
     for what in wanted:
         if what == "summary":

@@ -16,7 +16,7 @@ from ppctl.errors import ConfigError
 from ppctl.launch.sweep.finished import has_ended, other_settings
 
 FILES = ("sweep.csv", "sweep.json", "sweep.html")
-LOG = "output.log"  # in a run.dir: what a job printed that ran beside others
+LOG = "output.log"  # in a run.dir: what a job printed that shared the machine
 SUBMITTED_LOG = "submitted.log"  # the same of a job that was submitted to a cluster
 SHARED = "Jobs ran side by side, which slows each of them: their speeds are not those of a run alone"
 MARK = "multirun.yaml"  # what a sweep leaves in its directory before its first job starts
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What `ppctl COMMAND --multirun` asks for."""
+    """A request of `ppctl COMMAND --multirun`."""
 
     command: str
     directory: Path
@@ -171,7 +171,7 @@ class Outcome:
     began_s: float | None = None  # as time.time()
 
 
-def ran_beside_others(sweep: Sweep) -> bool:
+def ran_side_by_side(sweep: Sweep) -> bool:
     """Return whether any job shared the machine, in this start of the sweep or in one before."""
     here = sweep.submit is not None and sweep.submit.is_here and sweep.num_parallel > 1
     return here or any((job.run_dir / LOG).exists() for job in sweep.jobs)

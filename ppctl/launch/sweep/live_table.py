@@ -1,4 +1,4 @@
-"""What the terminal shows of a sweep: a line for each event, a live table of jobs side by side, and how they ended."""
+"""The terminal of a sweep: a line for each event, a live table of jobs side by side, and how they ended."""
 
 from __future__ import annotations
 

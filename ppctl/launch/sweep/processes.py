@@ -87,7 +87,7 @@ def read_tail(file: IO[bytes], first: int) -> str:
 class JobOutput:
     """Where a job's output goes: to the terminal if it runs alone, else to a file in its run.dir.
 
-    JSON goes to stdout either way, in whole lines. What stderr said last is kept.
+    JSON goes to stdout either way, in whole lines. The end of stderr is kept.
     """
 
     sweep: Sweep

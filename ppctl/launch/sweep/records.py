@@ -1,4 +1,4 @@
-"""What a run left behind as one record: its settings, how it ended, and the numbers people compare."""
+"""A run's remains as one record: its settings, how it ended, and the numbers people compare."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Needs the extra ppctl[slurm]. The rest of a sweep knows of it what `ppctl.launch.sweep.jobs.SubmitsJobs` says.
 
 Which job was submitted as what stands in its run.dir, so that the same sweep, started again, waits for what it finds
-instead of submitting it twice. Whether a job has ended is told by its result, and by `squeue` where there is none.
+instead of submitting it twice. A job's result says that it has ended, and `squeue` where there is none.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Submission:
 
 
 class NodeCommand:
-    """What a node runs: the job's command, with its output in run.dir.
+    """The program of a node: the job's command, with its output in run.dir.
 
     Called, it returns the command's exit code and the end of what it printed. submitit pickles it.
     """

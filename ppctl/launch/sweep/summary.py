@@ -1,4 +1,4 @@
-"""What a sweep leaves in its directory: sweep.csv, sweep.json and sweep.html, one record a job."""
+"""The files that a sweep leaves in its directory: sweep.csv, sweep.json and sweep.html, one record a job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.launch.sweep.best import best_of
-from ppctl.launch.sweep.jobs import FILES, SHARED, Outcome, Sweep, ran_beside_others
+from ppctl.launch.sweep.jobs import FILES, SHARED, Outcome, Sweep, ran_side_by_side
 from ppctl.launch.sweep.records import ENDS, NUMBERS
 from ppctl.launch.sweep.sweep_page import sweep_page
 from ppctl.reports.terminal import json_safe, replace_file
@@ -24,7 +24,7 @@ def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[M
     lines = []
     for best in best_of(sweep, records):
         lines += [best.text, f"  again: {best.command}"]
-    if ran_beside_others(sweep):
+    if ran_side_by_side(sweep):
         lines.append(f"note: {SHARED}")
     try:
         for name, text in zip(FILES, texts, strict=True):

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from ppctl.config.sweep import Search
 from ppctl.launch.sweep.best import DONE, best_of
-from ppctl.launch.sweep.jobs import SHARED, Job, Outcome, Sweep, ran_beside_others
+from ppctl.launch.sweep.jobs import SHARED, Job, Outcome, Sweep, ran_side_by_side
 from ppctl.launch.sweep.live_table import state_counts
 from ppctl.launch.sweep.theory import bubble_curve
 from ppctl.reports.charts.elements import exact, section, table
@@ -53,7 +53,7 @@ def sweep_page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_
     colour, mark = (
         ("no", "&#10007;") if "failed" in found else ("yes", "&#10003;") if found <= {*DONE} else ("maybe", "?")
     )
-    shared = f" {SHARED}." if ran_beside_others(sweep) else ""
+    shared = f" {SHARED}." if ran_side_by_side(sweep) else ""
     sections = [
         f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(state_counts(outcomes))}.{shared}</p>',
         _best(sweep, records),
