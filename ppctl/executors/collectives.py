@@ -1,4 +1,4 @@
-"""What devices say to each other in a compiled program, read from its HLO: kinds, bytes, and how often a run has them.
+"""Collectives of a compiled program, read from its HLO: their kinds, bytes, and how often a run has them.
 
 The text knows how often a loop turns where the compiler does (`known_trip_count`); a scan always tells.
 """
@@ -47,7 +47,7 @@ class _Call:
 
 
 def collectives(text: str) -> list[Collective]:
-    """The collectives of a program, from its compiled HLO, those of a kind and as many runs together.
+    """Return the collectives of a program, from its compiled HLO, those of a kind and as many runs together.
 
     >>> text = "ENTRY %main (x: f32[2]) -> f32[8] {\\n  ROOT %g = f32[8]{0} all-gather(%x), dimensions={0}\\n}"
     >>> collectives(text)

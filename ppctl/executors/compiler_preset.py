@@ -1,15 +1,6 @@
-"""How hard the compiler is to try, and what a compiled program takes.
+"""Presets of compiler options for programs that run rarely or never, and the memory of a compiled program.
 
-On CPU most of a compile is a fixed price for each fused kernel (MLIR contexts, LLVM's passes). A program that runs once
-a step can do without most of it; so can one that never runs, being compiled for the memory that it would take. Seen of
-XLA (jax 0.10.2, 27 requests: all executors, remat settings and dtypes, 1 to 16 layers a stage): buffers are planned
-before code is generated, so that without optimization of the code the plan is the same to the byte, for 0.6 of the CPU
-seconds; without MLIR's emitters too it is the same within 0.01%, for 0.2 to 0.7 of them.
-
-Tried and rejected, for memory: live values of the jaxpr, element-wise work taken as fused (total +4% with remat=none,
--9% with layer, -18% with full, -25% in bfloat16, which CPUs widen). A whole step with 2 and with 3 layers a stage, and
-the line through both: within 1% for spmd (bytes grow evenly from the second layer on), but two compiles cost as much
-as the whole of 16 layers; with mpmd up to 6% too little.
+docs/executors-internals.md, "Compiler presets on CPU", has the measurements behind them.
 """
 
 from __future__ import annotations
@@ -19,17 +10,8 @@ from typing import Any, Literal
 
 import jax
 
-CompilerPreset = Literal["full", "quick", "once"]  # once: for what runs once a step, or is only weighed
+CompilerPreset = Literal["full", "quick", "once"]  # once: runs once a step, or is compiled for its memory alone
 
-# In mpmd, where every rank pays for its own programs. Bench model, jax 0.10.2, step over the reference's, compile over
-# spmd's, CPU s:
-#   all at XLA's own options            step 0.97, compile 2.10
-#   once: what runs once a step         step 1.03, compile 1.85
-#   and quick: tasks                    step 1.03 to 1.11, compile 1.26 to 1.54, median 1.4
-#   and quick: tasks that recompute     step 1.24 (1.14 before) with remat=full, 1.30 (1.18) with layer: not done
-# Rejected: finish as `once` (copies all gradients in 10 ms, not 5); level 0 for tasks (F takes 55 ms, not 34); level 1
-# or 2 for them (no gain), xla_cpu_opt_preset, xla_llvm_disable_expensive_passes, xla_cpu_prefer_vector_width (none),
-# xla_disable_hlo_passes=fusion (2.4 times as long).
 CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
     "full": {},
     "quick": {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1},  # one LLVM module
@@ -43,7 +25,7 @@ NOT_EVERYWHERE = "xla_cpu_use_fusion_emitters"  # newer compilers (jaxlib 0.12) 
 
 
 def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
-    """The options of XLA's CPU compiler, of those that it has."""
+    """Return the options of XLA's CPU compiler for a preset, those that this jaxlib has."""
     ours = CPU_OPTIONS[preset]
     return {name: ours[name] for name in ours if name != NOT_EVERYWHERE or _is_known(name)}
 
@@ -61,14 +43,14 @@ def _is_known(option: str) -> bool:
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:
-    """Bytes of one device that a program needs beside what it is given and returns."""
+    """Return the temporary bytes of a program on one device: without its arguments and results."""
     memory = program.memory_analysis()
     assert memory is not None, "every backend of ours reports memory"
     return memory.temp_size_in_bytes
 
 
 def total_bytes(program: jax.stages.Compiled) -> int:
-    """Bytes of one device of a program: what it is given, what it returns elsewhere, temporaries."""
+    """Return all bytes of a program on one device: arguments, results that share none of their memory, temporaries."""
     memory = program.memory_analysis()
     assert memory is not None, "every backend of ours reports memory"
     made = memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -1,4 +1,4 @@
-"""Where every parameter lives: from layers in natural order to chunks on ranks, and how each array is sharded.
+"""The layout of parameters: from layers in natural order to chunks on ranks, and how each array is sharded.
 
 natural: leaf [L, ...], layers in model order: what checkpoints hold.
 staged:  leaf [V, P, K, ...]: chunk v of rank p holds K layers, padded with zeros where its stage has fewer.
@@ -83,20 +83,20 @@ class Layout:
         return self._index[0]
 
     def among(self, chunk: int) -> tuple[tuple[int, ...], ...]:
-        """For each row of a chunk the layers that it is on the ranks; where it is padding on all, layer 0."""
+        """Return for each layer slot of a chunk the layers in it on the ranks; where it is padding on all, layer 0."""
         _, num_ranks, num_layer_slots = self.numbers.shape
         of_row = lambda k: {int(self.numbers[chunk, r, k]) for r in range(num_ranks) if k < self.counts[chunk, r]}  # noqa: E731
         return tuple(tuple(sorted(of_row(k))) or (0,) for k in range(num_layer_slots))
 
     @property
     def places(self) -> list[tuple[int, int, int]]:
-        """For each layer in model order its (chunk, rank, row) in staged form."""
+        """For each layer in model order its (chunk, rank, layer slot) in staged form."""
         layer, place = self._index
         chunks, ranks, layer_slots = np.unravel_index(place, layer.shape)
         return list(zip(chunks.tolist(), ranks.tolist(), layer_slots.tolist(), strict=True))
 
     def to_staged(self, tree: Tree) -> Tree:
-        """The staged form of a tree in natural order; other leaves unchanged."""
+        """Return the staged form of a tree in natural order; other leaves unchanged."""
         layer, _ = self._index
         valid = np.arange(layer.shape[2]) < self.counts[..., None]
 
@@ -111,7 +111,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(convert, tree)
 
     def to_natural(self, tree: Tree) -> Tree:
-        """The natural form of a staged tree; other leaves unchanged."""
+        """Return the natural form of a staged tree; other leaves unchanged."""
         _, place = self._index
 
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(convert, tree)
 
     def staged_specs(self, tree: Tree) -> Tree:
-        """PartitionSpec of each leaf of a staged tree: layers over pp and fsdp, ends over both together."""
+        """Return the PartitionSpecs of a staged tree: layers over pp and fsdp, others over both together."""
 
         def spec(path: tuple, leaf: jax.Array) -> P:
             if is_layer(path):

@@ -1,4 +1,4 @@
-"""Where every parameter lies: its layer, stage, rank and devices, and how it is sharded, read from the arrays."""
+"""The placement of every parameter: its layer, stage, rank and devices, and how it is sharded, read from the arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Placed:
     """Parameters that lie alike, in layers that do. Shape and bytes are of one of them in one layer."""
 
     parameters: tuple[str, ...]
-    layers: tuple[int, ...]  # in model order; none: the parameter is of the ends
+    layers: tuple[int, ...]  # in model order; none: the parameter is of the embedding or the head
     stages: tuple[int, ...]  # that these layers are of, in model order
     ranks: tuple[int, ...]
     devices: tuple[int, ...]  # ids
@@ -44,9 +44,10 @@ class Placement:
 
 
 def placement(trees: Sequence[Tree], layout: Layout, gather: Callable[[str], list[str]]) -> Placement:
-    """The placement of parameters: a tree of arrays for the whole mesh, or one for each rank.
+    """Return the placement of parameters: a tree of arrays for the whole mesh, or one for each rank.
 
-    A rank of other processes is a tree of None here; they tell of it. gather: the text of each process; all call this.
+    A rank of other processes is a tree of None here; those report it.
+    gather: returns the texts of all processes, given this one's; all processes call this.
     """
     rank_of = _rank_of(layout)
     rows: list[Placed] = []
@@ -56,15 +57,15 @@ def placement(trees: Sequence[Tree], layout: Layout, gather: Callable[[str], lis
             rows += _of_layers(path, a, layout, rank) if is_layer(path) else [_of_end(path, a, rank_of)]
             for device in a.sharding.device_set:
                 held[device.id] = held.get(device.id, 0) + prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-    cells = [json.loads(text) for text in gather(json.dumps([list(map(asdict, rows)), list(held.items())]))]
-    everywhere = dict.fromkeys(_read(row) for each, _ in cells for row in each)
-    held = {device: size for _, each in cells for device, size in each}
+    of_processes = [json.loads(text) for text in gather(json.dumps([list(map(asdict, rows)), list(held.items())]))]
+    everywhere = dict.fromkeys(_read(row) for each, _ in of_processes for row in each)
+    held = {device: size for _, each in of_processes for device, size in each}
     by_rank = [[held[device] for device in held if rank_of[device] == r] for r in range(layout.mesh.shape["pp"])]
     return Placement(tuple(_grouped(list(everywhere))), tuple(map(max, by_rank)))
 
 
 def print_placement(console: Console, found: Placement) -> None:
-    """Nothing; prints the table, and what it comes to."""
+    """Print the table of parameters, and the bytes of a device of each rank."""
     cells = []
     for row in found.rows:
         names = textwrap.wrap(", ".join(row.parameters), NAMES_WIDTH, break_long_words=False)

@@ -15,9 +15,11 @@ ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "gelu": jax.nn.gelu}
 
 
 def mlp(*, num_layers: int, d_model: int, activation: str, input_dim: int, target_dim: int, dtype: jnp.dtype) -> Stack:
-    """The stack activation(x W + b), L times, between two linear maps. inputs [B, I], targets [B, O]; x: [B, D].
+    """Return the stack activation(x W + b), num_layers times, between two linear maps; for regression.
 
-    The loss is the squared error, one a target value. `dtype` is that of the parameters.
+    inputs: [B, input_dim], targets: [B, target_dim], floating; x: [B, d_model]. activation: relu | tanh | gelu.
+    The loss is the squared error, one a target value, in at least float32. dtype: of the parameters, drawn by He et al.
+    (2015). KeyError for another activation.
     """
     act = ACTIVATIONS[activation]
     he = nnx.initializers.he_normal()

@@ -24,10 +24,17 @@ MARK = "ppctl_stage_boundary"  # the name of a call in a traced program
 
 @dataclass(frozen=True)
 class Network:
-    """Pure functions on pytrees.
+    """A model as three pure functions on pytrees, which ppctl traces and cuts into layers.
 
-    init(key) -> params, any tree of floating arrays; apply(params, inputs [rows, ...]) -> outputs, for any number of
-    rows; loss(outputs, targets) -> (sum of losses, number of losses), summed in at least float32.
+    init(key) -> params: any tree of floating arrays, from a `jax.random.key`.
+    apply(params, inputs) -> outputs: inputs [examples, ...], outputs any tree; for any number of examples, each
+    computed by itself, so that microbatches give what the whole batch gives.
+    loss(outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least float32; the training loss
+    is sum / number over the global batch.
+
+    Layers end at each `stage_boundary` that apply calls, or where ppctl balances their work (model.layers=auto).
+    Cutting is a ConfigError where a parameter is used by two layers, where integers cross a boundary, where what
+    crosses does not grow with the examples, or where the number of marks is not num_layers - 1.
     """
 
     init: Callable[[jax.Array], Tree]
@@ -36,7 +43,14 @@ class Network:
 
 
 def stage_boundary(x: T) -> T:
-    """x, an array or a tree; where a `Network` calls it and goes on with what it returns, a layer ends."""
+    """Return x, an array or a tree of arrays, unchanged, and end a layer here.
+
+    For the `apply` of a `Network`, which must go on with the value returned. Inside of a scan, a branch or a custom
+    derivative it is a ConfigError when the network is cut; outside of a network it does nothing.
+
+    >>> float(stage_boundary({"x": 2.0})["x"])
+    2.0
+    """
     return _marked(x)
 
 

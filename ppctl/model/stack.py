@@ -1,8 +1,8 @@
 """The stack protocol: all that the executors know of a model.
 
-A model is `ends` (embedding and head, possibly sharing weights) around `num_layers` layers, whose parameters have the
-same shapes. Parameters are `{"ends": tree, "layers": tree}`; every leaf of "layers" has a leading axis of length L in
-model order. Layers that differ, such as the parts that a function was cut into, are padded to the largest.
+A model is an embedding and a head, which may share weights (`ends`), around `num_layers` layers, whose parameters have
+the same shapes. Parameters are `{"ends": tree, "layers": tree}`; every leaf of "layers" has a leading axis of length L
+in model order. Layers that differ, such as the parts that a function was cut into, are padded to the largest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ NO_DECAY = ("scale", "bias")  # last names of parameters that no optimizer decay
 
 @dataclass(frozen=True)
 class Stack:
-    """Pure functions on pytrees. x is the activation between layers, [batch, ...]; its shape never changes.
+    """A model as pure functions on pytrees: an embedding, `num_layers` layers, a head.
 
-    init_ends(key) and init_layer(key, l) make the parameters, drawn with the key or given, as pretrained ones are: l is
-    traced, so `jnp.asarray(weights)[l]` and not `weights[l]`.
-    embed(ends, inputs) -> x; layer(layer, x) -> x; head(ends, x, targets) -> (sum of losses, number of losses).
-    `layer` is one function for all layers, or one for each where they differ.
-    Losses are summed in at least float32; the training loss is sum / number over the global batch.
+    x is the activation between layers, [batch, ...]; its shape and dtype never change from layer to layer.
+
+    init_ends(key) -> ends: parameters of embedding and head. init_layer(key, l) -> layer: those of layer l, of the same
+    shapes for every l. They are drawn with the key or given, as pretrained ones are: l is traced, so
+    `jnp.asarray(weights)[l]` and not `weights[l]`.
+    embed(ends, inputs) -> x: of one microbatch, inputs [batch, ...]; nothing may mix its examples.
+    layer(layer, x) -> x: one function for all layers, or a tuple with one for each where they differ.
+    head(ends, x, targets) -> (sum of losses, number of losses): scalars, summed in at least float32; the training loss
+    is sum / number over the global batch.
+    initial(key) -> {"ends", "layers"}: all initial parameters at once, instead of init_ends and init_layer.
+    export(params) -> tree: parameters in the form that the model's author knows.
+
+    A run checks the functions against each other on shapes alone, and reports what does not fit as a ConfigError.
     """
 
     num_layers: int
@@ -44,12 +52,15 @@ class Stack:
         return not isinstance(self.layer, tuple)
 
     def layer_of(self, l: int) -> Callable[[Tree, jax.Array], jax.Array]:
-        """The function of layer l."""
+        """Return the function of layer l."""
         return self.layer[l] if isinstance(self.layer, tuple) else self.layer
 
 
 def init(stack: Stack, seed: int) -> Tree:
-    """Initial parameters. Layer l's weights depend on the seed and l only, never on L or on the layout."""
+    """Return initial parameters {"ends", "layers"}; leaves of "layers" are [num_layers, ...].
+
+    Layer l's weights depend on the seed and on l only, never on the number of layers or on the layout.
+    """
     if stack.initial is not None:
         return stack.initial(jax.random.key(seed))
     ends_key, layers_key = jax.random.split(jax.random.key(seed))

@@ -50,7 +50,7 @@ class Attention(nnx.Module):
 
 
 def attend(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
-    """Causal softmax attention, [B, T, N, H]; the softmax is computed in at least float32."""
+    """Return causal softmax attention, [B, T, N, H]; the softmax is computed in at least float32."""
     B, T, N, H = q_BTNH.shape
     G = k_BSGH.shape[2]
     q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H) * H**-0.5
@@ -65,7 +65,7 @@ def attend(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def softmax(scores: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Over the last axis, in `dtype`. Its derivative reads the result alone: the scores need not be kept."""
+    """Return the softmax over the last axis, in `dtype`. Its derivative reads the result alone: scores are not kept."""
     return jax.nn.softmax(scores).astype(dtype)
 
 
@@ -143,9 +143,14 @@ def transformer(
     rope_theta: float,
     dtype: jnp.dtype,
 ) -> Stack:
-    """The stack of a decoder-only language model. inputs and targets: int32 [B, T]; x: [B, T, D].
+    """Return the stack of a decoder-only language model: num_layers pre-norm blocks between embedding and head.
 
-    The loss is cross-entropy in nats, one a token. `dtype` is that of the parameters.
+    inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]. T is any number of tokens.
+    d_model must be a multiple of num_heads, with an even quotient (rotary positions), and num_heads of num_kv_heads
+    (None: as many as num_heads). mlp_ratio: width of the MLP over d_model. activation: gelu | swiglu. tied: the head's
+    matrix is the embedding's. rope_theta: base of the rotary wavelengths. dtype: of the parameters.
+    The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail in tracing, with the
+    error of the operation.
     """
     block_settings = {
         "d_model": d_model,

@@ -1,8 +1,9 @@
 """From a tree in staged form on the whole mesh to a tree for each rank on its submesh, and back.
 
 A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies them; nor counts, of
-which every device has its own. Leaves of the ends go to the ranks that use them by way of all ranks, one at a time: on
-several processes only programs of the whole mesh can bring them there. Ranks of other processes have None throughout.
+which every device has its own. Leaves of embedding and head go to the ranks that use them by way of all ranks, one at
+a time: on several processes only programs of the whole mesh can bring them there. Ranks of other processes have None
+throughout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Tree = Any
 class Division:
     """The division of staged trees: parameters, gradients, or a state that mirrors parameters somewhere inside.
 
-    ends: a tree like that of the ends; holders: for each of its leaves the ranks that hold it.
+    ends: a tree like that of embedding and head (`ends`); holders: for each of its leaves the ranks that hold it.
     """
 
     def __init__(self, layout: Layout, ends: Tree, holders: Sequence[tuple[int, ...]]):
@@ -35,7 +36,7 @@ class Division:
         self.holders = dict(zip(paths, holders, strict=True))
 
     def _place(self, path: tuple) -> tuple[str, tuple[int, ...]]:
-        """What a leaf is (layers | ends | other) and which ranks hold it."""
+        """The kind of a leaf (layers | ends | other) and which ranks hold it."""
         names = [getattr(key, "key", None) for key in path]
         if "layers" in names:
             return "layers", tuple(range(len(self.submeshes)))
@@ -69,7 +70,7 @@ class Division:
         return shapes, specs
 
     def split(self, tree: Tree) -> tuple[Tree, ...]:
-        """The tree of each rank, None where it holds nothing of a leaf. All but the ends shares memory with `tree`."""
+        """Return the tree of each rank, None where it holds nothing of a leaf. Layers share memory with `tree`."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         by_leaf = [self._split(path, a) for path, a in flat]
         return tuple(jax.tree.unflatten(treedef, leaves) for leaves in zip(*by_leaf, strict=True))
@@ -88,7 +89,7 @@ class Division:
         ]
 
     def join(self, trees: Sequence[Tree], shapes: Tree) -> Tree:
-        """The staged tree of these ranks' trees; `shapes` has its shapes and shardings. All but the ends is shared."""
+        """The staged tree of these ranks' trees; `shapes` has its shapes and shardings. Layers share their memory."""
         mine = (tree for tree, submesh in zip(trees, self.submeshes, strict=True) if is_mine(submesh))
         leaves = [jax.tree.leaves(tree, is_leaf=lambda a: a is None) for tree in mine]
 

@@ -1,4 +1,4 @@
-"""What a rank does once a step: before its tasks its parameters are made ready, after them its gradients are reduced.
+"""The programs that a rank runs once a step: parameters are made ready before its tasks, gradients reduced after.
 
 These programs communicate over (dp, fsdp) of the rank's submesh; tasks do not.
 """
@@ -25,7 +25,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class RankRole:
-    """What a rank holds: the roles of its stages, and how its part of a tied leaf of the ends is summed."""
+    """The stages of a rank, and how its part of a leaf that embedding and head share is summed."""
 
     stages: tuple[Role, ...]
     num_layer_slots: int  # of a chunk in the staged form: its layers and padding
@@ -54,7 +54,7 @@ def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[R
 def rank_entries(
     layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
-    """What runs before the tasks, from ("params", rank), and after them, to ("grads", rank).
+    """Return the entries before the tasks, from ("params", rank), and after them, to ("grads", rank).
 
     A tied leaf's gradient goes from the head's rank to the embedding's, and the whole sum back, as ("tied", rank).
     """
@@ -82,14 +82,15 @@ def rank_entries(
 
 
 def rank_entry(kind: str, here: RankRole, rank: int, reads: Sequence[Key], writes: Sequence[Key]) -> PlanEntry:
-    """A program of a whole rank, from these values to those."""
+    """Return the entry of a program of a whole rank, from these values to those."""
     names = lambda keys: tuple(key[0] for key in keys)  # noqa: E731
     return PlanEntry(ProgramId(kind, names(reads), names(writes), here), rank, tuple(reads), tuple(writes))
 
 
 def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, params: Tree) -> tuple:
-    """What the tasks of a rank take: parameters whole, in the compute dtype, layer by layer; sums of zero.
+    """Return the values that the tasks of a rank start from.
 
+    They are parameters whole, in the compute dtype, layer by layer, and sums of zero.
     `params` are the rank's: {"ends": None where not used, "layers": [V, 1, K, ...]}, sharded by `specs`.
     """
     leaves = jax.tree.leaves(params)
@@ -189,7 +190,7 @@ class GradientPrograms:
         return P() if name in ("w", "ends_in", "ends_out", "m") else P(DATA_AXES)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
-        """What one device computes of a program: values in the order of its reads to values in that of its writes."""
+        """Return the function of one device of a program, from values in the order of its reads to those it writes."""
         model, shape = self.model, program.shape
         if program.kind in ("prepare", "finish"):
             run = prepare_rank if program.kind == "prepare" else finish_rank
@@ -213,7 +214,7 @@ class GradientPrograms:
         return tuple(replaced)
 
     def preset(self, program: ProgramId) -> CompilerPreset:
-        """How hard the compiler is to try, on CPU."""
+        """Return the compiler's preset for a program, on CPU."""
         if program.kind == "prepare":
             return "once"
         return "quick" if program.kind in TASKS and not self.model.remat.recomputes else "full"

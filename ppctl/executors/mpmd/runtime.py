@@ -3,22 +3,9 @@
 A program is lowered for an abstract submesh and compiled for the devices of each rank that runs it. JAX has no public
 way to load one executable on other devices, so ranks share the trace, and the stages of one rank the executable.
 
-Several processes walk the same plan, and each passes over what none of its devices takes part in. A value moves by
-copies where sender and receiver in the same place of their submeshes belong to one process, otherwise by a program of
-both submeshes, a crossing, which every process of either runs.
-
-A program may wait for devices of other processes and must not keep these from what they wait for. So every device runs
-its programs in the order of the plan. A GPU's stream does so anyway; a CPU runs whatever is ready. Hence turns: each
-program takes a number that the program before it on its rank made; a crossing takes those of both ranks. Then nothing
-stands still. Of all programs not yet done, take the first in the plan. What it reads was made before it, and is there,
-turns included. Each of its processes has dispatched it or will, for dispatching waits at most for programs before it.
-And there are threads for it: a device works for one program at a time, the first that it has not done, and XLA has as
-many threads as devices. Nor can two programs of the same devices take each other's messages: turns put them in one
-order everywhere.
-
-On CPU the same threads start programs of a rank that has several devices here. XLA lets a device have MOST_STARTED
-programs that are not done. A thread that starts one more waits, for ever if what is to be done first waits for a
-thread. So `pass_turn` waits long before that.
+Several processes walk the same plan. Each program takes the turn that the program before it on its rank made, so that
+every device runs its programs in the order of the plan; docs/executors-internals.md, "The turns of mpmd", proves that
+then nothing stands still.
 """
 
 from __future__ import annotations
@@ -60,7 +47,7 @@ MOST_STARTED = 32  # programs of a device that XLA has under way on CPU
 
 
 class ProgramLibrary(Protocol):
-    """What a machine must know of programs."""
+    """What a runtime must know of programs: functions, PartitionSpecs, donated arguments, compiler presets."""
 
     def function(self, program: ProgramId) -> Callable[..., tuple]: ...
     def specs(self, program: ProgramId, name: str) -> Tree: ...
@@ -70,7 +57,7 @@ class ProgramLibrary(Protocol):
 
 @dataclass(frozen=True)
 class Walk:
-    """A compiled plan: of each op of this process (call, slots read, slots written, slots freed).
+    """A compiled plan: of each entry of this process (call, slots read, slots written, slots freed).
 
     Values that none of its devices holds are None.
     """
@@ -149,14 +136,14 @@ class Runtime:
         self.connected: set[tuple[int, ...]] = set()  # senders and receivers
 
     def number(self, value: int, rank: int) -> jax.Array | None:
-        """An int32 on a rank; None where this process has no device of it."""
+        """Return an int32 on a rank; None where this process has no device of it."""
         if not self.is_mine[rank]:
             return None
         sharding = NamedSharding(self.submeshes[rank], P())
         return jax.make_array_from_callback((), sharding, lambda _: np.int32(value), dtype=np.int32)
 
     def pass_turn(self, rank: int, turn: jax.Array | None) -> None:
-        """The turn that the next program of a rank takes. Waits while too many programs of the rank are under way."""
+        """Set the turn that the next program of a rank takes; wait while too many of the rank are under way."""
         self.turns[rank] = turn
         under_way = self.under_way[rank]
         if under_way is not None and turn is not None:
@@ -165,11 +152,11 @@ class Runtime:
                 under_way.popleft().block_until_ready()
 
     def wait(self) -> None:
-        """Returns when all that was dispatched is done."""
+        """Wait until all that was dispatched is done."""
         jax.block_until_ready(self.turns)
 
     def connect(self) -> None:
-        """Nothing; runs a crossing of each pair of submeshes that has not run any, on zeros.
+        """Run a crossing of each pair of submeshes that has not run any, on zeros.
 
         To be called by all processes at about the same time, with nothing else under way. Gloo waits half a minute for
         the other side of a new connection, and for as long as it takes once there is one.
@@ -224,23 +211,23 @@ class Runtime:
     ) -> tuple[dict[str, int], ...]:
         """For each rank, bytes of values by name at its peak, on one device, without what is given.
 
-        temps: the "temporaries" of each op; None: those of programs that are compiled. `ops` are traced only.
+        temps: the "temporaries" of each entry; None: those of programs that are compiled. `ops` are traced only.
         """
         temps = self._temps(entries) if temps is None else temps
         return self._held(entries, last_uses(entries, {*kept, *given}), self.shapes(entries, given), given, temps)
 
     def estimate_temporaries(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree]) -> list[int]:
-        """The temporaries of each op on CPU, from its program compiled once for all ranks to be weighed alone."""
+        """Return the temporary bytes of each entry on CPU, of its program compiled once for all ranks, and not run."""
         self.shapes(entries, given)
         rank_of = {entry.program: entry.rank for entry in entries if entry.program is not None}
 
-        def weighed(lowered: jax.stages.Lowered, rank: int) -> int:
+        def compiled_bytes(lowered: jax.stages.Lowered, rank: int) -> int:
             devices = tuple(self.submeshes[rank].devices.flat)
             return temp_bytes(lowered.compile(cpu_options("once"), device_assignment=devices))
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            weights = threads.map(weighed, map(self.lower, rank_of), rank_of.values())
-            found = dict(zip(rank_of, weights, strict=True))
+            sizes = threads.map(compiled_bytes, map(self.lower, rank_of), rank_of.values())
+            found = dict(zip(rank_of, sizes, strict=True))
         return [0 if entry.program is None else found[entry.program] for entry in entries]
 
     def compiled_first(self, entries: Sequence[PlanEntry]) -> dict[ProgramId, jax.stages.Compiled]:
@@ -250,7 +237,7 @@ class Runtime:
         return {program: self.compiled[program, entry.rank] for program, entry in first.items()}
 
     def _temps(self, entries: Sequence[PlanEntry]) -> list[int]:
-        """The temporaries of each op whose program is compiled."""
+        """The temporaries of each entry whose program is compiled."""
         compiled = (
             None if entry.program is None else self.compiled.get((entry.program, entry.rank)) for entry in entries
         )
@@ -314,7 +301,7 @@ class Runtime:
         return processes(self.submeshes[entry.sender]) != processes(self.submeshes[entry.rank])
 
     def _compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
-        """Compiles what is not compiled yet, in threads that begin in the order of `ops`, as in every process."""
+        """Compile what is not compiled yet, in threads that begin in the order of `ops`, as in every process."""
         missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, ProgramId | None]] = {}
         for entry in entries:
             if entry.program is not None and (entry.program, entry.rank) not in self.compiled:
@@ -336,7 +323,7 @@ class Runtime:
                 missing[key][0][key] = result
 
     def _call(self, entry: PlanEntry, shapes: Mapping[Key, Tree]) -> Callable[..., Sequence]:
-        """What runs an op: values read to values written."""
+        """The call that runs an entry: from values read to values written."""
         turns, rank, sender = self.turns, entry.rank, entry.sender
         if entry.program is not None:
             program = self.compiled[entry.program, rank]

@@ -1,7 +1,7 @@
-"""What each program computes on one device, traced inside shard_map over the (dp, fsdp) submesh of a rank.
+"""The programs of tasks on one device, traced inside shard_map over the (dp, fsdp) submesh of a rank.
 
-No task communicates: values are this device's rows, sums of gradients are its own. Sums, stashes and pendings have a
-leading axis of length 1 here, and one entry a device outside.
+No task communicates: values are of this device's examples, sums of gradients are its own. Sums, stashes and pendings
+have a leading axis of length 1 here, and one entry a device outside.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.mpmd.plan import Role
+from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
 from ppctl.schedule.remat import Remat
@@ -27,12 +28,12 @@ def is_none(a: Any) -> bool:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as the programs see it. Shapes are those of one device's rows; parameters are whole."""
+    """A model as the programs see it. Shapes are those of one device's examples; parameters are whole."""
 
     stack: Stack
-    ends: Tree  # shapes of the ends, natural
+    ends: Tree  # shapes of embedding and head, natural
     layer: Tree  # shapes of one layer
-    microbatch: Tree  # shapes of one device's rows of a microbatch: {"inputs", "targets"}
+    microbatch: Tree  # shapes of one device's examples of a microbatch: {"inputs", "targets"}
     num_microbatches: int
     remat: Remat
     unroll: int
@@ -93,7 +94,7 @@ class Model:
     # what a task calls
 
     def microbatch_of(self, batch: jax.Array, m: jax.Array) -> jax.Array:
-        """Microbatch m of this device's rows of a batch."""
+        """Return microbatch m of this device's examples of a batch."""
         return jax.lax.dynamic_index_in_dim(batch.reshape(self.num_microbatches, -1, *batch.shape[1:]), m, 0, False)
 
     def embed(self, v: dict[str, Any]) -> jax.Array:
@@ -102,8 +103,8 @@ class Model:
     def embed_grad(self, v: dict[str, Any], gx: jax.Array) -> Tree:
         """acc_in with the gradient of the embedding added."""
         inputs = self.microbatch_of(v["inputs"], v["m"])
-        _, pull = jax.vjp(lambda ends: self.stack.embed(self.fill(ends), inputs), v["ends_in"])
-        return add_to_sums(v["acc_in"], pull(gx)[0])
+        embed = lambda ends, inputs: self.stack.embed(self.fill(ends), inputs)  # noqa: E731
+        return add_to_sums(v["acc_in"], embedding_grad(embed, v["ends_in"], inputs, gx))
 
     def loss(self, v: dict[str, Any], y: jax.Array) -> Tree:
         """losses with the loss of y added."""
@@ -114,9 +115,8 @@ class Model:
     def head(self, v: dict[str, Any], y: jax.Array) -> tuple[jax.Array, tuple[Tree, Tree]]:
         """(gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
         targets = self.microbatch_of(v["targets"], v["m"])
-        head = lambda ends, y: self.stack.head(self.fill(ends), y, targets)  # noqa: E731
-        loss, pull, number = jax.vjp(head, v["ends_out"], y, has_aux=True)
-        ends, gy = pull(jnp.ones_like(loss))
+        head = lambda ends, y, targets: self.stack.head(self.fill(ends), y, targets)  # noqa: E731
+        gy, ends, loss, number = head_grads(head, v["ends_out"], y, targets)
         return gy, (add_to_sums(v["losses"], (loss, number)), add_to_sums(v["acc_out"], ends))
 
 
@@ -134,7 +134,7 @@ def drop_device_dim(tree: Tree) -> Tree:
 
 
 def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
-    """What a task of this kind writes, by name, from what it reads."""
+    """Return the values that a task of this kind writes, by name, from those that it reads."""
     stage, first = model.stage, role.first_layer
     layer_slots = None if first is None else LayerSlots(numbers=range(first, first + role.num_layers))
     out: dict[str, Any] = {}

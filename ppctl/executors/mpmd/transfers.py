@@ -25,12 +25,12 @@ TURN: Part = (), np.dtype("int32")
 
 
 def local_shards(a: jax.Array) -> dict[Device, jax.Array]:
-    """What this process's devices hold of an array."""
+    """Return the shards of an array on this process's devices."""
     return {shard.device: shard.data for shard in a.addressable_shards}
 
 
 def from_shards(shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[Device, jax.Array]) -> jax.Array:
-    """The array of which devices hold these parts; parts of other devices are passed over."""
+    """Return the array of which devices hold these parts; parts of other devices are passed over."""
     assert isinstance(sharding.mesh, Mesh), "of devices"
     here = [parts[device] for device in sharding.mesh.devices.flat if device in parts]
     return jax.make_array_from_single_device_arrays(shape, sharding, here)
@@ -42,7 +42,7 @@ def each_its_own(mesh: Mesh, parts: Mapping[Device, jax.Array]) -> jax.Array:
 
 
 def local_zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, jax.Array]:
-    """Zeros on each device of this process, for what it takes no part in filling."""
+    """Return zeros on each device of this process, for what it takes no part in filling."""
     mine = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
     return {device: jax.device_put(np.zeros(shape, dtype), device) for device in mine}
 
@@ -78,7 +78,7 @@ def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple
 
 
 def parts_of(shapes: Tree) -> tuple[Part, ...]:
-    """What one device holds of each leaf of a value."""
+    """Return the shape and dtype of one device's shard of each leaf of a value."""
     return tuple((a.sharding.shard_shape(a.shape), a.dtype) for a in jax.tree.leaves(shapes))
 
 
@@ -138,7 +138,7 @@ def crossing(
 def from_holder(
     mesh: Mesh, axis: str, holder: int, parts: Mapping[Device, jax.Array], spec: P, sharding: NamedSharding
 ) -> jax.Array:
-    """What the devices at place `holder` along `axis` hold, each a shard by `spec`, as an array of this sharding."""
+    """Return an array of this sharding from the devices at place `holder` along `axis`, each with a shard by `spec`."""
     return _spread(mesh, axis, holder, spec, sharding)(each_its_own(mesh, parts))
 
 

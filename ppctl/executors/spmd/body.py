@@ -1,4 +1,4 @@
-"""What the spmd program of one device is made of, whatever its ticks: its parameters, slots, stages, and both ends."""
+"""The parts of one device's spmd program, whatever its ticks: parameters, slots, stages, embedding and head."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.layout import gather_shards
+from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
 from ppctl.executors.stage.layers import zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
@@ -47,11 +48,20 @@ class Place(NamedTuple):
     last: jax.Array  # whether its stage is the last
 
 
+class Kept(NamedTuple):
+    """Where a task finds what the forward of its microbatch has kept: slots of either kind, and the one in each."""
+
+    acts: jax.Array  # with remat=full
+    act_slot: jax.Array
+    stash: Tree  # otherwise
+    stash_slot: jax.Array
+
+
 class Device:
     """One device, traced inside shard_map.
 
-    `sums` in the methods are the sums over tasks so far: of losses, their number, the gradients of the ends, and the
-    gradients of the layers, a tree for each chunk.
+    `sums` in the methods are the sums over tasks so far: of losses, their number, the gradients of embedding and
+    head, and the gradients of the layers, a tree for each chunk.
     """
 
     def __init__(
@@ -89,7 +99,7 @@ class Device:
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
 
     def chunk(self, v: int) -> tuple[Any, LayerSlots | None]:
-        """(layers, what these rows are) of chunk v: the first arguments of every task of a stage."""
+        """Return (layers, their slots) of chunk v: the first arguments of every task of a stage."""
         if self.options.gather_each_tick:
             (layers,) = self._gathered(jax.tree.map(lambda a: a[v : v + 1], self.params["layers"]))
         else:
@@ -141,7 +151,7 @@ class Device:
         layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *layers)
         return loss, number, {"ends": ends, "layers": layers}
 
-    # the ends of the model
+    # embedding and head
 
     def input(self, place: Place, slots: jax.Array, slot: jax.Array) -> jax.Array:
         """The input of a stage: embedded tokens on the first, else the activation that arrived."""
@@ -158,8 +168,7 @@ class Device:
 
         def run(sums: Tree) -> tuple[jax.Array, Tree]:
             targets = self.microbatch("targets", place.microbatch)
-            loss, pull, number = jax.vjp(lambda e, y: self.stack.head(e, y, targets), self.ends, y, has_aux=True)
-            ends_grad, y_grad = pull(jnp.ones_like(loss))
+            y_grad, ends_grad, loss, number = head_grads(self.stack.head, self.ends, y, targets)
             return y_grad, (sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad), sums[3])
 
         if otherwise is None:
@@ -180,9 +189,40 @@ class Device:
 
         def run(total: Tree) -> Tree:
             inputs = self.microbatch("inputs", place.microbatch)
-            return add_trees(total, jax.vjp(lambda e: self.stack.embed(e, inputs), self.ends)[1](gx)[0])
+            return add_trees(total, embedding_grad(self.stack.embed, self.ends, inputs, gx))
 
         return (*sums[:2], jax.lax.cond(place.first, run, lambda total: total, sums[2]), sums[3])
+
+    # tasks, whatever the ticks they run in
+
+    def forward(self, place: Place, slots: jax.Array, slot: jax.Array) -> tuple[jax.Array, Tree]:
+        """(output, stash) of the forward whose input is in a slot, or is embedded."""
+        x = self.input(place, slots, slot)
+        return self.on_chunk(place.chunk, lambda v: self.stage.forward(*self.chunk(v), x))
+
+    def stash_and_cotangent(self, place: Place, kept: Kept, grads: jax.Array, grad: jax.Array, sums: Tree) -> tuple:
+        """(stash, cotangent) for `Stage.backward` and `Stage.input_grad`, whose aux is the sums.
+
+        kept: where the stash is; grads, grad: the slots of gradients, and the one that this task reads.
+        """
+        arrived = lambda: read_slot(grads, grad)  # noqa: E731
+        if not self.stage.keeps_input:
+            return read_slot(kept.stash, kept.stash_slot), lambda _: (arrived(), sums)
+        otherwise = arrived if grads.shape[0] else None  # no gradient ever arrives at a single stage
+        stash = self.input(place, kept.acts, kept.act_slot)
+        return stash, lambda y: self.head(place, y, otherwise, sums)
+
+    def backward(
+        self, place: Place, stash: Tree, cotangent: Callable, masked: Callable[[Tree], Tree] = lambda dw: dw
+    ) -> tuple[jax.Array, Tree]:
+        """(gradient of the input, sums with the gradients of a whole backward added, `masked` by the caller)."""
+
+        def run(v: int) -> tuple[jax.Array, Tree]:
+            gx, dw, sums = self.stage.backward(*self.chunk(v), stash, cotangent)
+            return gx, add_layers(sums, v, masked(dw))
+
+        gx, sums = self.on_chunk(place.chunk, run)
+        return gx, self.embedded(place, gx, sums)
 
     def hop(self, value: jax.Array, step: int) -> jax.Array:
         """The value of the rank that is `step` ranks before this one, round the ring."""

@@ -1,4 +1,6 @@
-"""Ticks of an F, then a B: the program of looped schedules with whole backwards, with one ring permute each way a tick.
+"""Forward-backward ticks, of an F and then a B: the program of looped schedules with whole backwards.
+
+Each tick has one ring permute each way.
 
 A rank without a task in a tick branches round it, or computes and masks the result.
 """
@@ -12,14 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, read_slot, write_arrival, write_slot
+from ppctl.executors.spmd.body import SCOPES, Device, Kept, Place, read_slot, write_arrival, write_slot
 from ppctl.executors.stage.layers import zeros_like
 
 Tree = Any
 
 
 def run_fb_ticks(device: Device, table: jax.Array) -> Tree:
-    """The sums of a device after all ticks; table [tick, column].
+    """Return the sums of a device after all ticks; table [tick, column].
 
     Carried from tick to tick: `acts` and `grads`, slots for values that arrive from a neighbour; `stash`, slots for
     what forwards keep (empty with remat=full); `sums`.
@@ -44,6 +46,8 @@ def _place(at: dict[str, jax.Array], prefix: str) -> Place:
 
 
 class _ForwardBackwardTicks:
+    """The body of a scan over ticks of a device."""
+
     def __init__(self, device: Device):
         self.device, self.stage = device, device.stage
 
@@ -79,8 +83,7 @@ class _ForwardBackwardTicks:
 
     def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at, "f")
-        x = device.input(place, carry["acts"], at["f_act"])
-        y, stash = device.on_chunk(place.chunk, lambda v: self.stage.forward(*device.chunk(v), x))
+        y, stash = device.forward(place, carry["acts"], at["f_act"])
         if not device.ticks.has_backward:
             carry["sums"] = device.loss(place, y, carry["sums"])
         elif not self.stage.keeps_input:
@@ -93,19 +96,8 @@ class _ForwardBackwardTicks:
 
     def _backward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at, "b")
-        arrived = lambda: read_slot(carry["grads"], at["b_grad"])  # noqa: E731
-        if self.stage.keeps_input:
-            stash = device.input(place, carry["acts"], at["b_stash"])
-            otherwise = arrived if carry["grads"].shape[0] else None
-            cotangent = lambda y: device.head(place, y, otherwise, carry["sums"])  # noqa: E731
-        else:
-            stash = read_slot(carry["stash"], at["b_stash"])
-            cotangent = lambda _: (arrived(), carry["sums"])  # noqa: E731
-
-        def run(v: int) -> tuple[jax.Array, Tree]:
-            gx, dw, sums = self.stage.backward(*device.chunk(v), stash, cotangent)
-            return gx, add_layers(sums, v, self._if_active(at["b"], dw, zeros_like(dw)))
-
-        gx, sums = device.on_chunk(place.chunk, run)
-        carry["sums"] = device.embedded(place, gx, sums)
+        kept = Kept(carry["acts"], at["b_stash"], carry["stash"], at["b_stash"])
+        stash, cotangent = device.stash_and_cotangent(place, kept, carry["grads"], at["b_grad"], carry["sums"])
+        masked = lambda dw: self._if_active(at["b"], dw, zeros_like(dw))  # noqa: E731
+        gx, carry["sums"] = device.backward(place, stash, cotangent, masked)
         return gx, carry

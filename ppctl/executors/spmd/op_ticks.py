@@ -1,4 +1,4 @@
-"""Ticks of one task of any kind: the program of split backwards and of placements that turn, such as a V.
+"""Single-op ticks, of one task of any kind: the program of split backwards and of placements that turn, such as a V.
 
 A tick branches round every kind that is not its task's. Its one output, an activation or a gradient, stays on the rank
 or takes a hop to either neighbour; only the kinds and hops that the schedule needs are in the program.
@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from ppctl.executors.spmd.body import SCOPES, Device, Place, add_layers, read_slot, write_arrival, write_slot
+from ppctl.executors.spmd.body import SCOPES, Device, Kept, Place, add_layers, read_slot, write_arrival, write_slot
 from ppctl.executors.stage.layers import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.op_ticks import HOPS
@@ -24,7 +24,7 @@ Tree = Any
 
 
 def run_op_ticks(device: Device, table: jax.Array) -> Tree:
-    """The sums of a device after all ticks; table [tick, column].
+    """Return the sums of a device after all ticks; table [tick, column].
 
     Carried from tick to tick: `values`, slots for activations and gradients that arrive; `stash`, slots for what
     forwards keep (None with remat=full); `pending`, slots for what input gradients hand to weight gradients; `sums`.
@@ -72,8 +72,7 @@ class _SingleOpTicks:
 
     def forward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
-        x = device.input(place, carry["values"], at["act"])
-        y, stash = device.on_chunk(place.chunk, lambda v: self.stage.forward(*device.chunk(v), x))
+        y, stash = device.forward(place, carry["values"], at["act"])
         if not device.ticks.has_backward:
             carry["sums"] = device.loss(place, y, carry["sums"])
         elif not self.stage.keeps_input:
@@ -83,19 +82,12 @@ class _SingleOpTicks:
 
     def backward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
-        stash, cotangent = self._read(at, carry)
-
-        def run(v: int) -> tuple[jax.Array, Tree]:
-            gx, dw, sums = self.stage.backward(*device.chunk(v), stash, cotangent)
-            return gx, add_layers(sums, v, dw)
-
-        gx, sums = device.on_chunk(place.chunk, run)
-        carry["sums"] = device.embedded(place, gx, sums)
+        gx, carry["sums"] = device.backward(place, *self._stash_and_cotangent(at, carry))
         return gx, carry
 
     def input_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
-        stash, cotangent = self._read(at, carry)
+        stash, cotangent = self._stash_and_cotangent(at, carry)
         run = lambda v: self.stage.input_grad(*device.chunk(v), stash, cotangent)  # noqa: E731
         gx, pending, sums = device.on_chunk(place.chunk, run)
         carry["pending"] = write_slot(carry["pending"], at["pending"], pending)
@@ -109,15 +101,10 @@ class _SingleOpTicks:
         carry["sums"] = device.on_chunk(place.chunk, run)
         return out, carry
 
-    def _read(self, at: dict, carry: Tree) -> tuple[Tree, Callable]:
-        """(stash, cotangent) for `Stage.backward` and `Stage.input_grad`, whose aux is the sums."""
-        device, values = self.device, carry["values"]
-        arrived = lambda: read_slot(values, at["grad"])  # noqa: E731
-        if not self.stage.keeps_input:
-            return read_slot(carry["stash"], at["stash"]), lambda _: (arrived(), carry["sums"])
-        otherwise = arrived if values.shape[0] else None  # no value ever arrives at a single stage
-        stash = device.input(_place(at), values, at["act"])
-        return stash, lambda y: device.head(_place(at), y, otherwise, carry["sums"])
+    def _stash_and_cotangent(self, at: dict, carry: Tree) -> tuple[Tree, Callable]:
+        values = carry["values"]  # activations and gradients
+        kept = Kept(values, at["act"], carry["stash"], at["stash"])
+        return self.device.stash_and_cotangent(_place(at), kept, values, at["grad"], carry["sums"])
 
 
 def _place(at: dict[str, jax.Array]) -> Place:

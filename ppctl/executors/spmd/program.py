@@ -97,7 +97,7 @@ def _ranks_text(rank_of: tuple[int, ...]) -> str:
 
 
 def _layer_slots(stack: Stack, layout: Layout, v: int, count: jax.Array, numbers: jax.Array) -> LayerSlots | None:
-    """What the rows of chunk v are on this rank, which holds so many layers with these numbers."""
+    """The layer slots of chunk v on this rank, which holds so many layers with these numbers."""
     if stack.are_alike:
         return None if layout.is_even else LayerSlots(count)
     return LayerSlots(None if layout.is_even else count, numbers, layout.among(v))

@@ -23,7 +23,7 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def matmul_flops(function: Callable, *args: Any) -> int:
-    """FLOPs of all matrix products in function(*args); args may be shapes. Multiply and add count as two.
+    """Return the FLOPs of all matrix products in function(*args); args may be shapes. Multiply and add count as two.
 
     >>> a, b = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 3), (3, 5)))
     >>> matmul_flops(lambda a, b: a @ b, a, b)
@@ -34,23 +34,23 @@ def matmul_flops(function: Callable, *args: Any) -> int:
 
 @dataclass(frozen=True)
 class RelativeCosts:
-    """What the pieces of a model cost, in layers: in means of them, where they differ."""
+    """Costs of the parts of a model in units of a layer: of the mean layer, where they differ."""
 
     layers: tuple[float, ...]
     embed: float
     head: float
 
     def of_stages(self, partition: Partition) -> tuple[float, ...]:
-        """What each stage costs."""
+        """Return the cost of each stage."""
         return stage_costs(partition, **vars(self))
 
     def balanced(self, rank_of: Sequence[int]) -> Partition:
-        """The partition whose dearest stage costs least; rank_of: the rank of each stage."""
+        """Return the partition whose dearest stage costs least; rank_of: the rank of each stage."""
         return divided_evenly(self.layers, rank_of, embed=self.embed, head=self.head)
 
 
 def relative_costs(stack: Stack, batch: Tree, *, recompute: bool) -> RelativeCosts:
-    """What the pieces cost by FLOPs of matrix products, forward and backward; nothing is compiled.
+    """Return the relative costs by FLOPs of matrix products, forward and backward; nothing is compiled.
 
     recompute: a layer's forward counts twice, since its backward runs it again. Looking up an embedding counts nothing.
     """

@@ -119,7 +119,7 @@ def extents(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def _changes_nothing(eqn: core.JaxprEqn) -> bool:
-    """Whether it rounds to the precision that a value has. Narrow types are computed in wider ones; there it does."""
+    """Tell whether an equation rounds to the precision that a value has anyway, which narrow types do not."""
     if eqn.primitive.name != "reduce_precision":
         return False
     rounded: Any = eqn.invars[0]

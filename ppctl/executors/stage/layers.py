@@ -73,7 +73,7 @@ class Residuals:
         return gx, dw
 
     def empty(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """What `save` returns for padding."""
+        """Return the same as `save` for padding."""
         return x, zeros_like(self.shapes)
 
 
@@ -99,12 +99,12 @@ class LayerPrograms:
 
     @property
     def saved(self) -> list[Shape]:
-        """What `save` keeps."""
+        """Shapes of the residuals that `save` keeps."""
         return self.residuals.shapes
 
     @property
     def pending(self) -> list[Shape]:
-        """What `input_grad` hands to `weight_grad`."""
+        """Shapes of the values that `input_grad` hands to `weight_grad`."""
         return self.split.pending
 
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:

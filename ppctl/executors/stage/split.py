@@ -1,15 +1,7 @@
 """The backward of a layer in two: its input gradient (I) now, its weight gradients (W) later, without a second chain.
 
-The backward is traced once to a jaxpr; calls (jit, remat, custom derivatives) are inlined. The equations that the input
-gradient needs are I, the others are W. What crosses is `pending`: values that W reads and I has, each once.
-
-- A value of parameters and constants alone does not cross: W computes it again.
-- A reshape, transpose, broadcast or widening cast of a value does not cross either: the value does, being no larger.
-- Element-wise work and sums of W move to I where that makes `pending` smaller: gradients of norms and biases, the
-  inputs of matrix products.
-- Any other value that both need is handed over, not recomputed, however cheap.
-- A scan that yields both becomes two: one for I, whose iterations hand what W needs of them to one for W.
-- Operations with effects run in I.
+I is what the input gradient needs of the backward's jaxpr, W the rest; what crosses is `pending`. Which values cross,
+which are computed twice and which work moves from W to I: docs/executors-internals.md, "The split backward".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One stage: its layers forward, what it keeps, and its layers backward, for each remat setting.
 
 A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree (scanned). `fold` hides the
-difference. `rows` says which layers they are, where that matters: rows of padding pass x through, and where layers
-differ each runs its own programs.
+difference. `LayerSlots` says which layers they are, where that matters: slots of padding pass x through, and where
+layers differ each runs its own programs.
 
 remat  | the stash of a microbatch                                  | the backward recomputes
 none   | all but attention scores and element-wise results          | those
@@ -50,14 +50,14 @@ def numbered(w: Any, *others: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """What the rows of a stage's parameters are, where they are not simply layers that are all alike."""
+    """The layers in the slots of a stage's parameters, where they are not simply layers that are all alike."""
 
     count: jax.Array | None = None  # so many are layers, the others padding; None: all are layers
     numbers: range | jax.Array | None = None  # the layer of the model that each is; None: layers are alike
-    among: tuple[tuple[int, ...], ...] = ()  # of traced numbers: for each row the layers that it may be
+    among: tuple[tuple[int, ...], ...] = ()  # of traced numbers: for each slot the layers that it may hold
 
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
-        """(the layer that row k is, those that it may be for all that is known now)."""
+        """(the layer in slot k, those that it may be for all that is known now)."""
         assert self.numbers is not None, "layers differ"
         if isinstance(self.numbers, range):
             numbers = tuple(self.numbers)
@@ -66,7 +66,7 @@ class LayerSlots:
 
 
 def where_layer(slots: LayerSlots | None, k: Any, run: Callable, otherwise: Callable, *args: Any) -> Any:
-    """run(*args) for rows that are layers, else otherwise(*args)."""
+    """Return run(*args) for slots that hold layers, else otherwise(*args)."""
     if slots is None or slots.count is None:
         return run(*args)
     return jax.lax.cond(k < slots.count, run, otherwise, *args)
@@ -76,7 +76,7 @@ class Stage:
     """The forward and backward of a stage as functions of arrays only. `w0` and `x` give shapes and dtypes.
 
     layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
-    told which `rows` it has. None: layers that are all alike.
+    given the `slots` that it has. None: layers that are all alike.
     """
 
     def __init__(self, layers: Layer | Sequence[Layer], remat: Remat, w0: Tree, x: jax.ShapeDtypeStruct):
@@ -86,7 +86,7 @@ class Stage:
         self.packings = SwitchPackings(self.layers)
 
     def layer(self, slots: LayerSlots | None, k: Any) -> LayerPrograms | LayerSwitch:
-        """The programs of row k."""
+        """Return the programs of slot k."""
         if self.are_alike:
             return self.layers[0]
         assert slots is not None, "layers differ"
@@ -99,7 +99,7 @@ class Stage:
         return self.remat.keeps_input_only
 
     def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
-        """Shapes of the stash of a microbatch; w may be shapes. rows: None: of any layers, where layers differ."""
+        """Shapes of the stash of a microbatch; w may be shapes. slots: None: of any layers, where layers differ."""
         slots = slots or self._any(w)
         return jax.eval_shape(lambda w, x: self.forward(w, slots, x)[1], w, self.x)
 
@@ -113,7 +113,7 @@ class Stage:
         return jax.eval_shape(hand_on, w, self.stash_shapes(w, slots), self.x)
 
     def _any(self, w: Any) -> LayerSlots | None:
-        """Rows of which nothing is known."""
+        """Slots of whose layers nothing is known."""
         if self.are_alike:
             return None
         count = len(w) if isinstance(w, list) else len(jax.tree.leaves(w)[0])

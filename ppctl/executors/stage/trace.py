@@ -65,7 +65,7 @@ class Trace:
 
     @property
     def names(self) -> list[str]:
-        """What each operation is."""
+        """The name of each operation."""
         return [eqn.primitive.name for eqn in self.ops]
 
     @cached_property
@@ -102,12 +102,12 @@ class Trace:
         return [Shape(v.aval.shape, v.aval.dtype) for v in self._crossing[place]]  # pyright: ignore[reportAttributeAccessIssue] of arrays
 
     def run(self, start: int, stop: int, values: Sequence[Any], leaves: Mapping[int, Any]) -> list[Any]:
-        """What crosses `stop`, from what crosses `start` and the leaves, by number, that operations between need."""
+        """Return the values that cross `stop`, from those that cross `start` and the leaves needed, by number."""
         env = self._run(start, stop, values, leaves)
         return [env[v] for v in self._crossing[stop]]
 
     def outputs(self, start: int, values: Sequence[Any], leaves: Mapping[int, Any]) -> Tree:
-        """What the function returns, from what crosses `start`."""
+        """Return the outputs of the function, from what crosses `start`."""
         env = self._run(start, self.num_ops, values, leaves)
         outs = [self._value(env, v) for v in self.outvars]
         return jax.tree.unflatten(jax.tree.structure(self.out_shapes), outs)
@@ -138,7 +138,7 @@ def _holds_mark(jaxpr: core.Jaxpr) -> bool:
 
 
 def _without_jits(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """What the program returns. Custom derivatives and remat stay what they are; marks stay too."""
+    """The outputs of the program. Custom derivatives and remat stay what they are; marks stay too."""
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
         values = [env_value(env, v) for v in eqn.invars]

@@ -1,12 +1,7 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
-Layers of a stack have parameters of equal shapes, and pass on an x of one shape. Here x is a row of numbers for each
-row of the batch: all values that cross a boundary, one behind the other, padded to the widest boundary; a layer's
-parameters are two rows of numbers, "kernel" (what weight decay is for) and "bias" (what it is not for), padded to the
-largest layer. The padding is zero, and stays so.
-
-The embedding is what turns integers into floats. The head is the loss, with the operations before it where the outputs
-are more than twice as wide as any boundary, as logits are, or share parameters with the embedding.
+x is one vector an example, parameters of a layer are one vector each for "kernel" and "bias", both padded to the
+largest; docs/executors-internals.md, "A network as a stack", says what is embedding, layer and head.
 """
 
 from __future__ import annotations
@@ -62,7 +57,7 @@ class TracedNetwork:
     # where it is cut
 
     def at(self, num_examples: int) -> Trace:
-        """The network on so many rows."""
+        """Return the network traced for so many examples."""
         if num_examples not in self.traces:
             leaves = [Shape(shape, self.compute) for shape in self.shapes]
             dtype = self.compute if _is_floating(self.inputs) else self.inputs.dtype
@@ -148,7 +143,7 @@ class TracedNetwork:
         return l if 0 <= l < self.num_layers else None
 
     def _checked(self, place: int) -> int:
-        """What crosses a boundary, in numbers a row. ConfigError for what cannot."""
+        """The numbers of an example that cross a boundary. ConfigError for values that cannot."""
         few, many = (self.at(num_examples).crossing(place) for num_examples in NUM_EXAMPLES)
         l = self.bounds.index(place)
         if _integers(self.at(NUM_EXAMPLES[0]), place):
@@ -256,7 +251,7 @@ class TracedNetwork:
 
 
 def stack_of(network: TracedNetwork) -> Stack:
-    """The stack that a network is, cut so."""
+    """Return the stack that a network is, cut so."""
 
     def initial(key: jax.Array) -> Tree:
         return network.to_parts(network.network.init(key))
@@ -278,7 +273,7 @@ def _is_floating(a: Shape) -> bool:
 
 
 def _integers(trace: Trace, place: int) -> list[Shape]:
-    """What crosses and is neither floating nor yes and no."""
+    """The values that cross and are neither floating nor boolean."""
     return [a for a in trace.crossing(place) if not _is_floating(a) and a.dtype != jnp.bool_]
 
 

@@ -1,0 +1,28 @@
+"""Gradients of the embedding and of the head, as every executor but the reference takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+
+def embedding_grad(embed: Callable[[Tree, jax.Array], jax.Array], ends: Tree, inputs: jax.Array, gx: jax.Array) -> Tree:
+    """Return the gradient of `ends` in x = embed(ends, inputs), from that of x."""
+    return jax.vjp(lambda ends: embed(ends, inputs), ends)[1](gx)[0]
+
+
+def head_grads(
+    head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    ends: Tree,
+    y: jax.Array,
+    targets: jax.Array,
+) -> tuple[jax.Array, Tree, jax.Array, jax.Array]:
+    """Return (gradient of y, gradient of `ends`, sum of losses, number of losses) of head(ends, y, targets)."""
+    loss, pull, number = jax.vjp(lambda ends, y: head(ends, y, targets), ends, y, has_aux=True)
+    ends_grad, y_grad = pull(jnp.ones_like(loss))
+    return y_grad, ends_grad, loss, number
