@@ -77,7 +77,7 @@ def _figures(sweep: Sweep, records: Records) -> str:
     """Return the figures of speed and bubble over microbatches, where the sweep has several numbers of these."""
     by_line: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
     for job, record in zip(sweep.jobs, records, strict=True):
-        if record["status"] in DONE and job.config is not None and job.config.executor.name != "reference":
+        if record["status"] in DONE and job.config is not None and job.config.executor.IS_PIPELINED:
             by_line[_line_name(job)].append((job, record))
     if len({_size(job) for jobs in by_line.values() for job, _ in jobs}) < 2:
         return ""

@@ -22,7 +22,7 @@ def bubble_curve(config: Config, sizes: Sequence[int]) -> list[tuple[float, floa
     simulated at `sizes`. Nothing without a pipeline, or for a schedule that is no family.
     """
     schedule, ranks, family = config.schedule, config.mesh.pp, config.schedule.name
-    if family not in FAMILIES or config.executor.name == "reference":
+    if family not in FAMILIES or not config.executor.IS_PIPELINED:
         return []
     costs = task_costs(config.executor.remat)
     work_s = sum(costs.seconds(kind, 0, 1) for kind in "FIW")

@@ -182,7 +182,11 @@ class Checkpoints:
             DamagedError, CheckpointError: As `restore`.
         """
         sealed = self._sealed(step)
-        found = ocp.checkpointables_metadata(str(self._path(step))).metadata["state"]["params"]
+        try:
+            with self._reading:
+                found = ocp.checkpointables_metadata(str(self._path(step))).metadata["state"]["params"]
+        except Exception as error:  # Orbax has none of its own for files that it cannot read
+            raise self._damaged(step, "the description of its arrays is not what was saved") from error
         sharding = jax.sharding.SingleDeviceSharding(device)
         wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), found)
         self._reading.pytree.loading.partial_load = True
