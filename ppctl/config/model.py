@@ -86,7 +86,7 @@ class CustomModel:
     num_layers: int = 8  # divided over the stages
     layers: str = "marks"  # of a Network: marks (between its stage_boundary) | auto (clustered, whatever its marks)
     seq_len: int | None = None  # tokens a sequence, of data that are text
-    options: dict[str, Any] = field(default_factory=dict)  # its other arguments: +model.options.NAME=VALUE
+    options: dict[str, Any] = field(default_factory=dict[str, Any])  # its other arguments: +model.options.NAME=VALUE
 
     LAYERS: ClassVar[tuple[str, ...]] = ("marks", "auto")
 

@@ -1,4 +1,4 @@
-"""Mesh, schedule families and their knobs, and partitions."""
+"""The schedules: families and their knobs, schedules found by search, and those of a file."""
 
 from __future__ import annotations
 
@@ -8,27 +8,6 @@ from typing import Any, ClassVar
 
 from ppctl.config.checks import at_least, choice
 from ppctl.errors import ConfigError
-
-
-@dataclass
-class Mesh:
-    """Devices along each axis: data-parallel rows, pipeline ranks, parameter shards. `mesh=2x4x2` is dp x pp x fsdp."""
-
-    dp: int = 1  # data-parallel rows
-    pp: int = 1  # pipeline ranks
-    fsdp: int = 1  # shards of the parameters
-
-    @property
-    def num_devices(self) -> int:
-        return self.dp * self.pp * self.fsdp
-
-    @property
-    def text(self) -> str:
-        return f"{self.dp}x{self.pp}" + (f"x{self.fsdp}" if self.fsdp > 1 else "")
-
-    def check(self) -> None:
-        for axis in ("dp", "pp", "fsdp"):
-            at_least(f"mesh.{axis}", getattr(self, axis), 1)
 
 
 @dataclass
@@ -153,44 +132,6 @@ class Csv(Schedule):
 
     def check(self) -> None:
         at_least("schedule.num_microbatches", self.num_microbatches, 0)
-
-
-@dataclass
-class Uniform:
-    """As many layers on each stage, or one more on the first ones."""
-
-    name: str = "uniform"
-
-    def check(self) -> None:
-        """Nothing: there is no setting."""
-
-
-@dataclass
-class Balanced(Uniform):
-    """As little work on the stage with the most as can be: counts FLOPs of layers, embedding and head."""
-
-    name: str = "balanced"
-
-
-@dataclass
-class Explicit(Uniform):
-    """The layers of each stage as you say: [3,2,2,3], or "Et*3|(tt|)*2,tL" as Megatron-LM writes it."""
-
-    name: str = "explicit"
-    layers: Any = "???"  # a list with the number of each stage, or text: E embedding, t layer, L loss, | next stage
-
-    def check(self) -> None:
-        counts = self.layers
-        if isinstance(counts, str):
-            return  # `ppctl.schedule.partition.partition` reads it
-        if not isinstance(counts, list):
-            raise ConfigError(
-                f"partition.layers={counts} is neither a list with the number of layers of each stage, [3,2,2,3], nor "
-                "text such as 'Et*3|(tt|)*2,tL'."
-            )
-        for stage, count in enumerate(counts):
-            if type(count) is not int:
-                raise ConfigError(f"partition.layers={counts}: stage {stage} has {count} layers. Use a whole number.")
 
 
 def _hops(warmup_hops: float) -> None:

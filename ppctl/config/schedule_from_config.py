@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ppctl import config as settings
 from ppctl.errors import ConfigError, ScheduleError
@@ -80,14 +79,17 @@ def schedule_of(
     return Requested(schedule, label(request))
 
 
-def pipeline_of(schedule: settings.Schedule, executor: Any, num_ranks: int, num_layers: int) -> Pipeline:
+def pipeline_of(schedule: settings.Schedule, executor: settings.Reference, num_ranks: int, num_layers: int) -> Pipeline:
     """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError for what cannot be."""
     costs = task_costs(executor.remat)
     lower = partial(ticks, costs=costs, remat=Remat.of(executor.remat))
-    is_lockstep = executor.IN_TICKS
-    in_lockstep = (lambda each: lower(each).makespan_s(costs)) if is_lockstep else None
-    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), in_lockstep)
-    return Pipeline(found.schedule, found.label, lower(found.schedule) if is_lockstep else None, costs)
+
+    def in_lockstep_s(found: Schedule) -> float:
+        return lower(found).makespan_s(costs)
+
+    makespan_s = in_lockstep_s if executor.IN_TICKS else None
+    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), makespan_s)
+    return Pipeline(found.schedule, found.label, lower(found.schedule) if executor.IN_TICKS else None, costs)
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:

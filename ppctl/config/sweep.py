@@ -36,7 +36,7 @@ class SubmititLocal:
     timeout_min: int = 1440  # minutes after which a job is asked to save, and started again
     signal_delay_s: int = 120  # seconds that it has for that
     max_num_timeout: int = 3  # times that it is started again
-    setup: list[str] = field(default_factory=list)  # lines for the shell before a job
+    setup: list[str] = field(default_factory=list[str])  # lines for the shell before a job
 
     @property
     def cluster(self) -> str:
@@ -72,8 +72,10 @@ class SubmititSlurm:
     constraint: str | None = None
     exclude: str | None = None  # nodes
     comment: str | None = None
-    setup: list[str] = field(default_factory=list)  # lines for the shell before a job
-    additional_parameters: dict[str, Any] = field(default_factory=dict)  # others of sbatch, by their names there
+    setup: list[str] = field(default_factory=list[str])  # lines for the shell before a job
+    additional_parameters: dict[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # others of sbatch, by their names there
 
     @property
     def cluster(self) -> str:
