@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -117,6 +119,13 @@ def test_the_layers_of_stages_are_a_list_or_text():
         ("", ""),
     ):
         assert composed("partition=explicit", f"partition.layers={said}").partition == c.Explicit(layers=layers)
+
+
+def test_settings_load_no_schedule_family():
+    loaded = "import sys, ppctl.config; print(*(name for name in sys.modules if name.startswith('ppctl.schedule')))"
+    command = [sys.executable, "-c", loaded]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ppctl.schedule", "ppctl.schedule.remat"]
 
 
 def test_the_names_of_settings_are_unique_within_a_part():
