@@ -10,10 +10,10 @@ from ppctl.config.checks import at_least, choice, dotted, fraction
 
 @dataclass
 class Data:
-    """What every data set has."""
+    """Settings of every data set."""
 
     name: str = "???"
-    batch_size: int = 32  # global, sequences (or rows) a step
+    batch_size: int = 32  # global: examples (sequences, for text) a step
     eval_fraction: float = 0.05  # held out for evaluation
 
     def check(self) -> None:
@@ -83,7 +83,7 @@ class Synthetic(Data):
 
 @dataclass
 class Regression(Data):
-    """Rows of a fixed random teacher network with noise: inputs [num_features], targets [num_targets]."""
+    """Examples of a fixed random teacher network with noise: inputs [num_features], targets [num_targets]."""
 
     name: str = "regression"
     num_features: int = 32

@@ -32,7 +32,7 @@ class Spmd(Reference):
     """One XLA program: a scan over ticks, one ring permute each way a tick."""
 
     name: str = "spmd"
-    idle: str = "skip"  # what a rank without a task does in a tick: skip | compute (and mask the result)
+    idle: str = "skip"  # in a tick without a task: skip | compute (and mask the result)
     gather: str = "step"  # when parameters are gathered over fsdp: once a step | each tick (less memory, more traffic)
 
     IS_PIPELINED: ClassVar[bool] = True

@@ -9,9 +9,9 @@ from ppctl.config.checks import at_least
 
 @dataclass
 class Mesh:
-    """Devices along each axis: data-parallel rows, pipeline ranks, parameter shards. `mesh=2x4x2` is dp x pp x fsdp."""
+    """Devices along each axis: replicas, pipeline ranks, parameter shards. `mesh=2x4x2` is dp x pp x fsdp."""
 
-    dp: int = 1  # data-parallel rows
+    dp: int = 1  # data-parallel replicas
     pp: int = 1  # pipeline ranks
     fsdp: int = 1  # shards of the parameters
 

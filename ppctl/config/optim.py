@@ -10,9 +10,9 @@ from ppctl.errors import ConfigError
 
 @dataclass
 class Optim:
-    """What every optimizer has: global-norm clipping over all stages, warm-up and cosine lr_schedule.
+    """Settings of every optimizer: global-norm clipping over all stages, warm-up and cosine lr_schedule.
 
-    warmup_steps=0 min_lr_fraction=1 is a rate that stays.
+    warmup_steps=0 min_lr_fraction=1 is a constant rate.
     """
 
     name: str = "???"

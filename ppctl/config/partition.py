@@ -15,7 +15,7 @@ class Uniform:
     name: str = "uniform"
 
     def check(self) -> None:
-        """Nothing: there is no setting."""
+        """Check nothing: there is no setting."""
 
 
 @dataclass

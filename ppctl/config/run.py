@@ -39,24 +39,22 @@ class Profile:
 
 @dataclass
 class Run:
-    """One training run and what it leaves behind."""
+    """One training run: its steps, its directory and its processes."""
 
     name: str = "default"
     dir: str = "runs/${run.name}"  # metrics and checkpoints
     num_steps: int = 200  # optimizer steps
     seed: int = 0  # of initial weights and data order
     dtype: str | None = None  # of compute: float32 | bfloat16 | float64; None: float64 to verify, else float32
-    platform: str | None = None  # cpu | cuda | tpu; None: what JAX finds
+    platform: str | None = None  # cpu | cuda | tpu; None: JAX chooses
     resume: str = "auto"  # auto: go on if a checkpoint is there | must: fail if none | never: fail if one is there
     log_every: int = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: int | None = 100  # steps; None: no evaluation
     eval_batches: int = 4  # of data.batch_size each
     tensorboard: bool = True
-    show_placement: bool = False  # say where each parameter lies before the first step: layer, rank, devices, sharding
+    show_placement: bool = False  # print where each parameter lies before step 1: layer, rank, devices, sharding
     timeline: bool = False  # measure when each task of one step runs (executor=mpmd): run.dir/timeline/
-    distributed: str = (
-        "off"  # off: one process | explicit: of several, by the three settings below | auto: by Slurm, ...
-    )
+    distributed: str = "off"  # off: one process | explicit: several, by the settings below | auto: by Slurm, ...
     coordinator: str | None = None  # HOST:PORT where process 0 listens and all others find it
     num_processes: int | None = None  # of the whole run
     process_id: int | None = None  # of this process, 0..num_processes-1; process 0 leads: it prints and records

@@ -15,13 +15,13 @@ class Schedule:
     """A schedule family without knobs of its own (gpipe, 1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v)."""
 
     name: str = "gpipe"
-    num_microbatches: int = 8  # microbatches a step, on each data-parallel row
+    num_microbatches: int = 8  # microbatches a step, of each data-parallel replica
 
     def check(self) -> None:
         at_least("schedule.num_microbatches", self.num_microbatches, 1)
 
     def knobs(self) -> dict[str, Any]:
-        """The family's own keyword arguments."""
+        """Return the keyword arguments of the family's generator, those of all families left out."""
         return {}
 
 
@@ -110,7 +110,7 @@ class Auto(Schedule):
     max_activations: float | None = None  # a rank may hold, of one microbatch through 1/p of the model; None: mesh.pp
     max_chunks: int = 4  # stages a rank, at most
     split_backward: bool = True  # may a backward be split into input and weight gradients
-    objective: str = "makespan"  # what to shorten: makespan | period (a step without barrier before the optimizer)
+    objective: str = "makespan"  # the time to shorten: makespan | period (a step without barrier before the optimizer)
 
     OBJECTIVE: ClassVar[tuple[str, ...]] = ("makespan", "period")
 

@@ -30,7 +30,7 @@ CLASSES: tuple[type[settings.Schedule], ...] = (
 
 @dataclass(frozen=True)
 class Requested:
-    """A schedule, the label that tells it from others, and for schedule=auto what it was chosen from."""
+    """A schedule, the label that tells it from others, and for schedule=auto the candidates."""
 
     schedule: Schedule
     label: str
@@ -54,7 +54,7 @@ def schedule_of(
     most_chunks: int | None = None,
     makespan_s: Callable[[Schedule], float] | None = None,
 ) -> Requested:
-    """Return the schedule that `request` names. ScheduleError or ConfigError for what cannot be.
+    """Return the schedule that `request` names. ScheduleError or ConfigError where it is impossible.
 
     costs, most_chunks (stages a rank that the model has layers for) and makespan_s (see `choose`) matter to
     schedule=auto alone.
@@ -80,7 +80,7 @@ def schedule_of(
 
 
 def pipeline_of(schedule: settings.Schedule, executor: settings.Reference, num_ranks: int, num_layers: int) -> Pipeline:
-    """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError for what cannot be."""
+    """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError where it is impossible."""
     costs = task_costs(executor.remat)
     lower = partial(ticks, costs=costs, remat=Remat.of(executor.remat))
 
@@ -128,7 +128,7 @@ def read(path: Path) -> Schedule:
 
 
 def read_valid(path: Path) -> Schedule:
-    """Return the same, with the fault in one line: `ppctl schedule check` draws it."""
+    """Return the same as `read`, its error in one line: `ppctl schedule check` draws the fault."""
     try:
         return read(path)
     except ScheduleError as error:
@@ -136,7 +136,7 @@ def read_valid(path: Path) -> Schedule:
 
 
 def label(schedule: settings.Schedule) -> str:
-    """Return name and knobs: the number of chunks, and what is not the default.
+    """Return name and knobs: the number of chunks, and all that differ from their defaults.
 
     >>> label(settings.Interleaved(num_chunks=4))
     'interleaved (num_chunks=4)'

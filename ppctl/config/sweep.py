@@ -8,7 +8,7 @@ from typing import Any
 from ppctl.config.checks import at_least, choice
 from ppctl.errors import ConfigError
 
-SMALLER_IS_BETTER = {  # what a search may be for: numbers of a run
+SMALLER_IS_BETTER = {  # the numbers of a run that a search may be for
     "final_loss": True,
     "eval_loss": True,
     "step_time_s": True,
@@ -47,7 +47,7 @@ class SubmititLocal:
         _check_time(self.timeout_min, self.signal_delay_s, self.max_num_timeout)
 
     def parameters(self) -> dict[str, Any]:
-        """What submitit's executor is told."""
+        """Return the arguments of submitit's executor."""
         return {"timeout_min": self.timeout_min, "signal_delay_s": self.signal_delay_s, "setup": self.setup}
 
 
@@ -89,7 +89,7 @@ class SubmititSlurm:
         _check_time(self.timeout_min, self.signal_delay_s, self.max_num_timeout)
 
     def parameters(self) -> dict[str, Any]:
-        """What submitit's executor is told."""
+        """Return the arguments of submitit's executor."""
         renamed: dict[str, Any] = {
             "time": self.timeout_min,
             "ntasks_per_node": self.tasks_per_node,
