@@ -8,6 +8,7 @@ the settings that they are. Sources and search paths have no such rule and are r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import typing
 from collections.abc import Iterator
@@ -101,6 +102,7 @@ def register() -> None:
         Plugins.instance().register(plugin)
 
 
+@functools.cache  # one class, however often it is registered
 def config_schema() -> type:
     """Return `Config` as OmegaConf takes it: without unions of dataclasses.
 
