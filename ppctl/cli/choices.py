@@ -17,7 +17,7 @@ from types import UnionType
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Run, Tune
+from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Run, ScheduleConfig, Tune
 from ppctl.config.files import ROOT
 
 # the parts of which there is one
@@ -70,8 +70,8 @@ def default_option(group: str) -> str:
 
 def schemas() -> dict[str, type]:
     """Return the dataclasses of config/ by the name that files in conf/ give them."""
-    classes = inspect.getmembers(config, inspect.isclass)
-    return {name.lower(): cls for name, cls in classes if dataclasses.is_dataclass(cls)}
+    classes = inspect.getmembers(config, lambda cls: inspect.isclass(cls) and dataclasses.is_dataclass(cls))
+    return {name.lower(): cls for name, cls in classes if cls not in (Config, ScheduleConfig)}
 
 
 def schema_of(group: str, option: str) -> type:

@@ -76,9 +76,9 @@ def checked(composed: Composed) -> Config:
     """Return a composed config as dataclasses. Raises ConfigError for what it cannot be."""
     check_keys(composed.config)
     check_names(*composed)
-    config = OmegaConf.to_object(composed.config)
-    assert isinstance(config, Config)
-    check_costs(config.costs, drawing=False)
+    parts: dict[str, Any] = {str(part): OmegaConf.to_object(node) for part, node in composed.config.items()}
+    check_costs(parts["costs"], drawing=False)
+    config = Config(**parts)
     config.schedule = settled(config.schedule)
     settings.check(config)
     return config

@@ -7,7 +7,10 @@ the settings that they are. Sources and search paths have no such rule and are r
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,14 +94,26 @@ def register() -> None:
     store = ConfigStore.instance()
     for name, cls in schemas().items():
         store.store(name=f"schema_{name}", node=cls, provider="ppctl")
-    # The parts are missing rather than config's defaults, so that a group that was not chosen cannot hide.
-    missing: dict[str, Any] = dict.fromkeys(PARTS, MISSING)
-    store.store(name="schema_config", node=Config(**missing), provider="ppctl")
+    store.store(name="schema_config", node=config_schema(), provider="ppctl")
     for group, options in (("hydra/launcher", LAUNCHERS), ("hydra/sweeper", SWEEPERS)):
         for name, cls in options.items():
             store.store(group=group, name=name, node=cls, provider="ppctl")
     for plugin in (PpctlSource, PpctlSearchPath):
         Plugins.instance().register(plugin)
+
+
+@functools.cache  # one class, however often it is registered
+def config_schema() -> type:
+    """Return `Config` as OmegaConf takes it: without unions of dataclasses.
+
+    A part that is chosen by name is missing rather than config's default, so that a group that was not chosen cannot
+    hide.
+    """
+    parts: list[tuple[str, Any, Any]] = []
+    for name, hint in typing.get_type_hints(Config).items():
+        default = dataclasses.field(default=MISSING) if name in PARTS else dataclasses.field(default_factory=hint)
+        parts.append((name, hint if dataclasses.is_dataclass(hint) else Any, default))
+    return dataclasses.make_dataclass("Config", parts)
 
 
 @contextmanager

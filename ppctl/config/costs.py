@@ -30,7 +30,7 @@ class Analytic:
     """Seconds from the FLOPs and bytes of tasks and the speeds of `hardware`."""
 
     name: str = "analytic"
-    doctor: str | None = None  # what `ppctl doctor --json` wrote: links as measured; None: those of hardware
+    doctor: str | None = None  # file of `ppctl doctor --json`, for links as measured; None: those of hardware
 
     def check(self) -> None:
         """Check nothing here: `ppctl.training.known_hardware.links_of` reads the file."""

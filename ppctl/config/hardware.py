@@ -1,4 +1,4 @@
-"""What an accelerator and the links between several of them can do. The numbers stand in `conf/hardware/`."""
+"""Speeds and memory of accelerators, and of the links between them. The numbers stand in `conf/hardware/`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class AutoHardware:
     name: str = "auto"
 
     def check(self) -> None:
-        """Nothing: there is no setting."""
+        """Check nothing: there is no setting."""
 
 
 @dataclass
 class Cuda:
-    """What XLA's compiler asks of an NVIDIA GPU that is not here, for plan.topology."""
+    """Properties of an NVIDIA GPU that is not here, as XLA's compiler needs them for plan.topology."""
 
     capability: str  # compute capability, such as "9.0"
     cores: int  # streaming multiprocessors
@@ -43,7 +43,7 @@ class Cuda:
 
 @dataclass
 class Hardware:
-    """What one device does (as JAX counts devices), and how it reaches others."""
+    """Speeds and memory of one device (as JAX counts devices), and of its links to others."""
 
     name: str
     device_kinds: list[str]  # as jax.Device.device_kind names it
@@ -52,7 +52,7 @@ class Hardware:
     memory_bytes_per_s: float  # of the device's own memory
     link_bytes_per_s: float  # one way, from a device to its neighbour (NVLink, ICI)
     link_latency_s: float  # of a message to a neighbour
-    task_s: float  # what starting a task or a tick takes beside its work
+    task_s: float  # to start a task or a tick, its work not included
     memory_gib: float | None = None  # that programs can use; None: a share of the machine's
     host_devices: int | None = None  # devices of a host joined by links; None: links join all of them
     network_bytes_per_s: float | None = None  # one way, of a device to one of another host
@@ -76,6 +76,6 @@ class Hardware:
         of_hosts = ("host_devices", "network_bytes_per_s", "network_latency_s")
         given = [key for key in of_hosts if getattr(self, key) is not None]
         if 0 < len(given) < len(of_hosts):
-            said = " ".join(f"hardware.{key}={getattr(self, key)}" for key in given)
+            listed = " ".join(f"hardware.{key}={getattr(self, key)}" for key in given)
             missing = " and ".join(f"hardware.{key}" for key in of_hosts if key not in given)
-            raise ConfigError(f"{said} needs {missing} too: all three say how hosts are joined, or all are null.")
+            raise ConfigError(f"{listed} needs {missing} too: all three say how hosts are joined, or all are null.")

@@ -1,4 +1,4 @@
-"""What `ppctl inspect` is asked for."""
+"""The settings of `ppctl inspect`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ppctl.errors import ConfigError
 
 @dataclass
 class Inspect:
-    """What `ppctl inspect` shows of the programs that would run, and a directory for it."""
+    """The parts that `ppctl inspect` shows of the programs that would run, and a directory for them."""
 
     what: str | None = None  # summary | program | jaxpr | stablehlo | hlo; None: the first two, in inspect.out all
     stage: int | None = None  # executor=mpmd: of this stage and its rank alone; None: of all

@@ -1,4 +1,4 @@
-"""The local launcher."""
+"""The settings of the local launcher."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class Launch:
 
 
 def not_launched() -> list[str]:
-    """The overrides that make a request launch nothing, whatever it said before."""
+    """Return the overrides that make any request launch nothing."""
     return [f"launch.{field.name}={field.default}" for field in fields(Launch)]

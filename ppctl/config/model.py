@@ -1,4 +1,4 @@
-"""The models: sizes of the network."""
+"""The models: sizes of their networks."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class MLP:
 
 @dataclass
 class CustomModel:
-    """A model of one's own: a function (num_layers, dtype, data, **options) that returns a ppctl.model.stack.Stack,
+    """A model of one's own: a function that returns a ppctl.Stack, or a ppctl.Network, which is cut into layers.
 
-    or a ppctl.Network, any function of a batch, which is cut into layers.
+    The function takes (num_layers, dtype, data, **options).
     """
 
     name: str = "custom"
@@ -86,7 +86,7 @@ class CustomModel:
     num_layers: int = 8  # divided over the stages
     layers: str = "marks"  # of a Network: marks (between its stage_boundary) | auto (clustered, whatever its marks)
     seq_len: int | None = None  # tokens a sequence, of data that are text
-    options: dict[str, Any] = field(default_factory=dict)  # its other arguments: +model.options.NAME=VALUE
+    options: dict[str, Any] = field(default_factory=dict[str, Any])  # its other arguments: +model.options.NAME=VALUE
 
     LAYERS: ClassVar[tuple[str, ...]] = ("marks", "auto")
 

@@ -1,4 +1,4 @@
-"""What `ppctl plan` is asked for."""
+"""The settings of `ppctl plan`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
 
 @dataclass
 class Plan:
-    """What `ppctl plan` compiles, the memory that a device has, and a page to write."""
+    """The programs that `ppctl plan` compiles, the memory of a device, and a page to write."""
 
     compile: bool = False  # compile the train step too, for the memory that the compiler plans
     topology: str | None = None  # compile for TPUs that are not here: v5e:16x16; or GPUs, hosts x GPUs a host: h100:2x8
-    memory_gib: float | None = None  # memory of a device; None: what the device itself states
+    memory_gib: float | None = None  # memory of a device; None: as the device itself states
     html: str | None = None  # write the plan to this file too, as a page for browsers that loads nothing
 
     def check(self) -> None:

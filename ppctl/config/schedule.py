@@ -1,4 +1,4 @@
-"""Mesh, schedule families and their knobs, and partitions."""
+"""The schedules: families and their knobs, schedules found by search, and those of a file."""
 
 from __future__ import annotations
 
@@ -11,38 +11,17 @@ from ppctl.errors import ConfigError
 
 
 @dataclass
-class Mesh:
-    """Devices along each axis: data-parallel rows, pipeline ranks, parameter shards. `mesh=2x4x2` is dp x pp x fsdp."""
-
-    dp: int = 1  # data-parallel rows
-    pp: int = 1  # pipeline ranks
-    fsdp: int = 1  # shards of the parameters
-
-    @property
-    def num_devices(self) -> int:
-        return self.dp * self.pp * self.fsdp
-
-    @property
-    def text(self) -> str:
-        return f"{self.dp}x{self.pp}" + (f"x{self.fsdp}" if self.fsdp > 1 else "")
-
-    def check(self) -> None:
-        for axis in ("dp", "pp", "fsdp"):
-            at_least(f"mesh.{axis}", getattr(self, axis), 1)
-
-
-@dataclass
 class Schedule:
     """A schedule family without knobs of its own (gpipe, 1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v)."""
 
     name: str = "gpipe"
-    num_microbatches: int = 8  # microbatches a step, on each data-parallel row
+    num_microbatches: int = 8  # microbatches a step, of each data-parallel replica
 
     def check(self) -> None:
         at_least("schedule.num_microbatches", self.num_microbatches, 1)
 
     def knobs(self) -> dict[str, Any]:
-        """The family's own keyword arguments."""
+        """Return the keyword arguments of the family's generator, those of all families left out."""
         return {}
 
 
@@ -131,7 +110,7 @@ class Auto(Schedule):
     max_activations: float | None = None  # a rank may hold, of one microbatch through 1/p of the model; None: mesh.pp
     max_chunks: int = 4  # stages a rank, at most
     split_backward: bool = True  # may a backward be split into input and weight gradients
-    objective: str = "makespan"  # what to shorten: makespan | period (a step without barrier before the optimizer)
+    objective: str = "makespan"  # the time to shorten: makespan | period (a step without barrier before the optimizer)
 
     OBJECTIVE: ClassVar[tuple[str, ...]] = ("makespan", "period")
 
@@ -153,44 +132,6 @@ class Csv(Schedule):
 
     def check(self) -> None:
         at_least("schedule.num_microbatches", self.num_microbatches, 0)
-
-
-@dataclass
-class Uniform:
-    """As many layers on each stage, or one more on the first ones."""
-
-    name: str = "uniform"
-
-    def check(self) -> None:
-        """Nothing: there is no setting."""
-
-
-@dataclass
-class Balanced(Uniform):
-    """As little work on the stage with the most as can be: counts FLOPs of layers, embedding and head."""
-
-    name: str = "balanced"
-
-
-@dataclass
-class Explicit(Uniform):
-    """The layers of each stage as you say: [3,2,2,3], or "Et*3|(tt|)*2,tL" as Megatron-LM writes it."""
-
-    name: str = "explicit"
-    layers: Any = "???"  # a list with the number of each stage, or text: E embedding, t layer, L loss, | next stage
-
-    def check(self) -> None:
-        counts = self.layers
-        if isinstance(counts, str):
-            return  # `ppctl.schedule.partition.partition` reads it
-        if not isinstance(counts, list):
-            raise ConfigError(
-                f"partition.layers={counts} is neither a list with the number of layers of each stage, [3,2,2,3], nor "
-                "text such as 'Et*3|(tt|)*2,tL'."
-            )
-        for stage, count in enumerate(counts):
-            if type(count) is not int:
-                raise ConfigError(f"partition.layers={counts}: stage {stage} has {count} layers. Use a whole number.")
 
 
 def _hops(warmup_hops: float) -> None:

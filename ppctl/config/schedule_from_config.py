@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ppctl import config as settings
 from ppctl.errors import ConfigError, ScheduleError
@@ -31,7 +30,7 @@ CLASSES: tuple[type[settings.Schedule], ...] = (
 
 @dataclass(frozen=True)
 class Requested:
-    """A schedule, the label that tells it from others, and for schedule=auto what it was chosen from."""
+    """A schedule, the label that tells it from others, and for schedule=auto the candidates."""
 
     schedule: Schedule
     label: str
@@ -55,7 +54,7 @@ def schedule_of(
     most_chunks: int | None = None,
     makespan_s: Callable[[Schedule], float] | None = None,
 ) -> Requested:
-    """Return the schedule that `request` names. ScheduleError or ConfigError for what cannot be.
+    """Return the schedule that `request` names. ScheduleError or ConfigError where it is impossible.
 
     costs, most_chunks (stages a rank that the model has layers for) and makespan_s (see `choose`) matter to
     schedule=auto alone.
@@ -80,14 +79,17 @@ def schedule_of(
     return Requested(schedule, label(request))
 
 
-def pipeline_of(schedule: settings.Schedule, executor: Any, num_ranks: int, num_layers: int) -> Pipeline:
-    """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError for what cannot be."""
+def pipeline_of(schedule: settings.Schedule, executor: settings.Reference, num_ranks: int, num_layers: int) -> Pipeline:
+    """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError where it is impossible."""
     costs = task_costs(executor.remat)
     lower = partial(ticks, costs=costs, remat=Remat.of(executor.remat))
-    is_lockstep = executor.IN_TICKS
-    in_lockstep = (lambda each: lower(each).makespan_s(costs)) if is_lockstep else None
-    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), in_lockstep)
-    return Pipeline(found.schedule, found.label, lower(found.schedule) if is_lockstep else None, costs)
+
+    def in_lockstep_s(found: Schedule) -> float:
+        return lower(found).makespan_s(costs)
+
+    makespan_s = in_lockstep_s if executor.IN_TICKS else None
+    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), makespan_s)
+    return Pipeline(found.schedule, found.label, lower(found.schedule) if executor.IN_TICKS else None, costs)
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:
@@ -126,7 +128,7 @@ def read(path: Path) -> Schedule:
 
 
 def read_valid(path: Path) -> Schedule:
-    """Return the same, with the fault in one line: `ppctl schedule check` draws it."""
+    """Return the same as `read`, its error in one line: `ppctl schedule check` draws the fault."""
     try:
         return read(path)
     except ScheduleError as error:
@@ -134,7 +136,7 @@ def read_valid(path: Path) -> Schedule:
 
 
 def label(schedule: settings.Schedule) -> str:
-    """Return name and knobs: the number of chunks, and what is not the default.
+    """Return name and knobs: the number of chunks, and all that differ from their defaults.
 
     >>> label(settings.Interleaved(num_chunks=4))
     'interleaved (num_chunks=4)'

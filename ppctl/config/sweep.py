@@ -8,7 +8,7 @@ from typing import Any
 from ppctl.config.checks import at_least, choice
 from ppctl.errors import ConfigError
 
-SMALLER_IS_BETTER = {  # what a search may be for: numbers of a run
+SMALLER_IS_BETTER = {  # the numbers of a run that a search may be for
     "final_loss": True,
     "eval_loss": True,
     "step_time_s": True,
@@ -36,7 +36,7 @@ class SubmititLocal:
     timeout_min: int = 1440  # minutes after which a job is asked to save, and started again
     signal_delay_s: int = 120  # seconds that it has for that
     max_num_timeout: int = 3  # times that it is started again
-    setup: list[str] = field(default_factory=list)  # lines for the shell before a job
+    setup: list[str] = field(default_factory=list[str])  # lines for the shell before a job
 
     @property
     def cluster(self) -> str:
@@ -47,7 +47,7 @@ class SubmititLocal:
         _check_time(self.timeout_min, self.signal_delay_s, self.max_num_timeout)
 
     def parameters(self) -> dict[str, Any]:
-        """What submitit's executor is told."""
+        """Return the arguments of submitit's executor."""
         return {"timeout_min": self.timeout_min, "signal_delay_s": self.signal_delay_s, "setup": self.setup}
 
 
@@ -72,8 +72,10 @@ class SubmititSlurm:
     constraint: str | None = None
     exclude: str | None = None  # nodes
     comment: str | None = None
-    setup: list[str] = field(default_factory=list)  # lines for the shell before a job
-    additional_parameters: dict[str, Any] = field(default_factory=dict)  # others of sbatch, by their names there
+    setup: list[str] = field(default_factory=list[str])  # lines for the shell before a job
+    additional_parameters: dict[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # others of sbatch, by their names there
 
     @property
     def cluster(self) -> str:
@@ -87,7 +89,7 @@ class SubmititSlurm:
         _check_time(self.timeout_min, self.signal_delay_s, self.max_num_timeout)
 
     def parameters(self) -> dict[str, Any]:
-        """What submitit's executor is told."""
+        """Return the arguments of submitit's executor."""
         renamed: dict[str, Any] = {
             "time": self.timeout_min,
             "ntasks_per_node": self.tasks_per_node,

@@ -1,4 +1,4 @@
-"""What `ppctl tune` is asked for."""
+"""The settings of `ppctl tune`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ppctl.schedule.remat import Remat
 
 @dataclass
 class Tune:
-    """The devices that a layout is looked for, what it may be made of, and what comes of it."""
+    """The search of a layout: its devices and choices, and the recipe that it writes."""
 
     devices: int | None = None  # how many; None: those of the mesh
-    memory_gib: float | None = None  # of a device; None: what the hardware has
+    memory_gib: float | None = None  # of a device; None: that of the hardware
     schedules: list[str] | None = None  # families to choose from; None: all that the executor runs
     remat: list[str] | None = None  # settings of executor.remat to choose from; None: all
     max_chunks: int = 4  # stages a rank, at most
-    measure: int = 0  # how many of the best are run here for a few steps, and ranked by what that took
+    measure: int = 0  # how many of the best are run here for a few steps, and ranked by their measured step time
     recipe: str | None = "tuned"  # the best one is written to ./recipes/NAME.yaml; None: to no file
 
     REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))

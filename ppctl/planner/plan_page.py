@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import asdict
 from html import escape
 
-from ppctl.config import Config
+from ppctl.config import Config, Spmd
 from ppctl.planner.plan_terminal import ABOUT, PARTS, better, shown_ranks, total_name, verdict
 from ppctl.planner.prediction import Prediction
 from ppctl.planner.step_runs import timeline_of
@@ -169,7 +169,7 @@ def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
         if config.executor.IN_TICKS
         else "Ranks run freely: a task starts when its rank is free and its values have arrived."
     ]
-    if config.executor.IN_TICKS and config.executor.idle == "compute":
+    if isinstance(config.executor, Spmd) and config.executor.idle == "compute":
         told.append("Where a rank has no task it computes all the same (executor.idle=compute), which is not drawn.")
     if _is_shared(picture.timeline):
         told.append("The simulated devices share this machine's cores, so that tasks take longer while others run.")

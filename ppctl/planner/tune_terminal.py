@@ -190,8 +190,8 @@ def _overrides(config: Config) -> list[str]:
         f"schedule={schedule.name}",
         f"schedule.num_microbatches={schedule.num_microbatches}",
     ]
-    if "num_chunks" in schedule.knobs():
-        said.append(f"schedule.num_chunks={schedule.num_chunks}")
+    if "num_chunks" in (knobs := schedule.knobs()):
+        said.append(f"schedule.num_chunks={knobs['num_chunks']}")
     said.append(f"executor.remat={config.executor.remat}")
     if isinstance(config.partition, Explicit):
         said += ["partition=explicit", f"partition.layers=[{','.join(map(str, config.partition.layers))}]"]

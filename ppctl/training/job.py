@@ -91,9 +91,9 @@ def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
 def divide(config: Config, schedule: Schedule) -> Partition:
     """Return the layers of each stage; partition=balanced counts equal layers, an embedding and a head for free."""
     num_layers = config.model.num_layers
-    if config.partition.name == "explicit":
+    if isinstance(config.partition, settings.Explicit):
         return explicit(num_layers, schedule.num_stages, config.partition.layers)
-    if config.partition.name == "balanced":
+    if isinstance(config.partition, settings.Balanced):
         return RelativeCosts((1.0,) * num_layers, 0.0, 0.0).balanced(schedule.rank_of)
     return uniform(num_layers, schedule.num_stages)
 
@@ -140,6 +140,7 @@ def open_data(config: Config) -> DataSet:
     given = {**asdict(config.data), "seed": config.run.seed}
     name = given.pop("name")
     if name not in ("regression", "custom"):
+        assert not isinstance(config.model, settings.MLP), "config.check refuses text for an MLP"
         given["seq_len"] = config.model.seq_len
     return custom_data(**given) if name == "custom" else BUILDERS[name](**given)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -109,18 +111,26 @@ def test_values_keep_the_types_of_the_dataclass():
 
 
 def test_the_layers_of_stages_are_a_list_or_text():
-    for said, layers in (
+    for text, layers in (
         ("[3,2,2,3]", [3, 2, 2, 3]),
         ("[]", []),
         ("'Et*3|(tt|)*2,tL'", "Et*3|(tt|)*2,tL"),
         ("Et*3|t*2|L", "Et*3|t*2|L"),
         ("", ""),
     ):
-        assert composed("partition=explicit", f"partition.layers={said}").partition == c.Explicit(layers=layers)
+        assert composed("partition=explicit", f"partition.layers={text}").partition == c.Explicit(layers=layers)
+
+
+def test_settings_load_no_schedule_family():
+    loaded = "import sys, ppctl.config; print(*(name for name in sys.modules if name.startswith('ppctl.schedule')))"
+    command = [sys.executable, "-c", loaded]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ppctl.schedule", "ppctl.schedule.remat"]
 
 
 def test_the_names_of_settings_are_unique_within_a_part():
     assert all_settings()["schedule.num_chunks"].about == "stages a rank"
+    assert all_settings()["run.distributed"].about.startswith("off: one process | explicit: several")
     assert all_settings()["model.d_model"].default == c.Transformer().d_model  # the default option's, not the MLP's
     assert "model.name" not in settings_of("model", c.MLP)
     assert default_option("schedule") == "interleaved"

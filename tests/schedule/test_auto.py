@@ -6,7 +6,7 @@ import pytest
 from support.all_families import COSTS, FUSED, REAL, UNIT
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule import Schedule, Task, validate
+from ppctl.schedule import Schedule, Task
 from ppctl.schedule.bounds import split_makespan_bound_s
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.rank_of import loop
@@ -14,6 +14,7 @@ from ppctl.schedule.search.auto import choose, published
 from ppctl.schedule.search.orders import Jobs
 from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.schedule.ticks import runs_on_ring, ticks
+from ppctl.schedule.validate import validate
 
 PAIRS = [Costs(1, 1, 1), REAL, Costs(1, 0.5, 2, 0.3), Costs(2, 1, 0.25)]
 

@@ -10,10 +10,11 @@ from support.all_families import FUSED, GROUPED, KNOBS, REAL, SPLIT, UNIT, cases
 
 from ppctl.cli.choices import schema_of
 from ppctl.errors import ScheduleError
-from ppctl.schedule import FAMILIES, LOOPED_WHOLE, ON_RING, Task, advice, build, validate
+from ppctl.schedule import FAMILIES, LOOPED_WHOLE, ON_RING, Task, advice, build
 from ppctl.schedule.families.passes import merge_backward, split_backward
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import ticks
+from ppctl.schedule.validate import validate
 
 CASES = cases()
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,8 @@ import pytest
 from support.sizes import SIZES, TINY, by_ranks, make, random_programs
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule import FAMILIES, Schedule, Task, build, validate
+from ppctl.schedule import FAMILIES, Schedule, Task, build
+from ppctl.schedule.validate import validate
 
 
 @pytest.mark.parametrize("sizes", by_ranks(SIZES))

@@ -6,7 +6,7 @@ import pytest
 from support.all_families import COSTS, REAL, UNIT, cases, make
 from support.sizes import random_programs
 
-from ppctl.schedule import build, validate
+from ppctl.schedule import build
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.blocks import blocks, steady_peak
 from ppctl.schedule.families.passes import split_backward
@@ -15,6 +15,7 @@ from ppctl.schedule.search.greedy import fill
 from ppctl.schedule.search.orders import Jobs
 from ppctl.schedule.search.squeeze import F_DOWN, F_UP, I_DOWN, I_UP, PERIOD, squeeze_pattern
 from ppctl.schedule.simulate import peak_activations, simulate
+from ppctl.schedule.validate import validate
 
 SCHEDULES = [*random_programs(), *(make(case) for case in cases((1, 2, 4), lambda p: sorted({2 * p, 3 * p})))]
 

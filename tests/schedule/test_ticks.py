@@ -4,12 +4,13 @@ import pytest
 from support.sizes import by_ranks, grid, make
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule import Schedule, Task, Value, build, reads, validate, writes
+from ppctl.schedule import Schedule, Task, Value, build, reads, writes
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.lockstep import counted, counted_s, pack
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import FB_COLUMNS, forward_only, ticks
+from ppctl.schedule.validate import validate
 
 COSTS = Costs()  # F=1, B=2
 SIZES = grid(rounds=(1, 2))

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from ppctl.cli.commands.inspect_programs import chosen
-from ppctl.config import Config
+from ppctl.config import Config, Spmd
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.listing import listing
 from ppctl.executors.placement import runs_text
@@ -164,7 +164,8 @@ def program_text(job: TrainingJob, found: StepPrograms) -> str:
     slots = ", ".join(f"{number} of {kind}" for kind, number in ticks.num_slots.items() if number)
     which = "an F, then a B, and a hop each way" if ticks.program == "fb" else "one task of any kind"
     head = f"one scan over {ticks.num_ticks} ticks, each {which}; slots of a rank: {slots or 'none'}"
-    if ticks.program == "fb" and job.config.executor.idle == "compute":
+    executor = job.config.executor
+    if ticks.program == "fb" and isinstance(executor, Spmd) and executor.idle == "compute":
         scans = [f"{rows.start}-{rows.stop - 1}" for rows, _, _ in ticks.segments(apart=True)]
         head = head.replace("one scan", f"{len(scans)} scans (ticks {', '.join(scans)})")
     return f"{head}\n{tick_text(ticks)}"

@@ -1,0 +1,57 @@
+"""The executors: how the tasks of a schedule run on devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ppctl.config.checks import at_least, choice
+from ppctl.schedule.remat import Remat
+
+
+@dataclass
+class Reference:
+    """The un-pipelined model: gradient accumulation over the microbatches in one program, on one device."""
+
+    name: str = "reference"
+    remat: str = "none"  # none | layer | full: what the backward recomputes
+    unroll: int = 16  # layers of a device unrolled in the program up to this many, scanned above
+
+    IS_PIPELINED: ClassVar[bool] = False
+    IN_TICKS: ClassVar[bool] = False  # ranks run in lockstep, in one program
+    DISPATCHES_TASKS: ClassVar[bool] = False  # each task is a program of its own
+    REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
+
+    def check(self) -> None:
+        choice("executor.remat", self.remat, self.REMAT)
+        at_least("executor.unroll", self.unroll, 0)
+
+
+@dataclass
+class Spmd(Reference):
+    """One XLA program: a scan over ticks, one ring permute each way a tick."""
+
+    name: str = "spmd"
+    idle: str = "skip"  # in a tick without a task: skip | compute (and mask the result)
+    gather: str = "step"  # when parameters are gathered over fsdp: once a step | each tick (less memory, more traffic)
+
+    IS_PIPELINED: ClassVar[bool] = True
+    IN_TICKS: ClassVar[bool] = True
+    IDLE: ClassVar[tuple[str, ...]] = ("skip", "compute")
+    GATHER: ClassVar[tuple[str, ...]] = ("step", "tick")
+
+    def check(self) -> None:
+        super().check()
+        choice("executor.idle", self.idle, self.IDLE)
+        choice("executor.gather", self.gather, self.GATHER)
+
+
+@dataclass
+class Mpmd(Reference):
+    """One compiled function for each stage and kind of task, dispatched by the host in the order of the schedule."""
+
+    name: str = "mpmd"
+    post_validation: bool = False  # a rank updates before the global norm is known, and again if that was wrong
+
+    IS_PIPELINED: ClassVar[bool] = True
+    DISPATCHES_TASKS: ClassVar[bool] = True
