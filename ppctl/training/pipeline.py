@@ -23,6 +23,7 @@ from ppctl.executors.stage.flops import RelativeCosts, relative_costs
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.families.registry import BASELINE
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.partition.partition import Partition
 from ppctl.schedule.remat import Remat
@@ -178,7 +179,7 @@ def pipeline(
     stack: Stack | Network,
     *,
     mesh: Mesh,
-    schedule: str | Schedule | Ticks = "1f1b",
+    schedule: str | Schedule | Ticks = BASELINE,
     num_microbatches: int | None = None,
     batch: Tree,
     optimizer: optax.GradientTransformation,
