@@ -106,7 +106,7 @@ class Pipeline:
     def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
         """Return (next state, {"loss", "grad_norm"}), with "lr" where an lr_schedule was given.
 
-        Compiled at the first call, unless `compile` did it. The state's memory is taken: use the returned one.
+        Compiled at the first call, unless `compile` did it. The state's memory is reused: go on with the returned one.
         """
         if "step" not in self._compiled:
             self.compile()
@@ -123,7 +123,7 @@ class Pipeline:
         return self.engine.loss_and_grads(state, self.put(batch))
 
     def compile(self, *, evaluate: bool = False) -> Footprint:
-        """Compile the train step, and with `evaluate` what `loss` runs; return what the step takes beside its state."""
+        """Compile the train step, and with `evaluate` what `loss` runs; return the memory of the step."""
         footprint = self.engine.compile(evaluate=evaluate)
         self._compiled.update({"step", "loss"} if evaluate else {"step"})
         return footprint
@@ -208,12 +208,18 @@ def pipeline(
             one's own, validated here; or `Ticks`, a schedule lowered before.
         num_microbatches: Of a step; needed with a name, otherwise that of the schedule.
         batch: {"inputs", "targets"}: a global batch, or its shapes and dtypes.
-        optimizer: Of optax. Clipping by the global norm goes into `clip_norm`, which is exact for every layout.
-        executor: spmd (one XLA program) | mpmd (a program for each stage and kind of task) | reference (no pipeline).
-        remat, unroll, idle, gather, post_validation: See `Execution`.
+        optimizer: Of optax, and one that treats each parameter by itself.
+        clip_norm: Clip gradients by the global norm of the whole model; None: no clipping.
+        executor: spmd (one XLA program; the default) | mpmd (a program for each stage and kind of task) | reference (no
+            pipeline).
+        remat: What the backward recomputes: none (default) | layer | full. `Ticks` must have been lowered for it.
+        unroll: Layers of a device that are unrolled up to this many (default 16), scanned above.
+        idle: What a rank without a task does in a tick of spmd: skip (default) | compute.
+        gather: How often spmd gathers parameters over fsdp: step (default) | tick.
+        post_validation: In mpmd a rank updates before the global norm is known, and again if that was wrong.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         dtype: Of compute. Parameters have the model's.
-        lr_schedule: Learning rate of a step, for the metrics.
+        lr_schedule: optax's learning rate of a step, for the metrics.
         seed: Of `init` where it is given none.
 
     Raises:
