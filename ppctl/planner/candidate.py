@@ -111,7 +111,7 @@ class LayoutPredictor:
         if not self.has_room(memory([{"stash": share * number} for number in stashes])):
             return None
         self.num_simulated += 1
-        times = []
+        times = list[dict[str, float]]()
         for key, schedule in zip(keys, schedules, strict=True):
             rows = rows_s(_rows(*key)[_shape(*key, microbatch.remat)], costs, chunks) if is_spmd else None
             times.append(vars(ticking_s(op_times, schedule, rows, costs, layout.replicas)))

@@ -81,7 +81,7 @@ def costs_of_stages(op_times: OpTimes, sizes: Sequence[float], *, keeps_input: b
     (2.0, 7.0)
     """
     layer, last = op_times.layer, len(sizes) - 1
-    forward, input_grad, weight_grad = [], [], []
+    forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
     for s, n in enumerate(sizes):
         f = n * layer.forward_s + op_times.task_s + (op_times.embed.forward_s if s == 0 else 0.0)
         i = n * layer.input_grad_s + op_times.task_s

@@ -7,7 +7,7 @@ until no bound is below the last of the best. Standard library only.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
@@ -52,7 +52,8 @@ class LayoutSearch:
             return self._run(keep)
 
     def _run(self, keep: int) -> Found:
-        opened, too_large = [], 0
+        opened = list[tuple[float, int, float, Bounds, str, int]]()  # expected s, number, bound s, layout
+        too_large = 0
         for number, (bounds, family, chunks) in enumerate(self._layouts()):
             if self.predictor.has_room(bounds.memory):
                 bound_s = bounds.step_s(is_whole=not FAMILIES[family].is_split)
@@ -69,7 +70,7 @@ class LayoutSearch:
             candidate = self.predictor.candidate(bounds, family, chunks, inf if is_alone else last_s)
             if candidate is None or any(candidate.is_like(other) for other in best):
                 continue
-            best = sorted([*best, candidate], key=lambda c: (c.time.total_s, c.total_bytes))[:keep]
+            best = sorted([*best, candidate], key=_rank)[:keep]
             if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
                 alone = candidate
         smallest = None if best else LayoutSearch(self.space, self.work, self.params, self.machine)._smallest()
@@ -78,7 +79,7 @@ class LayoutSearch:
     def improved(self, found: Found) -> Found:
         """Return the same layouts with the partitions that simulation finds faster (`cut.improved`), fastest first."""
         with uncollected():
-            best = sorted(map(self._improved, found.best), key=lambda c: (c.time.total_s, c.total_bytes))
+            best = sorted(map(self._improved, found.best), key=_rank)
         return replace(found, best=tuple(best))  # one stage has one partition
 
     def _improved(self, candidate: Candidate) -> Candidate:
@@ -132,8 +133,13 @@ class LayoutSearch:
         return None if smallest == inf else int(smallest)
 
 
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    """Return the key of the order: fastest first, of equals the smallest."""
+    return candidate.time.total_s, candidate.total_bytes
+
+
 @contextmanager
-def uncollected() -> Iterator[None]:
+def uncollected() -> Generator[None]:
     """Switch off the garbage collector in the body: it walks thousands of live schedules, a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
