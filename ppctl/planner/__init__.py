@@ -1,1 +1,1 @@
-"""What a step will take: operations counted or timed, step time, memory, search of layouts."""
+"""The prediction of a step: operations counted or timed, step time, memory, search of layouts."""

@@ -1,4 +1,4 @@
-"""What `ppctl plan` proposes: layers on stages that take less time, by simulation, and fit where memory is limited."""
+"""The partition that `ppctl plan` proposes: it takes less time, by simulation, and fits where memory is limited."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from ppctl.schedule.simulate import simulate
 from ppctl.training.pipeline import Pipeline
 
 Tree = Any
-WORTH_IT = 0.99  # of the time that the partition asked for takes
+LARGEST_RATIO = 0.99  # of the requested partition's time: what a proposal takes at most
 TASKS_SIMULATED = 2_000_000  # by all simulations together, a few CPU seconds each million
 MOST_SIMULATIONS = 1000
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Another partition, and its time over that of the one asked for, where that fits; else over 1."""
+    """A partition, and its time over that of the requested one; above 1 only where that does not fit."""
 
     partition: tuple[int, ...]  # layers of each stage
     time_ratio: float
 
 
 def propose(pipe: Pipeline, limit_bytes: int | None) -> Proposal | None:
-    """The fastest partition found, if it takes at least 1% less time than the one asked for, or fits and that does not.
+    """Return the fastest partition found, if it takes at least 1% less time than the requested one, or only it fits.
 
-    Layers count what FLOPs make of them, embedding and head too; memory counts with executor=mpmd, where each rank
-    has its own. None where nothing is better, or a simulation would take too long.
+    Layers, embedding and head cost what their FLOPs say; memory counts with executor=mpmd, where each rank has its own.
+    None where nothing is better, or a simulation would take too long.
     """
     schedule, requested = pipe.schedule, pipe.partition
-    max_prices = min(MOST_SIMULATIONS, TASKS_SIMULATED // sum(map(len, schedule.ranks)))
-    if not pipe.execution.is_pipelined or not max_prices:
+    most = min(MOST_SIMULATIONS, TASKS_SIMULATED // sum(map(len, schedule.ranks)))
+    if not pipe.execution.is_pipelined or not most:
         return None
     relative = pipe.relative_costs
     layers = Layers(relative.layers, embed_s=relative.embed, head_s=relative.head)
@@ -56,17 +56,16 @@ def propose(pipe: Pipeline, limit_bytes: int | None) -> Proposal | None:
         return None  # nothing fits
     seconds = _makespan(pipe)
     starts = [p for p in (requested, first) if fits(p)]
-    best = improved(min(starts, key=seconds), seconds, max_prices=max_prices, fits=fits)
+    best = improved(min(starts, key=seconds), seconds, max_prices=most, fits=fits)
     ratio = seconds(best) / seconds(requested)
-    if ratio > WORTH_IT and fits(requested):
+    if ratio > LARGEST_RATIO and fits(requested):
         return None
     return Proposal(tuple(map(len, best)), ratio)
 
 
 def _makespan(pipe: Pipeline) -> Callable[[Partition], float]:
-    """The makespan of a partition, in units of a forward through a layer."""
+    """Return a function: the makespan of a partition, in units of a forward through a layer."""
     costs, ticks, schedule = task_costs(pipe.execution.remat), pipe.ticks, pipe.schedule
-
     relative = pipe.relative_costs
 
     def seconds(partition: Partition) -> float:
@@ -79,7 +78,7 @@ def _makespan(pipe: Pipeline) -> Callable[[Partition], float]:
 
 
 def _with_memory(pipe: Pipeline, layers: Layers, limit_bytes: int) -> tuple[Layers, Memory]:
-    """The layers with what they hold on a rank of executor=mpmd: state, weights and sums; and stashes in flight."""
+    """Return the layers with their memory on a rank of executor=mpmd (state, weights, sums), and stashes in flight."""
     model = pipe.model
     shards = pipe.mesh.shape["fsdp"]
     moments = tree_bytes(pipe.states.natural["optimizer"]) / tree_bytes(pipe.states.natural["params"])
@@ -102,7 +101,7 @@ def _with_memory(pipe: Pipeline, layers: Layers, limit_bytes: int) -> tuple[Laye
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, how many microbatches it holds activations of when its rank holds most.
+    """Return for each stage how many microbatches it holds activations of when its rank holds most.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> in_flight(one_f_one_b(3, 8))

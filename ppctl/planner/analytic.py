@@ -1,4 +1,4 @@
-"""OpTimes by counting: what the pieces of a model and the collectives of a step take on described hardware.
+"""Op times by counting: seconds of the pieces of a model and of the collectives of a step on described hardware.
 
 Standard library only.
 """
@@ -15,17 +15,17 @@ from ppctl.schedule.remat import Remat
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices as a plan sees them."""
+    """The devices that a plan is for: their speed, their links, and the cost of starting a task."""
 
     speed: Speed
     link: Link  # between devices of a host, or of a pod
     network: Link | None  # between hosts; None: links reach every device
     host_devices: int | None  # devices that links join; None: all
-    task_s: float  # what starting a task, or a tick, costs
+    task_s: float  # to start a task, or a tick
     cores: int | None = None  # that all devices share, as simulated ones do; a device alone keeps one busy
 
     def link_of(self, stride: int, size: int, num_devices: int) -> Link:
-        """The slowest link of an axis of `size` devices that lie `stride` apart; `num_devices` in all, host by host."""
+        """Return the slowest link of an axis of `size` devices `stride` apart; `num_devices` in all, host by host."""
         if self.network is None or self.host_devices is None or size == 1:
             return self.link
         is_within = num_devices <= self.host_devices or self.host_devices % (stride * size) == 0
@@ -43,12 +43,12 @@ class PlannedLayout:
     chunk_layers: int  # of its largest chunk, with padding
 
     @property
-    def rows(self) -> int:
-        """Copies of the pipeline."""
+    def replicas(self) -> int:
+        """How many pipelines run at the same time."""
         return self.dp * self.fsdp
 
     def links(self, machine: Machine) -> dict[str, Link]:
-        """The link of each axis, and of fsdp and pp together as "both"."""
+        """Return the link of each axis, and of fsdp and pp together as "both"."""
         dp, pp, fsdp = self.dp, self.pp, self.fsdp
         axes = {"fsdp": (1, fsdp), "pp": (fsdp, pp), "both": (1, pp * fsdp), "dp": (pp * fsdp, dp)}
         return {name: machine.link_of(*axis, dp * pp * fsdp) for name, axis in axes.items()}
@@ -59,8 +59,8 @@ class ParamBytes:
     """Sizes of parameters, as the optimizer keeps them."""
 
     layer: int
-    ends: int
-    moments: float  # what the optimizer keeps beside, over the parameters
+    embed_head: int  # of embedding and head together
+    moments: float  # of the optimizer, over the parameters
     compute_ratio: float  # size of the dtype of compute over that of the parameters
 
 
@@ -70,7 +70,7 @@ def op_times(
     machine: Machine,
     layout: PlannedLayout,
     *,
-    microbatch_rows: int,
+    microbatch_examples: int,
     remat: str,
     gathers_each_tick: bool = False,
 ) -> OpTimes:
@@ -78,12 +78,13 @@ def op_times(
 
     def seconds(piece: PieceWork, redo: bool) -> PieceTimes:
         f, i, w = (
-            machine.speed.seconds(ops, microbatch_rows) for ops in (piece.forward, piece.input_grad, piece.weight_grad)
+            machine.speed.seconds(ops, microbatch_examples)
+            for ops in (piece.forward, piece.input_grad, piece.weight_grad)
         )
         return PieceTimes(f, i + (f if redo else 0.0), w)
 
     links = layout.links(machine)
-    hop_s = links["pp"].hop_s(microbatch_rows * work.x_bytes) if layout.pp > 1 else 0.0
+    hop_s = links["pp"].hop_s(microbatch_examples * work.x_bytes) if layout.pp > 1 else 0.0
     gather_s = links["fsdp"].gather_s(layout.chunk_layers * params.layer, layout.fsdp)
     return OpTimes(
         embed=seconds(work.embed, redo=False),
@@ -97,17 +98,17 @@ def op_times(
 
 
 def overhead_s(params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gathers_layers: bool = True) -> float:
-    """What runs once a step: parameters gathered, gradients summed over rows, the optimizer.
+    """Return the per-step overhead: parameters gathered, gradients summed over replicas, the optimizer.
 
-    The ends are divided over pp and fsdp, a rank's layers over fsdp; sums over dp are of what each device keeps.
-    Collectives of single arrays count as one, as compilers combine them.
+    Embedding and head are divided over pp and fsdp, a rank's layers over fsdp; sums over dp are of what each device
+    keeps. Collectives of single arrays count as one, as compilers combine them.
     """
-    layers, ends = layout.rank_layers * params.layer, params.ends
+    layers, embed_head = layout.rank_layers * params.layer, params.embed_head
     links = layout.links(machine)
-    held = layers / layout.fsdp + ends / (layout.pp * layout.fsdp)
+    held = layers / layout.fsdp + embed_head / (layout.pp * layout.fsdp)
     layers_s = links["fsdp"].gather_s(layers, layout.fsdp)  # gathered, or summed and scattered
-    ends_s = links["both"].gather_s(ends, layout.pp * layout.fsdp)
+    embed_head_s = links["both"].gather_s(embed_head, layout.pp * layout.fsdp)
     sum_s = links["dp"].sum_s(held, layout.dp)
-    cast = (layers + ends) * (1 + params.compute_ratio)
+    cast = (layers + embed_head) * (1 + params.compute_ratio)
     update = held * (2 * (1 + params.moments) + 2)  # all read and written; gradients read twice, once for their norm
-    return layers_s * (1 + gathers_layers) + ends_s * 2 + sum_s + (cast + update) / machine.speed.bytes_per_s
+    return layers_s * (1 + gathers_layers) + embed_head_s * 2 + sum_s + (cast + update) / machine.speed.bytes_per_s

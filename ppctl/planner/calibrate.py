@@ -1,7 +1,7 @@
-"""OpTimes corrected by a step: pieces timed alone miss what a whole program adds, and what its caches take away.
+"""Op times corrected by a step: pieces timed alone miss what a whole program adds, and what its caches save.
 
 One small step of the same executor, mesh, schedule and size of microbatch is run, with fewer layers. By as much as it
-takes more or less than its own prediction, all op times are scaled. What a step costs beside its tasks grows with
+takes more or less than its own prediction, all op times are scaled. The cost of a step besides its tasks grows with
 layers and microbatches alike (memory is touched for the first time, caches overflow), so that too small a step
 misleads: with 2 layers of 16 it was 7% to 17% short, with 2 microbatches of 8 up to 14% long, as it is now within 8%.
 Two small steps could tell tasks from their layers, but a line through two noisy points misses a distant third one by
@@ -27,12 +27,12 @@ WAVES = 8  # its microbatches at most, over the ranks
 
 
 def small_request(job: TrainingJob) -> Config | None:
-    """The request of the small step; None where a smaller one would be another schedule."""
+    """Return the request of the small step; None where a smaller one would be another schedule."""
     config, pipe, schedule = job.config, job.pipe, job.pipe.schedule
     if isinstance(config.schedule, Csv):
         return None
     number = min(schedule.num_microbatches, WAVES * schedule.num_ranks)
-    rows = pipe.model.microbatch["inputs"].shape[0] * config.mesh.dp * config.mesh.fsdp
+    examples = pipe.model.microbatch["inputs"].shape[0] * config.mesh.dp * config.mesh.fsdp
     sizes = [len(layers) for layers in pipe.partition]
     if not pipe.execution.is_pipelined:
         sizes = [pipe.stack.num_layers]
@@ -41,13 +41,13 @@ def small_request(job: TrainingJob) -> Config | None:
         config,
         model=replace(config.model, num_layers=len(sizes) * layers),
         schedule=replace(config.schedule, num_microbatches=number),
-        data=replace(config.data, batch_size=rows * number),
+        data=replace(config.data, batch_size=examples * number),
         partition=Uniform(),
     )
 
 
 def small_step(job: TrainingJob) -> dict[str, Timing]:
-    """What the small step takes, run here."""
+    """Run the small step here; return its seconds as {"small": ...}, {} where there is none."""
     request = small_request(job)
     if request is None:
         return {}
@@ -73,12 +73,12 @@ def corrected(job: TrainingJob, op_times: OpTimes, measured: Timing) -> OpTimes:
 
 
 def _state_bytes(pipe: Pipeline) -> int:
-    """One device's share of the parameters."""
+    """Return the bytes of one device's share of the parameters."""
     return shard_bytes(pipe.states.staged["params"])
 
 
 def _scaled(op_times: OpTimes, factor: float) -> OpTimes:
-    """All times of tasks and transfers times a factor."""
+    """Return the op times with all times of tasks and transfers multiplied by a factor."""
     pieces = {
         name: PieceTimes(*(getattr(piece, field.name) * factor for field in fields(PieceTimes)))
         for name, piece in (("embed", op_times.embed), ("layer", op_times.layer), ("head", op_times.head))

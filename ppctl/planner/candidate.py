@@ -1,4 +1,4 @@
-"""A layout with its price: a schedule on a mesh, its partition, microbatches and remat. Standard library only."""
+"""A layout with its prediction: a schedule on a mesh, its partition, microbatches and remat. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.analytic import PlannedLayout
-from ppctl.planner.op_times import StepTime, stage_costs, ticking_s
+from ppctl.planner.op_times import StepTime, costs_of_stages, ticking_s
 from ppctl.planner.sizes import held_bytes, workspace_bytes
 from ppctl.planner.space import Bounds
 from ppctl.schedule.activations import peak_activations
@@ -20,8 +20,7 @@ from ppctl.schedule.families.registry import FAMILIES, peak_formula
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep import Counted, TickShape, rows_s
 from ppctl.schedule.partition.cut import divided_evenly as divided
-from ppctl.schedule.partition.partition import explicit
-from ppctl.schedule.partition.partition import stage_costs as stage_worth
+from ppctl.schedule.partition.partition import explicit, stage_costs
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.ticks import TickPacking, fastest, in_shape, packings
 
@@ -32,7 +31,7 @@ SAME = 1e-9  # relative
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its price."""
+    """A layout with its predicted step time and memory."""
 
     mesh: tuple[int, int, int]  # dp, pp, fsdp
     family: str
@@ -41,28 +40,30 @@ class Candidate:
     remat: str
     partition: tuple[int, ...]  # layers of each stage
     time: StepTime
-    redone_fraction: float  # of the tasks' work: what backwards recompute
+    redone_fraction: float  # of the tasks' work: forwards that backwards recompute
     memory: Mapping[str, int] = field(compare=False)  # bytes by part, of the device that holds most
     rank_of: tuple[int, ...] = field(default=(), compare=False)  # the rank of each stage
-    stage_s: tuple[tuple[float, float], ...] = field(default=(), compare=False)  # of a microbatch: there, and back
+    stage_s: tuple[tuple[float, float], ...] = field(
+        default=(), compare=False
+    )  # of a microbatch: forward, and backward
 
     @property
     def total_bytes(self) -> int:
         return sum(self.memory.values())
 
     def is_like(self, other: Candidate) -> bool:
-        """Whether another family of schedules is as good, and has been found before."""
+        """Return whether `other`, found before, is as good on the same mesh with the same microbatches and remat."""
         are_equal = (self.mesh, self.num_microbatches, self.remat) == (other.mesh, other.num_microbatches, other.remat)
         is_no_faster = self.time.total_s >= other.time.total_s * (1 - SAME)
         return are_equal and is_no_faster and self.total_bytes >= other.total_bytes
 
 
-class Pricer:
-    """OpTimes layouts that fit in `limit_bytes` a device."""
+class LayoutPredictor:
+    """Predicts layouts that fit in `limit_bytes` a device, by simulation."""
 
     def __init__(self, limit_bytes: float = inf):
         self.limit_bytes = limit_bytes
-        self.num_simulated = 0  # simulated
+        self.num_simulated = 0  # layouts so far
 
     def has_room(self, memory: Mapping[str, int]) -> bool:
         return sum(memory.values()) <= self.limit_bytes
@@ -70,11 +71,11 @@ class Pricer:
     def candidate(
         self, bounds: Bounds, family: str, chunks: int, last_s: float = inf, sizes: tuple[int, ...] | None = None
     ) -> Candidate | None:
-        """A schedule, priced; None where it is none, does not fit, or takes longer than last_s.
+        """Return a layout with its prediction; None where it is impossible, does not fit, or takes longer than last_s.
 
         sizes: the layers of each stage; None: those that balance it.
 
-        Cheapest question first: what its work takes, what its order holds, how long that takes, what its slots hold.
+        Cheapest check first: time of its work, memory by its order, time by simulation, memory of its slots.
         """
         (dp, pp, fsdp), microbatch, is_spmd = bounds.mesh, bounds.microbatch, bounds.space.executor == "spmd"
         peak = peak_formula(family, pp, microbatch.number, **knobs_of(family, chunks))
@@ -90,9 +91,9 @@ class Pricer:
         most = largest * chunks if is_spmd else max(_sums(sizes, placed.rank_of))
         layout = PlannedLayout(dp, pp, fsdp, most, largest)
         op_times = bounds.op_times_at(layout)
-        worth = _worth(sizes, bounds.space.layer_worth)
+        relative = _relative_costs(sizes, bounds.space.layer_costs)
         keeps_input = Remat.of(microbatch.remat).keeps_input_only
-        costs = stage_costs(op_times, worth, keeps_input=keeps_input, split=placed.is_split)
+        costs = costs_of_stages(op_times, relative, keeps_input=keeps_input, split=placed.is_split)
         if makespan_bound_s(placed, costs, microbatch.number) + op_times.overhead_s > last_s:
             return None  # whatever the order of its tasks
         keys = [(family, pp, number, chunks) for number in shorter(pp, microbatch.number, chunks)]
@@ -110,13 +111,13 @@ class Pricer:
         if not self.has_room(memory([{"stash": share * number} for number in stashes])):
             return None
         self.num_simulated += 1
-        times = []
+        times = list[dict[str, float]]()
         for key, schedule in zip(keys, schedules, strict=True):
             rows = rows_s(_rows(*key)[_shape(*key, microbatch.remat)], costs, chunks) if is_spmd else None
-            times.append(vars(ticking_s(op_times, schedule, rows, costs, layout.rows)))
+            times.append(vars(ticking_s(op_times, schedule, rows, costs, layout.replicas)))
         time = StepTime(**along(numbers, times, microbatch.number))
         again = Remat.of(microbatch.remat).recomputed_layers(sizes)
-        redone = again * op_times.layer.forward_s * microbatch.number * layout.rows / time.tasks_s
+        recomputed = again * op_times.layer.forward_s * microbatch.number * layout.replicas / time.tasks_s
         if time.total_s > last_s:
             return None
         if is_spmd:
@@ -127,11 +128,11 @@ class Pricer:
             return None
         there_and_back = tuple((costs.seconds("F", s, 1), costs.seconds("B", s, 1)) for s in range(len(sizes)))
         layout_of = bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes
-        return Candidate(*layout_of, time, redone, held, tuple(placed.rank_of), there_and_back)
+        return Candidate(*layout_of, time, recomputed, held, tuple(placed.rank_of), there_and_back)
 
 
 def least_share(bounds: Bounds, family: str) -> float:
-    """Of a stash, what stays until W at least: with executor=spmd only what I hands on."""
+    """Return the share of a stash that stays until W at least: with executor=spmd only what I hands on."""
     stash, remat = bounds.work.stash_bytes[bounds.microbatch.remat], bounds.microbatch.remat
     if bounds.space.executor != "spmd" or not FAMILIES[family].is_split or not stash:
         return 1.0
@@ -139,17 +140,17 @@ def least_share(bounds: Bounds, family: str) -> float:
 
 
 def _balanced(bounds: Bounds, rank_of: Sequence[int]) -> tuple[int, ...]:
-    """The layers of each stage, with embedding and head counted in layers."""
+    """Return the layers of each stage, with embedding and head counted in layers."""
     embed, head = (piece.all_s / bounds.op_times.layer.all_s for piece in (bounds.op_times.embed, bounds.op_times.head))
-    layers = bounds.space.layer_worth or (1.0,) * bounds.space.num_layers
+    layers = bounds.space.layer_costs or (1.0,) * bounds.space.num_layers
     return _partition(layers, tuple(rank_of), round(embed, 3), round(head, 3))
 
 
-def _worth(sizes: Sequence[int], layers: tuple[float, ...] | None) -> Sequence[float]:
-    """What stages of these sizes cost, in layers."""
+def _relative_costs(sizes: Sequence[int], layers: tuple[float, ...] | None) -> Sequence[float]:
+    """Return the relative costs of stages of these sizes, in layers."""
     if layers is None:
         return sizes
-    return stage_worth(explicit(len(layers), len(sizes), sizes), embed=0.0, head=0.0, layers=layers)
+    return stage_costs(explicit(len(layers), len(sizes), sizes), embed=0.0, head=0.0, layers=layers)
 
 
 # what is the same for many layouts is made once
@@ -161,7 +162,7 @@ def knobs_of(family: str, chunks: int) -> dict[str, int]:
 
 @cache
 def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """Not validated: the families are proved elsewhere, and what is run is validated before."""
+    """Return a schedule, not validated: the families are proved elsewhere, and a run validates its own."""
     return FAMILIES[family].generate(num_ranks, num_microbatches, **knobs_of(family, chunks))
 
 
@@ -177,20 +178,20 @@ def _rows(family: str, pp: int, number: int, chunks: int) -> dict[TickShape, Cou
 
 @cache
 def _shape(family: str, pp: int, number: int, chunks: int, remat: str) -> TickShape:
-    """Of the ticks that the executor lowers to."""
+    """Return the shape of the ticks that the executor lowers to."""
     return fastest(_rows(family, pp, number, chunks), task_costs(remat), chunks)
 
 
 @cache
 def _slots(family: str, pp: int, number: int, chunks: int, remat: str) -> Mapping[str, int]:
-    """Slots of the rank with most."""
+    """Return the slots of the rank with most."""
     key = family, pp, number, chunks
     return in_shape(_built(*key), _packings(*key)[_shape(*key, remat)], Remat.of(remat)).num_slots
 
 
 @cache
 def _stashes(family: str, pp: int, number: int, chunks: int) -> float:
-    """How many the rank with most holds at once by the order of its tasks."""
+    """Return how many stashes the rank with most holds at the same time, by the order of its tasks."""
     return max(peak_activations(_built(family, pp, number, chunks))) * chunks
 
 
@@ -200,12 +201,12 @@ def _partition(layers: tuple[float, ...], rank_of: tuple[int, ...], embed: float
 
 
 def _sums(sizes: Sequence[int], rank_of: Sequence[int]) -> list[int]:
-    """The layers of each rank."""
+    """Return the layers of each rank."""
     return [sum(n for n, r in zip(sizes, rank_of, strict=True) if r == rank) for rank in range(max(rank_of) + 1)]
 
 
 def shorter(num_ranks: int, wanted: int, num_chunks: int) -> list[int]:
-    """Numbers of microbatches to simulate: the one wanted, or two smaller ones past the warm-up of every family.
+    """Return the numbers of microbatches to simulate: the one wanted, or two smaller ones past any family's warm-up.
 
     That is after 3p of them. By 1% and less what follows grows by equal steps; after 2p, by up to 14%.
 
@@ -219,7 +220,7 @@ def shorter(num_ranks: int, wanted: int, num_chunks: int) -> list[int]:
 
 
 def along(numbers: Sequence[int], values: Sequence[Mapping[str, float]], wanted: int) -> dict[str, Any]:
-    """What the values would be with `wanted` microbatches, if they grow by equal steps.
+    """Return the values extrapolated to `wanted` microbatches: they grow by equal steps.
 
     >>> along([2, 4], [{"a": 1.0}, {"a": 2.0}], 8)
     {'a': 4.0}

@@ -1,4 +1,4 @@
-"""What the tasks of a layer and of both ends compute and move, counted in their jaxprs.
+"""FLOPs and memory traffic of the tasks of a layer, of embedding and of head, counted in their jaxprs.
 
 Matrix products count their arithmetic, and their operands and results as memory traffic. Compilers fuse what is
 element by element into its readers, so of all else only what is written to memory counts: results that a matrix product
@@ -26,12 +26,12 @@ from ppctl.planner.roofline import ModelWork, Op, PieceWork
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-ROWS = (2, 4)  # everything grows with the rows of a microbatch by equal steps; one row alone is traced otherwise
+EXAMPLES = (2, 4)  # of a microbatch: all grows by equal steps with them; one alone is traced otherwise
 
 
 def work_of(model: Model) -> ModelWork:
-    """The work of `model`'s pieces, whatever its rows and remat."""
-    few, many = (_with_rows(model, rows) for rows in ROWS)
+    """Return the work of `model`'s pieces for one example; its own microbatch and remat do not matter."""
+    few, many = (_with_examples(model, number) for number in EXAMPLES)
     number = 1 if model.stack.are_alike else model.stack.num_layers
     layers = [_piece(_tasks(few, "layer", l), _tasks(many, "layer", l)) for l in range(number)]
     pieces = {
@@ -42,8 +42,10 @@ def work_of(model: Model) -> ModelWork:
     stash, pending = {}, {}
     for remat in Remat:
         kept = [_kept_bytes(each, remat) for each in (few, many)]
-        stash[remat], pending[remat] = ((high - low) // (ROWS[1] - ROWS[0]) for low, high in zip(*kept, strict=True))
-    return ModelWork(**pieces, x_bytes=tree_bytes(few.x) // ROWS[0], stash_bytes=stash, pending_bytes=pending)
+        stash[remat], pending[remat] = (
+            (high - low) // (EXAMPLES[1] - EXAMPLES[0]) for low, high in zip(*kept, strict=True)
+        )
+    return ModelWork(**pieces, x_bytes=tree_bytes(few.x) // EXAMPLES[0], stash_bytes=stash, pending_bytes=pending)
 
 
 def _piece(few: tuple[list[Op], ...], many: tuple[list[Op], ...]) -> PieceWork:
@@ -51,7 +53,7 @@ def _piece(few: tuple[list[Op], ...], many: tuple[list[Op], ...]) -> PieceWork:
 
 
 def _mean(layers: list[PieceWork]) -> PieceWork:
-    """A layer that takes the mean of these, whatever the rows."""
+    """Return the work of a layer that takes the mean of these."""
 
     def part(ops: tuple[Op, ...]) -> list[Op]:
         count = len(layers)
@@ -62,13 +64,16 @@ def _mean(layers: list[PieceWork]) -> PieceWork:
 
 
 def _kept_bytes(model: Model, remat: Remat) -> tuple[int, int]:
-    """(what a forward keeps of a layer, what I hands to W). Gradients of norms, that I may hand on, do not grow."""
+    """Return bytes of (what a forward keeps of a layer, what I hands to W).
+
+    Gradients of norms, which I may hand on, do not grow with the examples.
+    """
     stage, w = _stage(model, remat), [_computed(model, model.layer)]
     return tree_bytes(stage.stash_shapes(w)), tree_bytes(stage.pending_shapes(w))
 
 
-def _with_rows(model: Model, rows: int) -> Model:
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), model.microbatch)
+def _with_examples(model: Model, number: int) -> Model:
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((number, *a.shape[1:]), a.dtype), model.microbatch)
     return replace(model, microbatch=shapes, remat=Remat.NONE)
 
 
@@ -81,19 +86,19 @@ def _computed(model: Model, tree: Tree) -> Tree:
 
 
 def _layer_tasks(model: Model, l: int) -> tuple[list[Op], ...]:
-    """The operations of F, I and W of layer l, as `_tasks`."""
+    """Return the operations of F, I and W of layer l, as `_tasks`."""
     stage, w, x = _stage(model, Remat.NONE), [_computed(model, model.layer)], model.x
-    rows = None if model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
-    stash, pending = stage.stash_shapes(w, rows), stage.pending_shapes(w, rows)
+    slots = None if model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
+    stash, pending = stage.stash_shapes(w, slots), stage.pending_shapes(w, slots)
     return (
-        _ops(lambda w, x: stage.forward(w, rows, x), w, x),
-        _ops(lambda w, s, gy: stage.input_grad(w, rows, s, lambda _: (gy, None))[:2], w, stash, x),
-        _ops(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, rows, p)), w, pending, [model.layer]),
+        _ops(lambda w, x: stage.forward(w, slots, x), w, x),
+        _ops(lambda w, s, gy: stage.input_grad(w, slots, s, lambda _: (gy, None))[:2], w, stash, x),
+        _ops(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, slots, p)), w, pending, [model.layer]),
     )
 
 
 def _tasks(model: Model, piece: str, l: int = 0) -> tuple[list[Op], ...]:
-    """The operations of F, I and W of a piece, of layer l if it is a layer; numbers are those of all rows.
+    """Return the operations of F, I and W of a piece, of layer l if it is a layer; of all examples of a microbatch.
 
     As the executors run them: gradients are added to sums, and the backward of the embedding runs it again.
     """
@@ -122,8 +127,8 @@ def _tasks(model: Model, piece: str, l: int = 0) -> tuple[list[Op], ...]:
 
 
 def _affine(few: list[Op], many: list[Op]) -> tuple[Op, ...]:
-    """Operations of a row, from those of few rows and of many."""
-    (low, high), grown = ROWS, []
+    """Return the operations of one example, from those of few examples and of many."""
+    (low, high), grown = EXAMPLES, []
     for a, b in zip(few, many, strict=True):
         each = (b.bytes - a.bytes) / (high - low)
         grown.append(Op((b.flops - a.flops) / (high - low), each, fixed_bytes=a.bytes - low * each))

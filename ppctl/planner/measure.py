@@ -1,4 +1,4 @@
-"""OpTimes by measurement: the pieces of a model, timed on the devices that are here, and kept for the next time.
+"""Op times by measurement: the pieces of a model, timed on the devices that are here, and kept for the next time.
 
 Kept by model, size of a microbatch, executor, device, and the versions of everything that compiles or runs them.
 """
@@ -26,7 +26,16 @@ from ppctl.executors.compiler_preset import cpu_options
 from ppctl.planner.calibrate import corrected, small_request, small_step
 from ppctl.planner.op_times import OpTimes, PieceTimes
 from ppctl.planner.step_runs import run_steps
-from ppctl.planner.timing import LAYERS, Timing, dispatched, end_bodies, layer_bodies, tick_body, turn, without_tasks
+from ppctl.planner.timing import (
+    LAYERS,
+    Timing,
+    dispatched,
+    embed_head_bodies,
+    layer_bodies,
+    tick_body,
+    turn,
+    without_tasks,
+)
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.job import TrainingJob
 from ppctl.training.pipeline import Pipeline
@@ -46,13 +55,13 @@ def measured_op_times(job: TrainingJob, cache_dir: Path) -> OpTimes:
 
 
 def is_kept(job: TrainingJob, cache_dir: Path) -> bool:
-    """Whether a request was measured before, so that `measured_op_times` only reads."""
+    """Return whether a request was measured before, so that `measured_op_times` only reads."""
     keys = (_key(job, with_mesh=False), _key(job, with_mesh=True), _small_key(job))
     return all(_read(_file(cache_dir, key)[0]) is not None for key in keys)
 
 
 def _combined(pipe: Pipeline, times: Times) -> OpTimes:
-    """Seconds of a device working alone.
+    """Return the op times of a device working alone.
 
     Simulated devices share cores: a piece takes CPU seconds, and a device working alone turns over so many of
     these in a second; all together turn over more, but not as many times more as there are devices.
@@ -90,9 +99,9 @@ def _is_shared(pipe: Pipeline) -> bool:
 
 
 def _pieces(pipe: Pipeline) -> Times:
-    """The tasks of a layer and of both ends, on all devices at the same time; "alone": F on one device."""
+    """Time the tasks of a layer, of embedding and of head on all devices at the same time; "alone": F on one device."""
     model, mesh = pipe.model, pipe.mesh
-    bodies = layer_bodies(model, split=pipe.schedule.is_split) | end_bodies(model)
+    bodies = layer_bodies(model, split=pipe.schedule.is_split) | embed_head_bodies(model)
     is_quick = pipe.execution.dispatches_tasks and not model.remat.recomputes and _is_shared(pipe)
     options = cpu_options("quick") if is_quick else None
     times = {name: turn(*body, mesh, options) for name, body in bodies.items()}
@@ -102,7 +111,10 @@ def _pieces(pipe: Pipeline) -> Times:
 
 
 def _of_mesh(job: TrainingJob) -> Times:
-    """What depends on the mesh: "once" a step; "tick", its transfers (of executor=spmd); "task", its start (mpmd)."""
+    """Time what depends on the mesh.
+
+    "once": the per-step overhead; "tick": its transfers (executor=spmd); "task": starting one (executor=mpmd).
+    """
     pipe, pp = job.pipe, job.pipe.mesh.shape["pp"]
     step = without_tasks(pipe.layout, pipe.dtype)
     engine = OneProgram(pipe.states, pipe.batch_shapes, step, step, pipe.optimizer, pipe.lr_schedule)
@@ -116,11 +128,11 @@ def _of_mesh(job: TrainingJob) -> Times:
     return times
 
 
-# what was measured before
+# measurements that are kept
 
 
 def _kept(cache_dir: Path, key: dict[str, Any], measure: Callable[[], Times]) -> Times:
-    """What was measured for `key`, now or before."""
+    """Return the times for `key`, measured before or now."""
     file, text = _file(cache_dir, key)
     times = _read(file)
     if times is not None:
@@ -144,7 +156,7 @@ def _kept(cache_dir: Path, key: dict[str, Any], measure: Callable[[], Times]) ->
 
 
 def _read(file: Path) -> Times | None:
-    """What a file holds, None where there is none or it is damaged."""
+    """Return the times in a file, None where there is none or it is damaged."""
     try:
         match json.loads(file.read_text()):
             case {"times": {**found}} if all(
@@ -158,13 +170,13 @@ def _read(file: Path) -> Times | None:
 
 
 def _file(cache_dir: Path, key: dict[str, Any]) -> tuple[Path, str]:
-    """Where what was measured for `key` is kept, and the key as text."""
+    """Return (the file of the times for `key`, the key as text)."""
     text = json.dumps(key, sort_keys=True, indent=1)
     return cache_dir / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json", text
 
 
 def _key(job: TrainingJob, *, with_mesh: bool) -> dict[str, Any]:
-    """All that what is measured depends on."""
+    """Return all that the times depend on."""
     pipe, config = job.pipe, job.config
     execution = pipe.execution
     key: dict[str, Any] = {
@@ -184,19 +196,19 @@ def _key(job: TrainingJob, *, with_mesh: bool) -> dict[str, Any]:
 
 
 def _own_source(config: Config) -> str | None:
-    """A digest of a model of the user's own."""
+    """Return a digest of a model of the user's own, else None."""
     return source_digest(config.model.target) if isinstance(config.model, CustomModel) else None
 
 
 def _small_key(job: TrainingJob) -> dict[str, Any]:
-    """All that the small step depends on."""
+    """Return all that the small step depends on."""
     small = small_request(job)
     request = None if small is None else {name: asdict(getattr(small, name)) for name in SMALL_PARTS}
     return _key(job, with_mesh=False) | {"small": request}
 
 
 def _code() -> str:
-    """A digest of the sources whose programs are timed."""
+    """Return a digest of the sources whose programs are timed."""
     here, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(file for part in SOURCES for file in (here / part).rglob("*.py")):
         digest.update(file.read_bytes())

@@ -1,6 +1,6 @@
-"""What a step takes: seconds of the pieces of a model, put together as stages, tasks and ticks.
+"""The time of a step: seconds of the pieces of a model, put together as stages, tasks and ticks.
 
-Pieces are priced elsewhere, by counting (`plan.roofline`) or by timing (`runtime.timing`). Standard library only.
+The seconds come from counting (`planner.analytic`) or from timing (`planner.measure`). Standard library only.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class OpTimes:
     embed: PieceTimes
     layer: PieceTimes
     head: PieceTimes
-    task_s: float  # a task beside its layers
+    task_s: float  # of a task, besides its layers
     hop_s: float  # from the end of a task until its value can be read on the next rank
-    overhead_s: float  # once a step: gathering parameters, reducing gradients, the optimizer
+    overhead_s: float  # per step: gathering parameters, reducing gradients, the optimizer
     capacity: float = inf  # how many devices can work at full speed at the same time; simulated ones share cores
     cores: float = 1.0  # that a device working alone keeps busy
-    overhead_cpu_s: float = 0.0  # CPU seconds of what runs once, where it was measured
+    overhead_cpu_s: float = 0.0  # the same in CPU seconds, where it was measured
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: tasks with their bubble, and what runs once."""
+    """Seconds of a step: tasks with their bubble, and per-step overhead."""
 
     pipeline_s: float
     overhead_s: float
@@ -65,23 +65,23 @@ class StepTime:
 
     @property
     def bubble_fraction(self) -> float:
-        """Of what the devices could do together while tasks run, the share that no task uses, 0..1."""
+        """The share of what the devices could do together while tasks run that no task uses, 0..1."""
         return max(0.0, 1 - self.tasks_s / (self.pipeline_s * self.width))
 
 
-def stage_costs(op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False) -> Costs:
-    """The costs of each stage's tasks; `sizes` are its layers, or what they are worth in layers where they differ.
+def costs_of_stages(op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False) -> Costs:
+    """Return the costs of each stage's tasks; `sizes`: its layers, or their relative cost where they differ.
 
     The last stage's head runs in its forward, forwards and backwards; with keeps_input (remat=full) its forward is left
     to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B.
 
     >>> one, free = PieceTimes(1.0, 1.0, 1.0), PieceTimes(0.0, 0.0, 0.0)
     >>> op_times = OpTimes(free, one, PieceTimes(2.0, 2.0, 2.0), task_s=0.0, hop_s=0.0, overhead_s=0.0)
-    >>> stage_costs(op_times, (2, 1), keeps_input=False).forward_s
+    >>> costs_of_stages(op_times, (2, 1), keeps_input=False).forward_s
     (2.0, 7.0)
     """
     layer, last = op_times.layer, len(sizes) - 1
-    forward, input_grad, weight_grad = [], [], []
+    forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
     for s, n in enumerate(sizes):
         f = n * layer.forward_s + op_times.task_s + (op_times.embed.forward_s if s == 0 else 0.0)
         i = n * layer.input_grad_s + op_times.task_s
@@ -101,7 +101,7 @@ def stage_costs(op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool,
 def step_time(
     op_times: OpTimes, schedule: Schedule, ticks: Ticks | None, costs: Costs, copies: int, *, masked: bool = False
 ) -> StepTime:
-    """What a step takes. `copies`: how many pipelines run at the same time (dp*fsdp).
+    """Return the time of a step. `copies`: how many pipelines run at the same time (dp*fsdp).
 
     Free-running ranks where there are no ticks. Otherwise each tick lasts as long as its slowest rank, plus a hop.
     masked (executor.idle=compute): ranks without a task compute too, in ticks of pairs; see `_masked_s`.
@@ -116,7 +116,7 @@ def step_time(
 
 
 def ticking_s(op_times: OpTimes, schedule: Schedule, rows: Rows | None, costs: Costs, copies: int) -> StepTime:
-    """`step_time` of rows of ticks, transfers not counted; None: of free-running ranks."""
+    """Return `step_time` of rows of ticks, transfers not counted; None: of free-running ranks."""
     each = [count for rank in schedule.counts for count in rank]
     tasks_s = work_s = sum(number * costs.seconds(kind, s, schedule.num_chunks) for kind, s, number in each)
     capacity = op_times.capacity / copies  # copies do the same at the same time
@@ -131,15 +131,15 @@ def ticking_s(op_times: OpTimes, schedule: Schedule, rows: Rows | None, costs: C
 
 
 def _masked_s(op_times: OpTimes, ticks: Ticks, costs: Costs) -> Rows:
-    """Seconds of every rank in each tick where none branches round a task that it does not have; see `masked_cells`."""
+    """Return the seconds of every rank in each tick, in which ranks without a task compute too; see `masked_cells`."""
     return [([f + b for f, b in row], 1) for row in masked_cells(op_times, ticks, costs)]
 
 
 def masked_cells(op_times: OpTimes, ticks: Ticks, costs: Costs) -> list[list[tuple[float, float]]]:
-    """Seconds of a forward, then of a backward, of every rank in each tick; [tick][rank].
+    """Return the seconds of a forward, then of a backward, of every rank in each tick; [tick][rank].
 
     All run an F in each tick of a segment with forwards, a B in each of one with backwards. Without a task of this kind
-    it is taken for as long as the layers of the largest stage; so is a forward that is left to its backward.
+    it counts as long as the layers of the largest stage; so does a forward that is left to its backward.
     """
     schedule, layer = ticks.schedule, op_times.layer
     seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)

@@ -1,29 +1,25 @@
-"""`ppctl plan`: what a request takes, before it trains: its stages, its bubble, its step time, the memory of each rank.
+"""The prediction for a request: its stages, its bubble, its step time, the memory of each rank.
 
-Step time comes from `step_time`; memory that follows from shapes is exact. What else a program
-needs (its temporaries) only its compiler knows. XLA's for CPUs is asked at once, without the code being made that
+Step time comes from `step_time`; memory that follows from shapes is exact. The rest of a program's memory (its
+temporaries) only its compiler knows. By default XLA's compiler for CPUs plans it, without generating the code that
 training runs (`compiler_preset`): an estimate for CPUs, which simulated devices are. plan.compile=true compiles what
-training runs, for the devices of this machine or for TPUs that are not here.
+training runs, for the devices of this machine or for TPUs and GPUs that are not here.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
 
 import jax
 
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
 from ppctl.planner.advise import propose
-from ppctl.planner.plan_page import picture_of, plan_page
-from ppctl.planner.plan_terminal import show
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.planner.step_runs import as_run
 from ppctl.planner.step_time import device_bytes, device_kind, hardware_of, op_times_of, predicted_time
-from ppctl.reports.terminal import check_file, show_json, write_file
 from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
 from ppctl.training.known_hardware import NOMINAL, mfu_peak_flops
 from ppctl.training.pipeline import Pipeline
@@ -32,24 +28,8 @@ AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # as XLA'
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def plan(config: Config, *, as_json: bool) -> int:
-    """0 where the request fits, or may for all that is known, else 1; prints what it takes, and writes plan.html."""
-    file = config.plan.html
-    if file is not None:
-        check_file(f"plan.html={file}", Path(file))
-    job = assemble(config)
-    found = predicted(job)
-    if as_json:
-        show_json(asdict(found))
-    else:
-        show(found, config)
-    if file is not None:
-        write_file(f"plan.html={file}", Path(file), plan_page(found, config, picture_of(job, found.unknown)))
-    return int(found.fits is False)
-
-
 def predict(config: Config) -> Prediction:
-    """The prediction for a request. ConfigError or ScheduleError for what cannot be."""
+    """Return the prediction for a request. ConfigError or ScheduleError for what cannot be."""
     return predicted(assemble(config))
 
 
@@ -58,9 +38,9 @@ def predicted(job: TrainingJob) -> Prediction:
     config, pipe = job.config, job.pipe
     time_, unknown = predicted_time(job)
     total, compile_s, refusal = _compile(pipe) if config.plan.compile else (None, None, None)
-    memory, estimated = pipe.memory(), None
-    if config.plan.topology is None and pipe.mesh.devices.flat[0].platform == "cpu":
-        with_temporaries = pipe.engine.estimate_memory()
+    memory, with_temporaries = pipe.memory(), _estimated(pipe, config.plan.topology)
+    estimated = None
+    if with_temporaries is not None:
         estimated = tuple(sum(of_rank.values()) for of_rank in with_temporaries)
         memory = with_temporaries if total is None else memory
     needed = total or estimated or tuple(sum(of_rank.values()) for of_rank in memory)
@@ -130,8 +110,14 @@ def _stages(job: TrainingJob, *, known: bool) -> tuple[StagePart, ...]:
     )
 
 
+def _estimated(pipe: Pipeline, topology: str | None) -> tuple[Mapping[str, int], ...] | None:
+    """Return the memory of each rank with estimated temporaries; None for devices other than this machine's CPUs."""
+    is_here = topology is None and pipe.mesh.devices.flat[0].platform == "cpu"
+    return pipe.engine.estimate_memory() if is_here else None
+
+
 def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]:
-    """(bytes of one device of each rank, seconds, None), or (None, seconds, why) where the compiler refuses."""
+    """Return (bytes of one device of each rank, seconds, None), or (None, seconds, why) where the compiler refuses."""
     began = time.perf_counter()
     try:
         total = pipe.engine.compile(evaluate=False).total_bytes
@@ -144,7 +130,7 @@ def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]
 
 
 def _limit(job: TrainingJob, refusal: str | None) -> int | None:
-    """Bytes of a device; where the compiler refuses, those that it says there are."""
+    """Return the bytes of a device; where the compiler refuses, those that it says there are."""
     stated = None if refusal is None else AVAILABLE.search(refusal)
     if job.config.plan.memory_gib is None and stated is not None:
         return round(float(stated[1]) * UNITS[stated[2]])

@@ -1,4 +1,4 @@
-"""What `ppctl plan` says as one html page that loads nothing: numbers, memory, stages, and the step as a chart."""
+"""The page of `ppctl plan`, one html file that loads nothing: numbers, memory, stages, and the step as a chart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict
 from html import escape
 
 from ppctl.config import Config, Spmd
-from ppctl.planner.plan_terminal import ABOUT, PARTS, better, shown_ranks, total_name, verdict
+from ppctl.planner.plan_terminal import ABOUT, PARTS, better, fit_text, shown_ranks, total_name
 from ppctl.planner.prediction import Prediction
 from ppctl.planner.step_runs import timeline_of
 from ppctl.planner.step_time import op_times_of
@@ -28,12 +28,12 @@ FITS = {True: ("yes", "&#10003;"), False: ("no", "&#10007;"), None: ("maybe", "?
 
 
 def plan_page(found: Prediction, config: Config, picture: Drawing | str) -> str:
-    """The text of the page; `picture`: of the step, or why there is none."""
+    """Return the text of the page; `picture`: of the step, or why there is none."""
     pipeline = found.schedule if config.executor.IS_PIPELINED else "un-pipelined"
     title = f"{config.model.name} of {config.model.num_layers} layers, mesh {config.mesh.text}, {pipeline}"
     colour, mark = FITS[found.fits]
     sections = [
-        f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(verdict(found))}</p>',
+        f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(fit_text(found))}</p>',
         _numbers(found, config),
         section("Memory of one device", _memory(found)),
         section("Stages", _stages(found, config)),
@@ -54,7 +54,7 @@ def plan_page(found: Prediction, config: Config, picture: Drawing | str) -> str:
 
 
 def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
-    """The step as `ppctl plan` predicts it, or why it cannot be drawn; `unknown`: why its time is not known."""
+    """Return the chart of the predicted step, or why it cannot be drawn; `unknown`: why its time is not known."""
     schedule = job.pipe.schedule
     if not job.pipe.execution.is_pipelined:
         return "executor=reference has no pipeline to draw."
@@ -67,7 +67,7 @@ def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
 
 
 def _numbers(found: Prediction, config: Config) -> str:
-    """The numbers that people ask for first."""
+    """Return the numbers that people look for first."""
     step = speed = ("not known", found.unknown or "")
     if found.step_time_s is not None and found.tokens_per_s is not None and found.once_s is not None:
         once = exact(found.once_s, f"{found.once_s / found.step_time_s:.1%}")
@@ -98,14 +98,14 @@ def _numbers(found: Prediction, config: Config) -> str:
         ("Parameters", exact(found.num_parameters, f"{found.num_parameters:,}"), ""),
         ("Work of a step", exact(found.step_flops, f"{found.step_flops / 1e12:,.3g} TFLOP"), "nothing recomputed"),
         ("Devices", devices, f"dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp}, {microbatches}"),
-        ("OpTimes", f"costs={escape(found.costs)}", f"hardware={hardware}"),
+        ("Op times", f"costs={escape(found.costs)}", f"hardware={hardware}"),
     ]
-    told = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in cards)
-    return f'<dl class="numbers">{"".join(told)}</dl>'
+    items = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in cards)
+    return f'<dl class="numbers">{"".join(items)}</dl>'
 
 
 def _memory(found: Prediction) -> str:
-    """Bars of ranks by part, their legend, the numbers."""
+    """Return bars of ranks by part, their legend, the numbers."""
     present = [part for part in PARTS if any(held.get(part) for held in found.memory_bytes)]
     drawn = shown_ranks(found, MOST_BARS)
     are_alike = len(set(map(str, found.memory_bytes))) == 1
@@ -131,24 +131,24 @@ def _memory(found: Prediction) -> str:
 
 
 def _stages(found: Prediction, config: Config) -> str:
-    """What each rank holds, a chunk a column."""
+    """Return a table of the stages of each rank, a chunk a column."""
     if not config.executor.IS_PIPELINED:
         return f"<p>executor=reference has no stages: one device holds all {config.model.num_layers} layers.</p>"
     cells, first, last = defaultdict(list), 0, len(found.partition) - 1
     for stage, (n, rank) in enumerate(zip(found.partition, found.rank_of, strict=True)):
         which = "" if n == 0 else f" ({first})" if n == 1 else f" ({first} to {first + n - 1})"
         layers = f"{exact(n, str(n))} layer{'s' * (n != 1)}{which}"
-        ends = ["<b>embedding</b>"] * (stage == 0), ["<b>head</b>"] * (stage == last)
-        holds = ", ".join([*ends[0], layers, *ends[1]])
+        around = ["<b>embedding</b>"] * (stage == 0), ["<b>head</b>"] * (stage == last)
+        holds = ", ".join([*around[0], layers, *around[1]])
         cells[rank].append(f"stage {stage}: {holds}")
         first += n
     rows = [[f"rank {exact(rank, str(rank))}", *cells[rank]] for rank in sorted(cells)]
     columns = ["", *(f"chunk {chunk}" for chunk in range(max(map(len, cells.values()))))]
-    return f'<div class="stages">{table("stages of each rank", columns, rows)}</div>{_prices(found)}'
+    return f'<div class="stages">{table("stages of each rank", columns, rows)}</div>{_stage_seconds(found)}'
 
 
-def _prices(found: Prediction) -> str:
-    """Each stage's layers, submesh and seconds."""
+def _stage_seconds(found: Prediction) -> str:
+    """Return a table of each stage's layers, submesh and seconds."""
     rows = []
     for s, stage in enumerate(found.stages):
         devices = " ".join(exact(device, str(device)) for device in stage.devices)
@@ -164,38 +164,41 @@ def _prices(found: Prediction) -> str:
 def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
     if isinstance(picture, str):
         return f"<p>{escape(picture)}</p>"
-    told = [
+    notes = [
         "Ticks in lockstep, as executor=spmd runs them: each lasts as long as its slowest rank, and a transfer."
         if config.executor.IN_TICKS
         else "Ranks run freely: a task starts when its rank is free and its values have arrived."
     ]
     if isinstance(config.executor, Spmd) and config.executor.idle == "compute":
-        told.append("Where a rank has no task it computes all the same (executor.idle=compute), which is not drawn.")
+        notes.append("Where a rank has no task it computes all the same (executor.idle=compute), which is not drawn.")
     if _is_shared(picture.timeline):
-        told.append("The simulated devices share this machine's cores, so that tasks take longer while others run.")
+        notes.append("The simulated devices share this machine's cores, so that tasks take longer while others run.")
     if found.once_s is not None:
-        told.append(f"Not drawn: {found.once_s:.3g} s once a step for parameters, gradients and optimizer.")
-    told.append(
-        "Its bubble is of the priced seconds; the one above takes all layers for equal, ends and transfers for free."
+        notes.append(f"Not drawn: {found.once_s:.3g} s per-step overhead for parameters, gradients and optimizer.")
+    notes.append(
+        "Its bubble is of the predicted seconds; the one above takes layers as equal; embedding, head and transfers "
+        "as free."
     )
-    return f"<p class='soft'>{escape(' '.join(told))}</p>\n{charts_html([picture])}"
+    return f"<p class='soft'>{escape(' '.join(notes))}</p>\n{charts_html([picture])}"
 
 
 def _is_shared(timeline: Timeline) -> bool:
-    """Whether a task takes longer than on a device working alone."""
+    """Return whether a task takes longer than on a device working alone."""
     chunks = timeline.schedule.num_chunks
     alone = ((task, duration_s(task, timeline.costs, chunks)) for task in timeline.start_s)
     return any(timeline.end_s[t] - timeline.start_s[t] > alone_s * 1.000001 for t, alone_s in alone if alone_s)
 
 
 def _settings(config: Config) -> str:
-    """The settings that a plan depends on, as one types them."""
+    """Return the settings that a plan depends on, as one types them."""
     rows = [[f"mesh={escape(config.mesh.text)}", ""]]
     for part in SETTINGS:
         values = asdict(getattr(config, part))
         name = f"{part}={values.pop('name')}"
-        told = " ".join(f"<code>{escape(f'{part}.{key}={_typed(value)}')}</code>" for key, value in values.items())
-        rows.append([escape(name), told])
+        values_text = " ".join(
+            f"<code>{escape(f'{part}.{key}={_typed(value)}')}</code>" for key, value in values.items()
+        )
+        rows.append([escape(name), values_text])
     rows.append([f"run.dtype={escape(_typed(config.run.dtype))}", ""])
     return f'<div class="request">{table("settings", [], rows)}</div>'
 

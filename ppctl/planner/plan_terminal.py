@@ -1,4 +1,4 @@
-"""What `ppctl plan` prints: a prediction for people."""
+"""The printed form of `ppctl plan`: a prediction for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABOUT = {
     "gradients": "sums over microbatches, whole",
     "activations": "what forwards keep for backwards, and I for W",
     "transfers": "values between stages",
-    "batch": "rows of the global batch",
+    "batch": "examples of the global batch",
     "temporaries": "all else that the compiler plans",
 }
 REMEDIES = {
@@ -28,16 +28,16 @@ REMEDIES = {
     "gradients": "use more ranks (mesh.pp).",
     "activations": "use executor.remat=layer or full, more and smaller microbatches, or another schedule.",
     "transfers": "use more and smaller microbatches (schedule.num_microbatches).",
-    "batch": "use a smaller data.batch_size, or more rows (mesh.dp).",
-    "temporaries": "use more and smaller microbatches (schedule.num_microbatches), or more rows (mesh.dp).",
+    "batch": "use a smaller data.batch_size, or more replicas (mesh.dp).",
+    "temporaries": "use more and smaller microbatches (schedule.num_microbatches), or more replicas (mesh.dp).",
 }
 MOST_COLUMNS = 8
 MOST_STAGES = 16
 MOST_DEVICES = 8
 
 
-def show(found: Prediction, config: Config) -> None:
-    """Nothing; prints a prediction for people."""
+def show_plan(found: Prediction, config: Config) -> None:
+    """Print a prediction for people."""
     console = Console()
     bubble = "" if found.bubble_fraction is None else f", bubble {found.bubble_fraction:.1%}"
     lines = [
@@ -73,14 +73,14 @@ def show(found: Prediction, config: Config) -> None:
     if found.is_compiled and found.estimated_bytes is not None:
         rows.append(("estimated, without plan.compile", *(size_text(found.estimated_bytes[r]) for r in ranks)))
     show_table(console, "memory of one device", ("", *columns), rows)
-    console.print(verdict(found), markup=False, highlight=False, soft_wrap=True)
+    console.print(fit_text(found), markup=False, highlight=False, soft_wrap=True)
 
 
 def show_stages(console: Console, stages: Sequence[StagePart], submesh: tuple[int, int]) -> None:
-    """Nothing; prints the stages, up to `MOST_STAGES`, else the first, the dearest and the last. submesh: dp, fsdp."""
+    """Print the stages, up to `MOST_STAGES`, else the first, the slowest and the last. submesh: dp, fsdp."""
     last = len(stages) - 1
-    dearest = max(range(last + 1), key=lambda s: (stages[s].forward_s or 0.0) + (stages[s].backward_s or 0.0))
-    which = range(last + 1) if last < MOST_STAGES else sorted({0, dearest, last})
+    slowest = max(range(last + 1), key=lambda s: (stages[s].forward_s or 0.0) + (stages[s].backward_s or 0.0))
+    which = range(last + 1) if last < MOST_STAGES else sorted({0, slowest, last})
     seconds = lambda s: "not known" if s is None else f"{s:.3g}"  # noqa: E731
     rows = [
         (
@@ -108,7 +108,7 @@ def _devices(devices: Sequence[int]) -> str:
 
 
 def better(found: Prediction, config: Config) -> str | None:
-    """The proposed partition and what it gains, in a line."""
+    """Return the proposed partition and what it gains, in a line; None where there is none."""
     if found.proposal is None:
         return None
     layers = ",".join(map(str, found.proposal.partition))
@@ -120,34 +120,35 @@ def better(found: Prediction, config: Config) -> str | None:
 
 
 def total_name(found: Prediction) -> str:
-    """What the sums of parts are."""
+    """Return the name of the sums of parts."""
     return "total" if found.is_compiled else "total, estimated" if found.is_complete else "at least"
 
 
 def _time_text(found: Prediction) -> str:
-    """Seconds, speed and MFU of a step, and where they come from."""
+    """Return seconds, speed and MFU of a step, and where they come from, in a line."""
     if found.step_time_s is None or found.tokens_per_s is None or found.once_s is None:
         return f"not known: {found.unknown}"
     unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
     mfu = "" if found.mfu_fraction is None else f", MFU {found.mfu_fraction:.1%}"
-    once = f"of which {found.once_s / found.step_time_s:.1%} for parameters, gradients and optimizer"
+    overhead = f"of which {found.once_s / found.step_time_s:.1%} for parameters, gradients and optimizer"
     source = f"costs={found.costs}, hardware={found.hardware}"
-    return f"{found.step_time_s:.4g} s, {found.tokens_per_s:,.0f} {unit}{mfu}; {once} ({source})"
+    return f"{found.step_time_s:.4g} s, {found.tokens_per_s:,.0f} {unit}{mfu}; {overhead} ({source})"
 
 
-def verdict(found: Prediction) -> str:
-    """Whether the request fits, by how much, and what to do where it does not, in a line."""
+def fit_text(found: Prediction) -> str:
+    """Return a line: whether the request fits, by how much, and what to do where it does not."""
     worst = max(range(len(found.total_bytes)), key=lambda r: found.total_bytes[r])
     need = found.total_bytes[worst]
-    took = "" if found.compile_s is None else f" (compiled in {found.compile_s:.1f} s)"
+    compiled = "" if found.compile_s is None else f" (compiled in {found.compile_s:.1f} s)"
     if found.refusal is not None:
-        return f"does not fit{took}: {found.refusal.rstrip('.')}. {_remedy(found.memory_bytes[worst])}"
+        return f"does not fit{compiled}: {found.refusal.rstrip('.')}. {_remedy(found.memory_bytes[worst])}"
     if found.fits and found.limit_bytes is None:
-        return f"fits: {size_text(need)} a device, which the compiler for {found.devices} accepts{took}."
+        return f"fits: {size_text(need)} a device, which the compiler for {found.devices} accepts{compiled}."
     estimated = "" if found.is_compiled or not found.is_complete else f", as estimated for {found.devices}"
     if found.limit_bytes is None:
         unknown = "the memory of a device is not known: say plan.memory_gib=N."
-        return f"needs {'' if found.is_complete else 'at least '}{size_text(need)} a device{estimated}{took}; {unknown}"
+        least = "" if found.is_complete else "at least "
+        return f"needs {least}{size_text(need)} a device{estimated}{compiled}; {unknown}"
     share = f"{size_text(need)} of {size_text(found.limit_bytes)}"
     if found.fits is None and found.is_complete:
         widened = f"as estimated for {found.devices}, which widen bfloat16"
@@ -155,19 +156,19 @@ def verdict(found: Prediction) -> str:
     if found.fits is None:
         return f"may fit: {share} ({need / found.limit_bytes:.0%}) without temporaries; plan.compile=true counts these."
     if found.fits:
-        return f"fits{estimated}: {share} ({need / found.limit_bytes:.0%}){took}."
+        return f"fits{estimated}: {share} ({need / found.limit_bytes:.0%}){compiled}."
     over = f"{size_text(need - found.limit_bytes)} too much on rank {worst}"
-    return f"does not fit{estimated}{took}: {share}, {over}. {_remedy(found.memory_bytes[worst])}"
+    return f"does not fit{estimated}{compiled}: {share}, {over}. {_remedy(found.memory_bytes[worst])}"
 
 
 def _remedy(held: Mapping[str, int]) -> str:
-    """What makes the largest part smaller."""
+    """Return how to make the largest part smaller."""
     largest = max(held, key=lambda part: held[part])
     return f"Most are {largest}: {REMEDIES[largest]}"
 
 
 def shown_ranks(found: Prediction, most: int) -> list[int]:
-    """All ranks, up to `most`, where they differ; of more, the first, the largest and the last."""
+    """Return the ranks to show: all, up to `most`, where they differ; of more, the first, the largest and the last."""
     num_ranks, total = len(found.memory_bytes), found.total_bytes
     if len(set(map(str, found.memory_bytes))) == 1:
         return [0]

@@ -19,8 +19,8 @@ def predict_step(job: TrainingJob) -> StepPrediction:
         costs = kept
     time, _ = predicted_time(job, costs)
     known = max(sum(of_rank.values()) for of_rank in pipe.memory())
-    rows, params = pipe.model.microbatch["inputs"].shape[0], param_bytes(pipe.states.natural, pipe.dtype)
-    microbatch = Microbatch(rows, config.schedule.num_microbatches, 0, config.executor.remat)
+    examples, params = pipe.model.microbatch["inputs"].shape[0], param_bytes(pipe.states.natural, pipe.dtype)
+    microbatch = Microbatch(examples, config.schedule.num_microbatches, 0, config.executor.remat)
     workspace = workspace_bytes(work_of(pipe.model), params, layout_of(pipe), microbatch)
     name = "unknown hardware" if hardware is None else f"hardware={hardware.name}"
     return StepPrediction(None if time is None else time.total_s, known + workspace, f"costs={costs.name}, {name}")

@@ -1,4 +1,4 @@
-"""What `ppctl plan` says of a request."""
+"""The prediction for a request, as `ppctl plan --json` prints it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ppctl.planner.advise import Proposal
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one stage is: layers on a submesh, and what a microbatch takes there."""
+    """A stage: its layers, its submesh, and the seconds of a microbatch there."""
 
     first_layer: int
     num_layers: int
@@ -22,7 +22,7 @@ class StagePart:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `ppctl plan` says of a request."""
+    """The prediction for a request."""
 
     schedule: str
     partition: tuple[int, ...]  # layers of each stage
@@ -35,10 +35,10 @@ class Prediction:
     hardware: str | None  # whose description was used
     costs: str  # where seconds come from: analytic | measure
     step_time_s: float | None
-    once_s: float | None  # of it: gathering parameters, reducing gradients, the optimizer
+    once_s: float | None  # of it the per-step overhead: gathering parameters, reducing gradients, the optimizer
     unknown: str | None  # why the step time is not known
     unit: str  # tokens_per_s | rows_per_s
-    tokens_per_s: float | None  # or rows, as `unit` says
+    tokens_per_s: float | None  # or examples, as `unit` says
     mfu_fraction: float | None  # 0..1: of the hardware's peak; None where that is not known, as of CPUs
     memory_bytes: tuple[Mapping[str, int], ...]  # for each rank, of one device, by part
     total_bytes: tuple[int, ...]  # for each rank; without "temporaries" it is what is needed at least

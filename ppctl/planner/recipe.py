@@ -23,14 +23,14 @@ OTHERS = ("run",)
 
 
 def recipe_path(name: str | None) -> Path | None:
-    """Where a recipe of this name goes. ConfigError where something else is there, or nothing can be written."""
+    """Return the path of a recipe of this name. ConfigError where another file is there, or none can be written."""
     if name is None:
         return None
     path = Path("recipes") / f"{name}.yaml"
     with _writing(path):
         if path.exists() and MARK not in path.read_text():
             raise ConfigError(
-                f"tune.recipe={name}: {path} is not of `ppctl tune` and stays. Use another name, or null."
+                f"tune.recipe={name}: {path} was not written by `ppctl tune` and stays. Use another name, or null."
             )
         there = next(each for each in (path, path.parent, Path()) if each.exists())
         if not os.access(there, os.W_OK):
@@ -42,7 +42,7 @@ def recipe_path(name: str | None) -> Path | None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Errors of files in here become ConfigErrors."""
+    """Raise errors of files in the body as ConfigErrors."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
@@ -53,13 +53,13 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def command_of(path: Path) -> str:
-    """What trains with the recipe, from the directory it was written in."""
+    """Return the command that trains with the recipe, from the directory it was written in."""
     is_found = path.absolute().parent == (ROOT / "recipes").absolute()
     return f"ppctl train {'' if is_found else '--config-dir . '}recipes={path.stem}"
 
 
 def write_recipe(path: Path, config: Config, candidate: Candidate, measured_s: float | None) -> None:
-    """Nothing; writes the request that a layout is."""
+    """Write the request of a layout as a recipe."""
     seconds = f"{candidate.time.total_s:.4g} seconds a step as planned"
     seconds += "" if measured_s is None else f", {measured_s:.4g} as measured"
     head = [
@@ -71,7 +71,7 @@ def write_recipe(path: Path, config: Config, candidate: Candidate, measured_s: f
     document: dict[str, Any] = {"defaults": [{f"override /{part}": _choice(config, part)} for part in CHOSEN]}
     for part in (*CHOSEN, *OTHERS):
         if part != "mesh":
-            document |= {part: said} if (said := _said(getattr(config, part))) else {}
+            document |= {part: found} if (found := _settings(getattr(config, part))) else {}
     name = path.stem if config.run.name == Run().name else config.run.name
     document["run"] = document.get("run", {}) | {"name": name}
     if config.run.dir == f"runs/{config.run.name}":
@@ -87,8 +87,8 @@ def _choice(config: Config, part: str) -> str:
     return getattr(config, part).name
 
 
-def _said(part: Any) -> dict[str, Any]:
-    """The settings of a part that are not the default, nested ones too."""
+def _settings(part: Any) -> dict[str, Any]:
+    """Return the settings of a part that are not the default, nested ones too."""
     usual = {}
     for field in fields(part):
         made = field.default if field.default_factory is MISSING else field.default_factory()

@@ -1,19 +1,19 @@
 """The fastest layouts of a model on so many devices: mesh, schedule, partition, microbatches and remat together.
 
-Every combination is bounded from below by its work and its memory. In the order of these bounds layouts are priced by
-simulation, until no bound is below the last of the best. Standard library only.
+Every combination is bounded from below by its work and its memory. In the order of these bounds layouts are simulated,
+until no bound is below the last of the best. Standard library only.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 
 from ppctl.planner.analytic import Machine, ParamBytes
-from ppctl.planner.candidate import Candidate, Pricer, knobs_of
+from ppctl.planner.candidate import Candidate, LayoutPredictor, knobs_of
 from ppctl.planner.roofline import ModelWork
 from ppctl.planner.sizes import Microbatch
 from ppctl.planner.space import Bounds, Space
@@ -22,7 +22,7 @@ from ppctl.schedule.families.registry import BASELINE, FAMILIES, makespan_formul
 from ppctl.schedule.partition.cut import improved
 from ppctl.schedule.partition.partition import Partition, explicit
 
-MOST_PRICES = 100  # of one layout's partitions
+MOST_SIMULATIONS = 100  # of one layout's partitions
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,29 @@ class Found:
     without_pipeline: Candidate | None  # the best one with pp=1
     num_layouts: int  # mesh x microbatches x remat x schedule
     num_too_large: int  # of these: no room for state and one microbatch
-    num_simulated: int  # simulated
+    num_simulated: int
     smallest_bytes: int | None  # the least that any layout needs, where none fits
 
 
-class Search:
-    """One search; `limit_bytes` is the memory of a device (None: as much as it takes)."""
+class LayoutSearch:
+    """A search; `limit_bytes` is the memory of a device (None: as much as it takes)."""
 
     def __init__(
         self, space: Space, work: ModelWork, params: ParamBytes, machine: Machine, limit_bytes: int | None = None
     ):
         self.space, self.work, self.params, self.machine = space, work, params, machine
-        self.pricer = Pricer(inf if limit_bytes is None else limit_bytes)
+        self.predictor = LayoutPredictor(inf if limit_bytes is None else limit_bytes)
 
     def run(self, keep: int = 10) -> Found:
-        """The best `keep` layouts."""
+        """Return the best `keep` layouts."""
         with uncollected():
             return self._run(keep)
 
     def _run(self, keep: int) -> Found:
-        opened, too_large = [], 0
+        opened = list[tuple[float, int, float, Bounds, str, int]]()  # expected s, number, bound s, layout
+        too_large = 0
         for number, (bounds, family, chunks) in enumerate(self._layouts()):
-            if self.pricer.has_room(bounds.memory):
+            if self.predictor.has_room(bounds.memory):
                 bound_s = bounds.step_s(is_whole=not FAMILIES[family].is_split)
                 opened.append((self._expected_s(bounds, family, chunks), number, bound_s, bounds, family, chunks))
             else:
@@ -66,46 +67,46 @@ class Search:
             is_alone = bounds.mesh[1] == 1 and (alone is None or bound_s < alone.time.total_s)
             if bound_s > last_s and not is_alone:
                 continue
-            candidate = self.pricer.candidate(bounds, family, chunks, inf if is_alone else last_s)
+            candidate = self.predictor.candidate(bounds, family, chunks, inf if is_alone else last_s)
             if candidate is None or any(candidate.is_like(other) for other in best):
                 continue
-            best = sorted([*best, candidate], key=lambda c: (c.time.total_s, c.total_bytes))[:keep]
+            best = sorted([*best, candidate], key=_rank)[:keep]
             if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
                 alone = candidate
-        smallest = None if best else Search(self.space, self.work, self.params, self.machine)._smallest()
-        return Found(tuple(best), alone, len(opened) + too_large, too_large, self.pricer.num_simulated, smallest)
+        smallest = None if best else LayoutSearch(self.space, self.work, self.params, self.machine)._smallest()
+        return Found(tuple(best), alone, len(opened) + too_large, too_large, self.predictor.num_simulated, smallest)
 
     def improved(self, found: Found) -> Found:
-        """The same layouts with the partitions that simulation finds faster (`cut.improved`), fastest first."""
+        """Return the same layouts with the partitions that simulation finds faster (`cut.improved`), fastest first."""
         with uncollected():
-            best = sorted(map(self._improved, found.best), key=lambda c: (c.time.total_s, c.total_bytes))
+            best = sorted(map(self._improved, found.best), key=_rank)
         return replace(found, best=tuple(best))  # one stage has one partition
 
     def _improved(self, candidate: Candidate) -> Candidate:
         dp, _, fsdp = candidate.mesh
         number, space = candidate.num_microbatches, self.space
-        microbatch = Microbatch(space.batch_size // (dp * fsdp * number), number, space.row_bytes, candidate.remat)
+        microbatch = Microbatch(space.batch_size // (dp * fsdp * number), number, space.example_bytes, candidate.remat)
         bounds = Bounds(space, self.work, self.params, self.machine, candidate.mesh, microbatch)
         found = {candidate.partition: candidate}
 
-        def price(partition: Partition) -> float:
+        def simulated_s(partition: Partition) -> float:
             sizes = tuple(map(len, partition))
             if sizes not in found:
-                simulated = self.pricer.candidate(bounds, candidate.family, candidate.num_chunks, sizes=sizes)
+                simulated = self.predictor.candidate(bounds, candidate.family, candidate.num_chunks, sizes=sizes)
                 if simulated is None:
                     return inf
                 found[sizes] = simulated
             return found[sizes].time.total_s
 
         start = explicit(space.num_layers, len(candidate.partition), candidate.partition)
-        return found[tuple(map(len, improved(start, price, max_prices=MOST_PRICES)))]
+        return found[tuple(map(len, improved(start, simulated_s, max_prices=MOST_SIMULATIONS)))]
 
     def _expected_s(self, bounds: Bounds, family: str, chunks: int) -> float:
-        """About what a layout takes, by the closed form for equal stages; once good ones are priced, few others are."""
+        """Return an estimate by the closed form for equal stages: simulating good layouts first rules out most."""
         op_times, pp, number = bounds.op_times, bounds.mesh[1], bounds.microbatch.number
-        layers, ends_s = self.space.num_layers / pp, (op_times.embed.all_s + op_times.head.all_s) / pp
+        layers, embed_head_s = self.space.num_layers / pp, (op_times.embed.all_s + op_times.head.all_s) / pp
         kinds = (op_times.layer.forward_s, op_times.layer.input_grad_s, op_times.layer.weight_grad_s)
-        costs = Costs(*(layers * each_s + ends_s / 3 for each_s in kinds), transfer_s=op_times.hop_s)
+        costs = Costs(*(layers * each_s + embed_head_s / 3 for each_s in kinds), transfer_s=op_times.hop_s)
         formula_s = makespan_formula_s(family, pp, number, costs, **knobs_of(family, chunks))
         if formula_s is None:  # at these costs
             formula_s = makespan_formula_s(
@@ -115,26 +116,31 @@ class Search:
         return op_times.overhead_s + (formula_s or whole_s or number * costs.seconds("F", 0, 1) * 3)
 
     def _layouts(self) -> Iterator[tuple[Bounds, str, int]]:
-        """All: with the mesh and its microbatches, (family, chunks)."""
+        """Yield all: bounds of a mesh with its microbatches, family, chunks."""
         for mesh, microbatch in self.space.microbatches:
             bounds = Bounds(self.space, self.work, self.params, self.machine, mesh, microbatch)
             yield from ((bounds, *kind) for kind in self.space.kinds(mesh[1]))
 
     def _smallest(self) -> int | None:
-        """The bytes of the layout that needs the fewest, None where no layout is one."""
+        """Return the bytes of the layout that needs the fewest, None where none is possible."""
         layouts = [(sum(each[0].memory.values()), number, each) for number, each in enumerate(self._layouts())]
         smallest = inf
         for least, _, (bounds, family, chunks) in sorted(layouts, key=lambda each: each[:2]):
             if least >= smallest:
                 break
-            candidate = self.pricer.candidate(bounds, family, chunks)
+            candidate = self.predictor.candidate(bounds, family, chunks)
             smallest = min(smallest, inf if candidate is None else candidate.total_bytes)
         return None if smallest == inf else int(smallest)
 
 
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    """Return the key of the order: fastest first, of equals the smallest."""
+    return candidate.time.total_s, candidate.total_bytes
+
+
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """No search for garbage in here: schedules by the thousand live on, without cycles; walking them took a third."""
+def uncollected() -> Generator[None]:
+    """Switch off the garbage collector in the body: it walks thousands of live schedules, a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What `ppctl tune` may choose from, and what each choice takes at least. Standard library only."""
+"""The layouts that `ppctl tune` may choose from, with lower bounds of time and memory. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppctl.planner.sizes import Microbatch, held_bytes
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.remat import Remat
 
-PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # where several do the same
+PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # the order, where several are as good
 CHUNKS = (2, 4, 8)  # stages a rank, of the families that take a number of them
 
 
@@ -25,13 +25,13 @@ class Space:
     num_devices: int
     num_layers: int
     batch_size: int
-    row_bytes: int  # of the data: inputs and targets
+    example_bytes: int  # of the data: inputs and targets
     executor: str = "spmd"
     gathers_each_tick: bool = False  # executor.gather=tick
     families: tuple[str, ...] = PREFERRED
     remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
-    layer_worth: tuple[float, ...] | None = None  # of each layer, in means of them; None: all are alike
+    layer_costs: tuple[float, ...] | None = None  # relative, in means of them; None: all layers are alike
 
     @property
     def meshes(self) -> Sequence[tuple[int, int, int]]:
@@ -51,12 +51,12 @@ class Space:
         for each rank at most. 8.4e9 parameters, batches of 512 on 8 A100 took 1.24 times as long.)
         """
         for (dp, pp, fsdp), remat in product(self.meshes, self.remats):
-            rows, left = divmod(self.batch_size, dp * fsdp)
-            for number in () if left else divisors(rows):
-                yield (dp, pp, fsdp), Microbatch(rows // number, number, self.row_bytes, remat)
+            examples, left = divmod(self.batch_size, dp * fsdp)
+            for number in () if left else divisors(examples):
+                yield (dp, pp, fsdp), Microbatch(examples // number, number, self.example_bytes, remat)
 
     def kinds(self, pp: int) -> Iterator[tuple[str, int]]:
-        """(family, stages a rank) of the schedules for pp ranks."""
+        """Yield (family, stages a rank) of the schedules for pp ranks."""
         for name in self.families if pp > 1 else [name for name in self.families if name == BASELINE]:
             family = FAMILIES[name]
             if self.executor == "spmd" and not family.runs_on_ring:
@@ -67,7 +67,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a mesh with microbatches takes at least, whatever its schedule and partition."""
+    """Lower bounds of a mesh with microbatches, whatever its schedule and partition."""
 
     space: Space
     work: ModelWork
@@ -88,7 +88,7 @@ class Bounds:
             self.params,
             self.machine,
             layout,
-            microbatch_rows=self.microbatch.rows,
+            microbatch_examples=self.microbatch.examples,
             remat=self.microbatch.remat,
             gathers_each_tick=self.space.gathers_each_tick,
         )
@@ -99,37 +99,37 @@ class Bounds:
         return self.with_stashes(1.0)
 
     def with_stashes(self, number: float) -> Mapping[str, int]:
-        """The same with so many microbatches, through all of the rank's layers."""
+        """Return the same with so many microbatches, through all of the rank's layers."""
         dp, pp, fsdp = self.mesh
         layers = self.space.num_layers // pp
         least = PlannedLayout(dp, pp, fsdp, layers, layers)
         return held_bytes(self.work, self.params, least, self.microbatch, {"stash": number})
 
     def step_s(self, *, is_whole: bool = False) -> float:
-        """Seconds of a step: its work, and the ways to the ranks, with whole backwards also back.
+        """Return a lower bound of the step time: its work, and the way to the ranks, with whole backwards also back.
 
         Whatever the partition, no rank is done before the mean of all: its work, and the middle stages before it, of a
         layer each. With remat=full the last stage runs its forwards in its backwards, and may hold any layers.
         """
         op_times, pp, number = self.op_times, self.mesh[1], self.microbatch.number
-        layer, ends_s = op_times.layer, op_times.embed.all_s + op_times.head.all_s
+        layer, embed_head_s = op_times.layer, op_times.embed.all_s + op_times.head.all_s
         is_left_to_backward = Remat.of(self.microbatch.remat).keeps_input_only
         last_s = layer.all_s - (layer.forward_s if is_left_to_backward else 0.0)  # of a layer of that stage
         speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks
-        rank_s = number * (self.space.num_layers + ends_s / layer.all_s) / speed
+        rank_s = number * (self.space.num_layers + embed_head_s / layer.all_s) / speed
         way_s, hops = layer.forward_s, 1 + is_whole
         if is_whole:
             way_s += layer.input_grad_s + layer.weight_grad_s
-        way_s *= min(self.space.layer_worth or (1.0,))
+        way_s *= min(self.space.layer_costs or (1.0,))
         rank_s += (pp - 1) / 2 * (hops * op_times.hop_s + max(0, pp - 2) / pp * way_s)
         together_s = (
-            number * (self.space.num_layers * last_s + ends_s) * self.mesh[0] * self.mesh[2] / op_times.capacity
+            number * (self.space.num_layers * last_s + embed_head_s) * self.mesh[0] * self.mesh[2] / op_times.capacity
         )
         return max(rank_s, together_s) + op_times.overhead_s
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors, ascending.
+    """Return all divisors, ascending.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

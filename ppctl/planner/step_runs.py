@@ -1,4 +1,4 @@
-"""A step of a pipeline: what it takes by given op times, and what it takes when it is run."""
+"""The time of a pipeline's step: by given op times, and measured."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 
 import jax
 
-from ppctl.planner.op_times import OpTimes, StepTime, stage_costs, step_time
+from ppctl.planner.op_times import OpTimes, StepTime, costs_of_stages, step_time
 from ppctl.planner.step_timeline import step_timeline
 from ppctl.planner.timing import Timing
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
-from ppctl.schedule.partition.partition import stage_costs as relative_stage_costs
+from ppctl.schedule.partition.partition import stage_costs
 from ppctl.schedule.simulate import Timeline
 from ppctl.training.job import TrainingJob
 from ppctl.training.pipeline import Pipeline
@@ -24,7 +24,9 @@ def time_of(pipe: Pipeline, op_times: OpTimes) -> StepTime:
     """Return the seconds of a train step by these op times."""
     if not pipe.execution.is_pipelined:
         alone = build(BASELINE, 1, pipe.schedule.num_microbatches)
-        return step_time(op_times, alone, None, stage_costs(op_times, [pipe.stack.num_layers], keeps_input=False), 1)
+        return step_time(
+            op_times, alone, None, costs_of_stages(op_times, [pipe.stack.num_layers], keeps_input=False), 1
+        )
     return step_time(op_times, pipe.schedule, pipe.ticks, *as_run(pipe, op_times), masked=_is_masked(pipe))
 
 
@@ -39,9 +41,9 @@ def timeline_of(pipe: Pipeline, op_times: OpTimes) -> Timeline:
 def as_run(pipe: Pipeline, op_times: OpTimes) -> tuple[Costs, int]:
     """Return the costs of each stage's tasks, and how many pipelines run at the same time (dp*fsdp)."""
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
-    sizes = relative_stage_costs(pipe.partition, embed=0.0, head=0.0, layers=layers)
+    sizes = stage_costs(pipe.partition, embed=0.0, head=0.0, layers=layers)
     keeps_input = pipe.execution.remat.keeps_input_only
-    costs = stage_costs(op_times, sizes, keeps_input=keeps_input, split=pipe.schedule.is_split)
+    costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=pipe.schedule.is_split)
     return costs, pipe.mesh.shape["dp"] * pipe.mesh.shape["fsdp"]
 
 

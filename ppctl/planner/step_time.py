@@ -75,7 +75,7 @@ def counted_op_times(pipe: Pipeline, machine: Machine) -> OpTimes:
         param_bytes(pipe.states.natural, pipe.dtype),
         machine,
         layout_of(pipe),
-        microbatch_rows=pipe.model.microbatch["inputs"].shape[0],
+        microbatch_examples=pipe.model.microbatch["inputs"].shape[0],
         remat=execution.remat,
         gathers_each_tick=execution.in_ticks and execution.gather == "tick",
     )
@@ -96,7 +96,7 @@ def device_kind(pipe: Pipeline) -> str:
 
 
 def _described(config: Config, device_kind: str, dtype: str) -> tuple[Hardware, float]:
-    """The hardware of a request and its peak FLOP/s. ConfigError where they are not known."""
+    """Return the hardware of a request and its peak FLOP/s. ConfigError where they are not known."""
     hardware = resolved(config.hardware, device_kind, config.plan.topology)
     peak = peak_flops(hardware, dtype)
     if peak is None:
@@ -108,7 +108,7 @@ def _described(config: Config, device_kind: str, dtype: str) -> tuple[Hardware, 
 
 
 def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
-    """The devices as a plan sees them. ConfigError where nothing is known of them."""
+    """Return the devices that a plan is for. ConfigError where nothing is known of them."""
     hardware, peak = _described(config, device_kind, dtype)
     link = Link(hardware.link_latency_s, hardware.link_bytes_per_s)
     if config.costs.doctor is not None:
@@ -135,7 +135,7 @@ def hardware_of(job: TrainingJob) -> Hardware | None:
 
 
 def device_bytes(config: Config, device: Any) -> int | None:
-    """Memory of a device: as asked, as the chosen hardware has, as the device states; None where it is not known.
+    """Return the memory of a device: as requested, of the chosen hardware, or as the device states; None if not known.
 
     Simulated devices share the machine's evenly.
     """
@@ -156,20 +156,20 @@ def device_bytes(config: Config, device: Any) -> int | None:
 
 
 def param_bytes(state: Tree, dtype: Any) -> ParamBytes:
-    """Sizes of the parameters of a state in natural order; `dtype` is that of compute."""
+    """Return the sizes of the parameters of a state in natural order; `dtype` is that of compute."""
     params = state["params"]
     layers = jax.tree.leaves(params["layers"])
     whole = tree_bytes(params)
     return ParamBytes(
         layer=tree_bytes(params["layers"]) // layers[0].shape[0],
-        ends=tree_bytes(params["ends"]),
+        embed_head=tree_bytes(params["ends"]),
         moments=tree_bytes(state["optimizer"]) / whole,
         compute_ratio=sum(math.prod(a.shape) for a in jax.tree.leaves(params)) * jnp.dtype(dtype).itemsize / whole,
     )
 
 
 def cache_dir(costs: Measure) -> Path:
-    """Where measurements are kept."""
+    """Return the directory in which measurements are kept."""
     if costs.cache_dir is not None:
         return Path(costs.cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ppctl"

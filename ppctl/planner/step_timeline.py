@@ -1,4 +1,4 @@
-"""When each task of a step runs, by the prices and rules of `op_times.step_time`. Standard library only."""
+"""When each task of a step runs, by the op times and rules of `op_times.step_time`. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppctl.schedule.timeline import lockstep, timeline_at
 def step_timeline(
     op_times: OpTimes, schedule: Schedule, ticks: Ticks | None, costs: Costs, copies: int, *, masked: bool = False
 ) -> Timeline:
-    """The timeline of a step whose seconds are `step_time(...).pipeline_s`; arguments as there.
+    """Return the timeline of a step whose seconds are `step_time(...).pipeline_s`; arguments as there.
 
     In lockstep the last tick ends with a transfer, after the last task.
     """

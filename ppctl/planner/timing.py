@@ -32,7 +32,7 @@ DISPATCHES = 100  # of a run
 
 
 def random_like(tree: Tree) -> Tree:
-    """Arrays of the shapes, small numbers (integers are zeros)."""
+    """Return arrays of the shapes, small numbers (integers are zeros)."""
     rng = np.random.default_rng(0)
 
     def fill(a: Any) -> jax.Array:
@@ -44,14 +44,14 @@ def random_like(tree: Tree) -> Tree:
 
 
 class Timing(NamedTuple):
-    """What one turn takes: seconds on the clock, and of all cores together (not of accelerators)."""
+    """Seconds of a turn: on the clock, and of all cores together (not of accelerators)."""
 
     wall_s: float
     cpu_s: float
 
 
 def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapping[str, Any] | None = None) -> Timing:
-    """What one turn of `body` takes when all devices of `mesh` run it at the same time; medians.
+    """Return the seconds of a turn of `body` when all devices of `mesh` run it at the same time; medians.
 
     compiler_options: of XLA, as jax.jit takes them.
     """
@@ -75,15 +75,15 @@ def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapp
     stays, goes, count = place(stays), place(goes), 1
     goes, _ = _timed(run, 1, stays, goes)
     while True:
-        goes, taken = _timed(run, count, stays, goes)
-        if taken.wall_s > LEAST_S:
+        goes, measured = _timed(run, count, stays, goes)
+        if measured.wall_s > LEAST_S:
             break
-        count = max(count + 1, min(count * 8, int(1.5 * count * LEAST_S / taken.wall_s)))
-    all_taken = []
+        count = max(count + 1, min(count * 8, int(1.5 * count * LEAST_S / measured.wall_s)))
+    runs = []
     for _ in range(RUNS):
-        goes, taken = _timed(run, count, stays, goes)
-        all_taken.append(taken)
-    return Timing(*(statistics.median(seconds) / count for seconds in zip(*all_taken, strict=True)))
+        goes, measured = _timed(run, count, stays, goes)
+        runs.append(measured)
+    return Timing(*(statistics.median(seconds) / count for seconds in zip(*runs, strict=True)))
 
 
 def _timed(run: Callable, count: int, stays: Tree, goes: Tree) -> tuple[Tree, Timing]:
@@ -93,7 +93,7 @@ def _timed(run: Callable, count: int, stays: Tree, goes: Tree) -> tuple[Tree, Ti
 
 
 def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tree]]:
-    """For "F", "B" (or "I" and "W") of a stage of LAYERS layers: its body, what stays and what goes round."""
+    """Return for "F", "B" (or "I" and "W") of a stage of LAYERS layers: its body, what stays and what goes round."""
     stage = model.stage
     w = [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, model.dtype), model.layer)] * LAYERS
     stash = stage.stash_shapes(w)
@@ -126,13 +126,13 @@ def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tr
     return bodies
 
 
-def end_bodies(model: Model) -> dict[str, tuple[Body, Tree, Tree]]:
-    """The same for "embed", "embed_grad" and "head" (with its gradients)."""
+def embed_head_bodies(model: Model) -> dict[str, tuple[Body, Tree, Tree]]:
+    """Return the same for "embed", "embed_grad" and "head" (with its gradients)."""
     stack: Stack = model.stack
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, model.dtype), model.ends)
     ends, x = random_like(shapes), random_like(model.x)
     acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), model.ends)
-    rows = random_like(jax.tree.map(lambda a: jax.ShapeDtypeStruct((SLOTS, *a.shape), a.dtype), model.microbatch))
+    slots = random_like(jax.tree.map(lambda a: jax.ShapeDtypeStruct((SLOTS, *a.shape), a.dtype), model.microbatch))
 
     def embed(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         return stack.embed(stays[0], read_slot(stays[1]["inputs"], i % SLOTS)).astype(goes.dtype)
@@ -148,15 +148,16 @@ def end_bodies(model: Model) -> dict[str, tuple[Body, Tree, Tree]]:
         return gy, add_trees(goes[1], ends)
 
     return {
-        "embed": (embed, (ends, rows), x),
-        "embed_grad": (embed_grad, (ends, rows, x), acc),
-        "head": (head, (ends, rows), (x, acc)),
+        "embed": (embed, (ends, slots), x),
+        "embed_grad": (embed_grad, (ends, slots, x), acc),
+        "head": (head, (ends, slots), (x, acc)),
     }
 
 
 def dispatched(model: Model, here: Mesh, there: Mesh) -> Timing:
-    """What the host takes to start a program with the arguments of a task, and to move its result; nothing is computed.
+    """Return the seconds of the host to start a program with the arguments of a task, and to move its result.
 
+    Nothing is computed.
     here, there: the submeshes of two ranks.
     """
     each = P(*here.axis_names)
@@ -182,8 +183,8 @@ def dispatched(model: Model, here: Mesh, there: Mesh) -> Timing:
         return Timing((time.perf_counter() - wall) / count, (time.process_time() - cpu) / count)
 
     times(1)
-    taken = [times(DISPATCHES) for _ in range(RUNS)]
-    return Timing(*map(statistics.median, zip(*taken, strict=True)))
+    measured = [times(DISPATCHES) for _ in range(RUNS)]
+    return Timing(*map(statistics.median, zip(*measured, strict=True)))
 
 
 def tick_body(x: jax.ShapeDtypeStruct, num_ranks: int) -> tuple[Body, Tree, Tree]:
@@ -203,7 +204,7 @@ def tick_body(x: jax.ShapeDtypeStruct, num_ranks: int) -> tuple[Body, Tree, Tree
 
 
 def without_tasks(layout: Layout, dtype: Any) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
-    """(loss, gradients) as the spmd program gathers parameters and reduces gradients, with no task between."""
+    """Return a function like the spmd program's without its tasks: it gathers parameters and reduces gradients."""
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         specs = layout.staged_specs(params)

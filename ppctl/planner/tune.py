@@ -1,8 +1,8 @@
-"""`ppctl tune`: the fastest layouts of a model on so many devices, and the best one as a recipe.
+"""The fastest layouts of a model on so many devices.
 
-Mesh, schedule, stages a rank, partition, microbatches and remat are searched together (`plan.search`) at costs counted
-for the hardware; tune.measure runs the best ones here. What it is asked of a request: the model, the data and their
-batch, the executor, the optimizer. What it answers replaces mesh, schedule, partition and remat.
+Mesh, schedule, stages a rank, partition, microbatches and remat are searched together (`planner.search`), at costs
+counted for the hardware; tune.measure runs the best ones here. Model, data, batch, executor and optimizer are those of
+the request; mesh, schedule, partition and remat are found.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from ppctl.executors.stage.flops import relative_costs
 from ppctl.model.stack import init
 from ppctl.planner.candidate import Candidate
 from ppctl.planner.count import work_of
-from ppctl.planner.recipe import recipe_path, write_recipe
-from ppctl.planner.search import Found, Search
+from ppctl.planner.search import Found, LayoutSearch
 from ppctl.planner.space import PREFERRED, Space
 from ppctl.planner.step_runs import run_steps
 from ppctl.planner.step_time import device_bytes, machine_of, param_bytes
-from ppctl.planner.tune_terminal import Tuned, show
+from ppctl.planner.tune_terminal import Tuned
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.schedule.remat import Remat
 from ppctl.training.job import (
@@ -47,24 +46,13 @@ from ppctl.training.start import start_jax
 from ppctl.training.train_step import init_state
 
 
-def tune(config: Config, *, as_json: bool) -> int:
-    """0 where a layout fits, else 1; prints the best ten, and writes the best as a recipe."""
-    path = recipe_path(config.tune.recipe)
-    tuned, configs = find(config)
-    if tuned.found.best and path is not None:
-        write_recipe(path, configs[0], tuned.found.best[0], tuned.measured_s[0] if tuned.measured_s else None)
-        tuned = replace(tuned, recipe=str(path))
-    show(tuned, configs, as_json=as_json)
-    return 0 if tuned.found.best else 1
-
-
-def find(config: Config) -> tuple[Tuned, list[Config]]:
-    """The layouts found, best first, and the request that each of them is. ConfigError for what cannot be."""
+def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
+    """Return the layouts found, best first, and the request of each. ConfigError for what cannot be."""
     _check(config)
     num_devices = config.tune.devices or config.mesh.num_devices
-    asked = replace(config, mesh=settings.Mesh(dp=num_devices if config.tune.measure else 1))
+    start = replace(config, mesh=settings.Mesh(dp=num_devices if config.tune.measure else 1))
     dtype_name = config.run.dtype or DEFAULT_DTYPE
-    start_jax(asked, dtype_name)
+    start_jax(start, dtype_name)
     device = all_devices()[0]
     hardware = resolved(config.hardware, device.device_kind)
     if config.tune.measure and hardware.name != resolved(settings.AutoHardware(), device.device_kind).name:
@@ -78,33 +66,33 @@ def find(config: Config) -> tuple[Tuned, list[Config]]:
     optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
     state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), optimizer))
     batch = batch_shapes(data)
-    row = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
+    example = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state["params"]["layers"])
-    model = Model(stack, state["params"]["ends"], layer, row, 1, Remat.NONE, config.executor.unroll, dtype)
+    model = Model(stack, state["params"]["ends"], layer, example, 1, Remat.NONE, config.executor.unroll, dtype)
     recompute = Remat.of(config.executor.remat).recomputes
     space = Space(
         num_devices,
         stack.num_layers,
         data.batch_size,
-        row_bytes=tree_bytes(row),
+        example_bytes=tree_bytes(example),
         executor=config.executor.name,
         gathers_each_tick=isinstance(config.executor, Spmd) and config.executor.gather == "tick",
         families=tuple(config.tune.schedules or PREFERRED),
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
-        layer_worth=None if stack.are_alike else relative_costs(stack, batch, recompute=recompute).layers,
+        layer_costs=None if stack.are_alike else relative_costs(stack, batch, recompute=recompute).layers,
     )
     limit = _limit(config, num_devices, hardware.memory_gib, device)
     machine = machine_of(config, device.device_kind, dtype_name)
     work = work_of(model)
     began = time.perf_counter()
-    search = Search(space, work, param_bytes(state, dtype), machine, limit)
+    search = LayoutSearch(space, work, param_bytes(state, dtype), machine, limit)
     found = search.improved(search.run())
     search_s = time.perf_counter() - began
     configs = [request_of(config, candidate) for candidate in found.best]
     found, configs, measured_s = _measured(found, configs, config.tune.measure)
     peak = mfu_peak_flops(hardware, device.device_kind, dtype_name)
-    tokens = None if data.vocab_size is None else data.batch_size * row["inputs"].shape[1]
+    tokens = None if data.vocab_size is None else data.batch_size * example["inputs"].shape[1]
     flops = data.batch_size * work.flops(stack.num_layers)
     devices = f"{num_devices} x {hardware.name}"
     return (
@@ -119,8 +107,8 @@ def _check(config: Config) -> None:
         raise ConfigError("executor=reference has one layout, on one device. Use executor=spmd or executor=mpmd.")
     if isinstance(config.executor, Spmd) and config.executor.idle != "skip":
         raise ConfigError(
-            f"executor.idle={config.executor.idle} computes in idle ticks too, which `ppctl tune` does not price. "
-            "Leave it out; `ppctl plan executor.idle=compute` op_times one layout."
+            f"executor.idle={config.executor.idle} computes in idle ticks too, which `ppctl tune` does not predict. "
+            "Leave it out; `ppctl plan executor.idle=compute` predicts one layout."
         )
     if config.costs.name != "analytic":
         raise ConfigError(
@@ -134,7 +122,7 @@ def _check(config: Config) -> None:
 
 
 def _limit(config: Config, num_devices: int, described_gib: float | None, device: Any) -> int | None:
-    """Bytes of a device."""
+    """Return the bytes of a device."""
     gib = config.tune.memory_gib or described_gib
     if gib is not None:
         return round(gib * 2**30)
@@ -142,7 +130,7 @@ def _limit(config: Config, num_devices: int, described_gib: float | None, device
 
 
 def request_of(config: Config, candidate: Candidate) -> Config:
-    """The request that a layout is."""
+    """Return the request of a layout."""
     dp, pp, fsdp = candidate.mesh
     sizes = list(candidate.partition)
     is_uniform = sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
@@ -159,7 +147,7 @@ def request_of(config: Config, candidate: Candidate) -> Config:
 
 
 def _measured(found: Found, configs: list[Config], count: int) -> tuple[Found, list[Config], tuple[float, ...]]:
-    """The same with the first `count` in the order of what their steps took here, and these seconds."""
+    """Return the same with the first `count` in the order of their measured step times, and these seconds."""
     measured = [(_step_s(config), i) for i, config in enumerate(configs[:count])]
     order = [i for _, i in sorted(measured)] + list(range(len(measured), len(configs)))
     best = tuple(found.best[i] for i in order)

@@ -1,4 +1,4 @@
-"""What `ppctl tune` says, and how it is printed."""
+"""The result of `ppctl tune`, printed and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ppctl.reports.terminal import show_json, show_table, size_text
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `ppctl tune` says."""
+    """The layouts found, with what they were found for."""
 
     found: Found
     measured_s: tuple[float, ...]  # of the best ones, as far as they were run; `found.best` is in this order
@@ -36,8 +36,8 @@ class Tuned:
     recipe: str | None  # the file
 
 
-def show(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
-    """Nothing; prints the layouts, best first; `configs` are their requests."""
+def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
+    """Print the layouts, best first; `configs` are their requests."""
     found = tuned.found
     if as_json:
         show_json(_document(tuned, configs))
@@ -50,7 +50,7 @@ def show(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
     limit = "" if tuned.limit_bytes is None else f" of {size_text(tuned.limit_bytes)} each"
     say(
         f"{found.num_layouts:,} layouts for {tuned.devices}{limit}: {found.num_too_large:,} too large, "
-        f"{found.num_simulated:,} priced in {tuned.search_s:.1f} s"
+        f"{found.num_simulated:,} simulated in {tuned.search_s:.1f} s"
     )
     if not found.best:
         least = (
@@ -59,7 +59,7 @@ def show(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
         say(f"none fits{least}. Use more devices (tune.devices), or a smaller model.")
         return
     before = ("", "mesh", "schedule", "microbatches", "remat", "stages", "step s")
-    head = (*before, *_columns(tuned), "bubble", "redone", "once", "memory")
+    head = (*before, *_columns(tuned), "bubble", "recomputed", "overhead", "memory")
     rows = [_row(tuned, i, config) for i, config in enumerate(configs)]
     show_table(console, "the fastest, by costs counted for the hardware", head, rows)
     show_stages(console, _stages(found.best[0]), (found.best[0].mesh[0], found.best[0].mesh[2]))
@@ -69,7 +69,7 @@ def show(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
 
 
 def _stages(candidate: Candidate) -> list[StagePart]:
-    """The stages of a layout, devices numbered as the mesh dp x pp x fsdp has them."""
+    """Return the stages of a layout, devices numbered as the mesh dp x pp x fsdp has them."""
     dp, pp, fsdp = candidate.mesh
     starts = accumulate(candidate.partition, initial=0)
     submeshes = [tuple((d * pp + r) * fsdp + f for d in range(dp) for f in range(fsdp)) for r in range(pp)]
@@ -115,7 +115,7 @@ def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
 
 
 def _runs(sizes: Sequence[int]) -> str:
-    """Sizes of stages with equal neighbours put together.
+    """Return sizes of stages with equal neighbours put together.
 
     >>> _runs([3, 2, 2, 2, 1])
     '3 2*3 1'
@@ -130,7 +130,7 @@ def _runs(sizes: Sequence[int]) -> str:
 
 
 def _about_pipelines(tuned: Tuned, best: Config) -> str:
-    """How the best layout compares with the best one that has no pipeline."""
+    """Return a line: how the best layout compares with the best one that has no pipeline."""
     first, alone = tuned.found.best[0], tuned.found.without_pipeline
     if first.mesh[1] == 1:
         rival = next((c for c in tuned.found.best if c.mesh[1] > 1), None)
@@ -147,7 +147,7 @@ def _about_pipelines(tuned: Tuned, best: Config) -> str:
 
 
 def _times(tuned: Tuned, other: Candidate) -> float:
-    """How many times as long as the first another layout takes: as measured, where both were."""
+    """Return how many times as long as the first another layout takes: as measured, where both were."""
     first = tuned.found.best[0]
     measured_s = dict(zip(tuned.found.best, tuned.measured_s, strict=False))
     if other in measured_s:
@@ -183,16 +183,16 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
 
 
 def _overrides(config: Config) -> list[str]:
-    """What one types after `ppctl train` for this layout."""
+    """Return the overrides that one types after `ppctl train` for this layout."""
     schedule = config.schedule
-    said = [
+    overrides = [
         f"mesh={config.mesh.text}",
         f"schedule={schedule.name}",
         f"schedule.num_microbatches={schedule.num_microbatches}",
     ]
     if "num_chunks" in (knobs := schedule.knobs()):
-        said.append(f"schedule.num_chunks={knobs['num_chunks']}")
-    said.append(f"executor.remat={config.executor.remat}")
+        overrides.append(f"schedule.num_chunks={knobs['num_chunks']}")
+    overrides.append(f"executor.remat={config.executor.remat}")
     if isinstance(config.partition, Explicit):
-        said += ["partition=explicit", f"partition.layers=[{','.join(map(str, config.partition.layers))}]"]
-    return said
+        overrides += ["partition=explicit", f"partition.layers=[{','.join(map(str, config.partition.layers))}]"]
+    return overrides

@@ -9,14 +9,14 @@ from ppctl import config
 from ppctl.planner import advise, plan
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.simulate import simulate
-from ppctl.training.job import assemble, relative_costs_of
+from ppctl.training.job import assemble
 
-ASKED = config.Config(
+REQUEST = config.Config(
     model=config.Transformer(num_layers=8, d_model=32, num_heads=4, seq_len=16),
     mesh=config.Mesh(1, 4, 1),
     schedule=config.Schedule("1f1b", 8),
     executor=config.Mpmd(remat="none"),
-    data=config.Synthetic(batch_size=16, vocab_size=1024),  # a head worth several layers
+    data=config.Synthetic(batch_size=16, vocab_size=1024),  # a head that costs several layers
     run=config.Run(dtype="float32"),
 )
 
@@ -32,21 +32,21 @@ def partitions(num_layers, num_stages):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_proposal_is_the_fastest_of_all_partitions(remat):
-    parts = assemble(replace(ASKED, executor=config.Mpmd(remat=remat)))
-    pieces = relative_costs_of(parts.config, parts.stack, parts.data)
+    pipe = assemble(replace(REQUEST, executor=config.Mpmd(remat=remat))).pipe
+    costs_of = pipe.relative_costs
     again = 1.0 + (remat == "full")  # I runs the forward again
 
     def seconds(partition):
-        units = pieces.of_stages(partition)
+        units = costs_of.of_stages(partition)
         costs = Costs(units, tuple(again * n for n in units), units)
-        return simulate(parts.schedule, costs).makespan_s
+        return simulate(pipe.schedule, costs).makespan_s
 
-    found = advise.propose(parts, None)
+    found = advise.propose(pipe, None)
     fastest = min(map(seconds, partitions(8, 4)))
-    assert found.time_ratio == pytest.approx(fastest / seconds(parts.states.layout.partition), rel=1e-12)
+    assert found.time_ratio == pytest.approx(fastest / seconds(pipe.partition), rel=1e-12)
     assert found.time_ratio < 0.9
-    asked_for = assemble(replace(ASKED, executor=config.Mpmd(remat=remat), partition=explicit(found.partition)))
-    assert advise.propose(asked_for, None) is None
+    best = assemble(replace(REQUEST, executor=config.Mpmd(remat=remat), partition=explicit(found.partition)))
+    assert advise.propose(best.pipe, None) is None
 
 
 def explicit(sizes):
@@ -58,30 +58,30 @@ def known(found):
     return [sum(of_rank.values()) - of_rank["temporaries"] for of_rank in found.memory_bytes]
 
 
-def test_a_proposal_fits_where_what_was_asked_for_does_not():
-    long = replace(ASKED.model, seq_len=64)  # so that activations count more than the state of a layer
-    asked = replace(ASKED, model=long, data=replace(ASKED.data, vocab_size=64))
-    need = known(plan.predict(asked))
+def test_a_proposal_fits_where_the_request_does_not():
+    long = replace(REQUEST.model, seq_len=64)  # so that activations count more than the state of a layer
+    request = replace(REQUEST, model=long, data=replace(REQUEST.data, vocab_size=64))
+    need = known(plan.predict(request))
     limit = (need[0] + need[1]) // 2  # rank 0 of 1F1B holds the most
-    found = plan.predict(replace(asked, plan=config.Plan(memory_gib=limit / 2**30)))
+    found = plan.predict(replace(request, plan=config.Plan(memory_gib=limit / 2**30)))
     assert found.fits is False
-    proposed = replace(asked, partition=explicit(found.proposal.partition))
+    proposed = replace(request, partition=explicit(found.proposal.partition))
     assert max(known(plan.predict(proposed))) <= 1.02 * limit  # values on their way are not counted
     assert found.proposal.partition[0] < 2
     least = config.Plan(memory_gib=1e-6)
-    assert plan.predict(replace(asked, plan=least)).proposal is None  # nothing fits
+    assert plan.predict(replace(request, plan=least)).proposal is None  # nothing fits
 
 
-def test_lockstep_ticks_are_priced_as_such():
-    asked = replace(ASKED, executor=config.Spmd(remat="none"), schedule=config.Interleaved(num_microbatches=8))
-    parts = assemble(asked)
-    found = advise.propose(parts, None)
-    pieces = relative_costs_of(parts.config, parts.stack, parts.data)
+def test_lockstep_ticks_are_simulated_as_such():
+    request = replace(REQUEST, executor=config.Spmd(remat="none"), schedule=config.Interleaved(num_microbatches=8))
+    pipe = assemble(request).pipe
+    found = advise.propose(pipe, None)
+    costs_of = pipe.relative_costs
 
     def seconds(sizes):
         bounds = [sum(sizes[:s]) for s in range(len(sizes) + 1)]
-        units = pieces.of_stages(tuple(range(low, high) for low, high in pairwise(bounds)))
-        return parts.ticks.makespan_s(Costs(units, units, units))
+        units = costs_of.of_stages(tuple(range(low, high) for low, high in pairwise(bounds)))
+        return pipe.ticks.makespan_s(Costs(units, units, units))
 
     assert found.time_ratio == pytest.approx(seconds(found.partition) / seconds((1,) * 8), rel=1e-12)
     assert found.time_ratio < 0.95

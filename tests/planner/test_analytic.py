@@ -1,4 +1,4 @@
-"""OpTimes by counting against sums by hand; links against the hosts that devices stand on."""
+"""Op times by counting against sums by hand; links against the hosts that devices stand on."""
 
 import itertools
 from dataclasses import replace
@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, overhead_s, priced
+from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times, overhead_s
 from ppctl.planner.op_times import PieceTimes
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
 
@@ -16,11 +16,11 @@ EMBED = PieceWork((Op(0.0, 4.0),), (), (Op(0.0, 2.0, 8.0),))
 LAYER = PieceWork((Op(500.0, 5.0),), (Op(500.0, 5.0), Op(0.0, 1.0)), (Op(500.0, 5.0, 30.0),))
 HEAD = PieceWork((), (Op(3000.0, 1.0),), ())
 WORK = ModelWork(EMBED, LAYER, HEAD, x_bytes=6, stash_bytes={}, pending_bytes={})
-PARAMS = ParamBytes(layer=120, ends=480, moments=2.0, compute_ratio=0.5)
+PARAMS = ParamBytes(layer=120, embed_head=480, moments=2.0, compute_ratio=0.5)
 
 
-def counted(layout, machine=MACHINE, rows=2, remat="none", **options):
-    return priced(WORK, PARAMS, machine, layout, microbatch_rows=rows, remat=remat, **options)
+def counted(layout, machine=MACHINE, examples=2, remat="none", **options):
+    return op_times(WORK, PARAMS, machine, layout, microbatch_examples=examples, remat=remat, **options)
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -48,15 +48,15 @@ def test_without_hosts_or_without_a_network_there_is_one_link():
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def test_pieces_take_their_operations_and_a_backward_what_it_redoes():
-    op_times = counted(PlannedLayout(1, 2, 1, 4, 4))
-    assert op_times.embed == PieceTimes(2 * 4 / 50, 0.0, (2 * 2 + 8) / 50)
-    assert op_times.layer == PieceTimes(1.0, 1.0 + 2 / 50, 1.0)  # 2 rows of 500 FLOPs; W moves (10 + 30) / 50 in less
-    assert op_times.head == PieceTimes(0.0, 6.0, 0.0)
+def test_pieces_take_their_operations_and_a_backward_what_it_recomputes():
+    times = counted(PlannedLayout(1, 2, 1, 4, 4))
+    assert times.embed == PieceTimes(2 * 4 / 50, 0.0, (2 * 2 + 8) / 50)
+    assert times.layer == PieceTimes(1.0, 1.0 + 2 / 50, 1.0)  # 2 examples of 500 FLOPs; W moves (10 + 30) / 50 in less
+    assert times.head == PieceTimes(0.0, 6.0, 0.0)
     for remat in ("layer", "full"):
         assert counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).layer == PieceTimes(1.0, 2.0 + 2 / 50, 1.0)
-        assert counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).head == op_times.head  # nothing of it is redone
-    assert op_times.task_s == 0.25
+        assert counted(PlannedLayout(1, 2, 1, 4, 4), remat=remat).head == times.head  # nothing of it is recomputed
+    assert times.task_s == 0.25
 
 
 def test_a_hop_crosses_hosts_where_pp_does():
@@ -71,26 +71,27 @@ def test_cores_are_shared_where_there_are_any():
     assert counted(layout, replace(MACHINE, cores=2)).capacity == 2.0
 
 
-# --- once a step -----------------------------------------------------------------------------------------------------
+# --- per-step overhead ------------------------------------------------------------------------------------------------
 
 
-def test_what_runs_once_by_hand():
-    # 2 x 2 x 4 devices on two hosts: fsdp and pp within one, dp across. 3 layers of 120 bytes on a rank, ends of 480
+def test_per_step_overhead_by_hand():
+    # 2 x 2 x 4 devices on two hosts: fsdp and pp within one, dp across. 3 layers of 120 bytes on a rank,
+    # embedding and head of 480
     layout = PlannedLayout(dp=2, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
     layers = 3 * (0.001 + 360 / 4 / 100)  # shares go round 4 devices in 3 messages
-    ends = 7 * (0.001 + 480 / 8 / 100)  # and round 8 in 7
+    embed_head = 7 * (0.001 + 480 / 8 / 100)  # and round 8 in 7
     held = 360 / 4 + 480 / 8
-    rows = 2 * (0.01 + held / 2 / 10)  # 2 devices send each other a half, twice
+    replicas = 2 * (0.01 + held / 2 / 10)  # 2 devices send each other a half, twice
     cast = (360 + 480) * 1.5 / 50  # read, and written at half the size
     update = (3 * held * 2 + 2 * held) / 50  # parameters and two moments there and back, gradients twice
-    assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx(2 * layers + 2 * ends + rows + cast + update)
+    assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx(2 * layers + 2 * embed_head + replicas + cast + update)
     assert counted(layout).overhead_s == overhead_s(PARAMS, MACHINE, layout)
     each_tick = counted(layout, gathers_each_tick=True)
     assert each_tick.overhead_s == pytest.approx(overhead_s(PARAMS, MACHINE, layout) - layers)
     assert each_tick.task_s == pytest.approx(0.25 + layers)
 
 
-def test_ends_leave_the_host_where_layers_do_not():
+def test_embedding_and_head_leave_the_host_where_layers_do_not():
     layout = PlannedLayout(dp=1, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
     spread = overhead_s(PARAMS, replace(MACHINE, host_devices=4), layout) - overhead_s(PARAMS, MACHINE, layout)
     assert spread == pytest.approx(2 * (FAR.gather_s(480, 8) - NEAR.gather_s(480, 8)))
@@ -105,9 +106,9 @@ def test_one_device_sends_nothing():
 
 def test_a_tick_gathers_one_chunk_of_several():
     layout = PlannedLayout(dp=1, pp=2, fsdp=2, rank_layers=6, chunk_layers=2)
-    op_times = counted(layout, gathers_each_tick=True)
-    assert op_times.task_s == pytest.approx(0.25 + NEAR.hop_s(2 * 120 / 2))
+    times = counted(layout, gathers_each_tick=True)
+    assert times.task_s == pytest.approx(0.25 + NEAR.hop_s(2 * 120 / 2))
 
 
-def test_rows_are_copies_of_the_pipeline():
-    assert PlannedLayout(dp=3, pp=2, fsdp=4, rank_layers=1, chunk_layers=1).rows == 12
+def test_replicas_are_copies_of_the_pipeline():
+    assert PlannedLayout(dp=3, pp=2, fsdp=4, rank_layers=1, chunk_layers=1).replicas == 12

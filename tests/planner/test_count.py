@@ -15,7 +15,7 @@ from ppctl.executors.stage.flops import matmul_flops
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
 from ppctl.planner.count import _tasks, work_of
-from ppctl.planner.op_times import OpTimes, PieceTimes, stage_costs, step_time
+from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
 from ppctl.planner.roofline import Op
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ticks import ticks
@@ -34,8 +34,8 @@ def model_of(stack, microbatch, dtype=jnp.float32, remat="none"):
     return Model(stack, shapes(params["ends"]), layer, shapes(microbatch), 1, remat, 16, dtype)
 
 
-def named(name, rows, dtype=jnp.float32, remat="none"):
-    return model_of(make_stack(name, 3, jnp.float32), make_batch(name, rows), dtype, remat)
+def named(name, examples, dtype=jnp.float32, remat="none"):
+    return model_of(make_stack(name, 3, jnp.float32), make_batch(name, examples), dtype, remat)
 
 
 @cache
@@ -48,7 +48,7 @@ def flops(piece):
 
 
 def all_flops(stack, batch, dtype):
-    """Of a forward and its backward, nothing redone: `assemble.model_flops`."""
+    """Of a forward and its backward, nothing recomputed: `job.model_flops`."""
     whole = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=dtype)
     return matmul_flops(whole, jax.eval_shape(lambda: init(stack, 0)), shapes(batch))
 
@@ -56,10 +56,12 @@ def all_flops(stack, batch, dtype):
 @variants
 def test_all_tasks_together_have_the_flops_of_the_model(name, dtype):
     work, batch = work_of_named(name, dtype), make_batch(name, 6)
-    redone = sum(op.flops for op in work.embed.forward)  # by the backward of the embedding: that of mlp is a product
-    found = 6 * (flops(work.embed) + 3 * flops(work.layer) + flops(work.head) - redone)
+    recomputed = sum(
+        op.flops for op in work.embed.forward
+    )  # by the backward of the embedding: that of mlp is a product
+    found = 6 * (flops(work.embed) + 3 * flops(work.layer) + flops(work.head) - recomputed)
     assert found == all_flops(make_stack(name, 3, jnp.float32), batch, dtype)
-    assert (redone > 0) == (name == "mlp")
+    assert (recomputed > 0) == (name == "mlp")
 
 
 @pytest.mark.parametrize("num_tokens", [4, 32])
@@ -78,23 +80,23 @@ def test_flops_of_a_transformer_of_other_sizes(num_tokens, d_model, num_heads, n
 
 
 @variants
-def test_work_grows_with_the_rows_as_it_was_counted(name, dtype):
+def test_work_grows_with_the_examples_as_it_was_counted(name, dtype):
     work = work_of_named(name, dtype)
-    for rows in (1, 8, 64) if name == "mlp" else (8,):
-        model = named(name, rows, dtype)
+    for examples in (1, 8, 64) if name == "mlp" else (8,):
+        model = named(name, examples, dtype)
         for piece in ("embed", "layer", "head"):
-            of_row = getattr(work, piece)
+            of_one = getattr(work, piece)
             for part, ops in zip(("forward", "input_grad", "weight_grad"), _tasks(model, piece), strict=True):
-                found = [(rows * op.flops, rows * op.bytes + op.fixed_bytes) for op in getattr(of_row, part)]
+                found = [(examples * op.flops, examples * op.bytes + op.fixed_bytes) for op in getattr(of_one, part)]
                 assert found == [(op.flops, op.bytes) for op in ops if not op.is_nothing]
 
 
-def test_rows_and_remat_of_the_request_do_not_matter():
+def test_examples_and_remat_of_the_request_do_not_matter():
     assert work_of_named("mlp", jnp.float32) == work_of(named("mlp", 8, remat="full"))
 
 
 @variants
-def test_what_is_kept_grows_with_the_rows_as_it_was_counted(name, dtype):
+def test_what_is_kept_grows_with_the_examples_as_it_was_counted(name, dtype):
     work = work_of_named(name, dtype)
     for remat in ("none", "layer", "full"):
         model = named(name, 16, dtype, remat)
@@ -108,7 +110,7 @@ def test_what_is_kept_grows_with_the_rows_as_it_was_counted(name, dtype):
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
 
-D, OUT, ROWS, SIZE = 6, 5, 7, 4  # widths, rows, bytes of a number
+D, OUT, EXAMPLES, SIZE = 6, 5, 7, 4  # widths, examples, bytes of a number
 
 
 def linear(*, is_long=False):
@@ -131,7 +133,7 @@ def linear(*, is_long=False):
 
 
 def linear_model(dtype=jnp.float32, **changes):
-    return model_of(linear(**changes), dict.fromkeys(("inputs", "targets"), jnp.zeros((ROWS,), jnp.int32)), dtype)
+    return model_of(linear(**changes), dict.fromkeys(("inputs", "targets"), jnp.zeros((EXAMPLES,), jnp.int32)), dtype)
 
 
 def test_a_matrix_product_by_hand():
@@ -178,16 +180,16 @@ def test_masked_ticks_have_the_flops_of_the_program(family, remat):
     params = jax.eval_shape(lambda: layout.to_staged(init(stack, 0)))
     program = matmul_flops(staged_step(case, stack), params, make_batch(case.model, 12))
     work, keeps = work_of(named(case.model, 2, jnp.float64)), remat == "full"
-    of = lambda ops: 2 * sum(op.flops for op in ops)  # noqa: E731  2 rows
+    of = lambda ops: 2 * sum(op.flops for op in ops)  # noqa: E731  2 examples
     forward = of(work.layer.forward)
     layer = PieceTimes(forward, of(work.layer.input_grad) + forward * keeps, of(work.layer.weight_grad))
     op_times = OpTimes(PieceTimes(0, 0, 0), layer, PieceTimes(0, of(work.head.input_grad), 0), 0.0, 0.0, 0.0)
-    costs = stage_costs(op_times, (2,) * 4, keeps_input=keeps)
+    costs = costs_of_stages(op_times, (2,) * 4, keeps_input=keeps)
     table = ticks(case.program(), Costs(), case.options.remat)
     time = step_time(op_times, case.program(), table, costs, copies=1, masked=True)
     # the head stands in a branch of every tick that has its kind, and is counted there
     number = sum(len(which) for which, *has in table.segments(apart=True) if has[keeps])
-    plain = stage_costs(replace(op_times, head=PieceTimes(0, 0, 0)), (2,) * 4, keeps_input=keeps)
+    plain = costs_of_stages(replace(op_times, head=PieceTimes(0, 0, 0)), (2,) * 4, keeps_input=keeps)
     headless = step_time(op_times, case.program(), table, plain, copies=1, masked=True)
     assert headless.pipeline_s + number * op_times.head.all_s == program
     assert headless.pipeline_s < time.pipeline_s <= program

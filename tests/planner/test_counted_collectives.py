@@ -1,4 +1,4 @@
-"""What `plan.analytic` says of a step's collectives, against those that stand in the spmd program as it is traced."""
+"""The collectives that `planner.analytic` counts for a step, compared with those in the traced spmd program."""
 
 import jax
 import pytest
@@ -7,7 +7,7 @@ from support.cases import Case, make_batch, make_stack, staged_step
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import inner_jaxprs
 from ppctl.model.stack import init
-from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, overhead_s, priced
+from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times, overhead_s
 from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
 
 LINK = Link(latency_s=0.0, bytes_per_s=3.0)
@@ -66,33 +66,35 @@ cases = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.schedule
 @cases
 def test_collectives_of_a_step_take_what_those_of_the_program_take(case):
     plan, sizes, found = traced(case)
-    once = [each for each in found if each[0] != "ppermute"]
-    assert not any(in_loop for *_, in_loop in once)
-    assert overhead_s(sizes, MACHINE, plan) == pytest.approx(ring_s(once, case.mesh), rel=1e-12)
+    per_step = [each for each in found if each[0] != "ppermute"]
+    assert not any(in_loop for *_, in_loop in per_step)
+    assert overhead_s(sizes, MACHINE, plan) == pytest.approx(ring_s(per_step, case.mesh), rel=1e-12)
 
 
-def test_gathering_in_every_tick_moves_the_layers_of_one_chunk_there_and_the_ends_once():
+def test_gathering_in_every_tick_moves_the_layers_of_one_chunk_and_embedding_and_head_per_step():
     case = Case("interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, batch_size=16, gather_each_tick=True)
     plan, sizes, found = traced(case)
-    once = [each for each in found if each[0] != "ppermute" and not each[3]]
-    layers_once = [
-        each for each in once if each[0] == "all_gather" and each[1] == ("fsdp",)
+    per_step = [each for each in found if each[0] != "ppermute" and not each[3]]
+    layers_per_step = [
+        each for each in per_step if each[0] == "all_gather" and each[1] == ("fsdp",)
     ]  # of which nothing is used
-    once = [each for each in once if each not in layers_once]
-    assert overhead_s(sizes, MACHINE, plan, gathers_layers=False) == pytest.approx(ring_s(once, case.mesh), rel=1e-12)
+    per_step = [each for each in per_step if each not in layers_per_step]
+    assert overhead_s(sizes, MACHINE, plan, gathers_layers=False) == pytest.approx(
+        ring_s(per_step, case.mesh), rel=1e-12
+    )
     gathers = [each for each in found if each[0] == "all_gather" and each[3]]
     number = 2 * plan.rank_layers // plan.chunk_layers  # F and B, for each chunk that a tick may name
     work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
-    op_times = priced(work, sizes, MACHINE, plan, microbatch_rows=1, remat="full", gathers_each_tick=True)
-    assert op_times.task_s * number == pytest.approx(ring_s(gathers, case.mesh), rel=1e-12)
+    found_times = op_times(work, sizes, MACHINE, plan, microbatch_examples=1, remat="full", gathers_each_tick=True)
+    assert found_times.task_s * number == pytest.approx(ring_s(gathers, case.mesh), rel=1e-12)
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb_h1"])
 def test_a_hop_is_of_one_microbatch_between_layers(family):
     case = Case(family, (2, 2, 2), 4, num_layers=4, batch_size=32)
     plan, sizes, found = traced(case)
-    x_bytes = 8 * 16 * 8  # of a row: tokens, d_model, float64
+    x_bytes = 8 * 16 * 8  # of an example: tokens, d_model, float64
     work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=x_bytes, stash_bytes={}, pending_bytes={})
-    op_times = priced(work, sizes, MACHINE, plan, microbatch_rows=32 // 4 // 4, remat="full")
+    found_times = op_times(work, sizes, MACHINE, plan, microbatch_examples=32 // 4 // 4, remat="full")
     hops = [num_bytes for name, _, num_bytes, _ in found if name == "ppermute"]
-    assert set(hops) == {op_times.hop_s * 3.0}
+    assert set(hops) == {found_times.hop_s * 3.0}

@@ -1,4 +1,4 @@
-"""The search of layouts against pricing all of them: nothing better is missed, no bound is above what it bounds."""
+"""The search of layouts against predicting all of them: nothing better is missed, no bound is above what it bounds."""
 
 import gc
 import random
@@ -10,10 +10,10 @@ import pytest
 
 from ppctl.planner import candidate as candidates
 from ppctl.planner.analytic import Machine, ParamBytes
-from ppctl.planner.candidate import Pricer, along
-from ppctl.planner.op_times import stage_costs
+from ppctl.planner.candidate import LayoutPredictor, along
+from ppctl.planner.op_times import costs_of_stages
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
-from ppctl.planner.search import Search, uncollected
+from ppctl.planner.search import LayoutSearch, uncollected
 from ppctl.planner.sizes import Microbatch
 from ppctl.planner.space import Bounds, Space
 from ppctl.schedule import FAMILIES, build
@@ -51,19 +51,19 @@ def some(seed):
     )
     size = choose.choice([4, 8])
     executor = choose.choice(["spmd", "mpmd"])
-    space = Space(size, choose.randint(6, 9), 2 * size, row_bytes=8, executor=executor)
+    space = Space(size, choose.randint(6, 9), 2 * size, example_bytes=8, executor=executor)
     return replace(space, gathers_each_tick=executor == "spmd" and seed % 4 == 0), work, params, machine
 
 
 @cache
 def all_of(seed):
-    """Every layout of a search, priced, with its bounds."""
+    """Every layout of a search with its prediction and its bounds."""
     asked = some(seed)
-    pricer, found = Pricer(), []
+    predictor, found = LayoutPredictor(), []
     for mesh, microbatch in asked[0].microbatches:
         bounds = Bounds(*asked, mesh, microbatch)
         for family, chunks in asked[0].kinds(mesh[1]):
-            candidate = pricer.candidate(bounds, family, chunks)
+            candidate = predictor.candidate(bounds, family, chunks)
             if candidate is not None:
                 found.append((candidate, bounds))
     return found
@@ -89,9 +89,9 @@ def assert_none_is_missed(found, layouts, keep=10):
 @seeds
 def test_the_best_are_those_of_all_layouts(seed):
     layouts = [candidate for candidate, _ in all_of(seed)]
-    found = Search(*some(seed)).run()
+    found = LayoutSearch(*some(seed)).run()
     assert_none_is_missed(found, layouts)
-    assert found.num_priced < found.num_layouts
+    assert found.num_simulated < found.num_layouts
     assert found.smallest_bytes is None
 
 
@@ -99,10 +99,10 @@ def test_the_best_are_those_of_all_layouts(seed):
 def test_under_a_limit_too(seed):
     layouts = [candidate for candidate, _ in all_of(seed)]
     sizes = sorted(c.total_bytes for c in layouts)
-    first = Search(*some(seed)).run().best[0]
+    first = LayoutSearch(*some(seed)).run().best[0]
     for limit in {sizes[0], sizes[len(sizes) // 8], sizes[len(sizes) // 2], first.total_bytes, first.total_bytes - 1}:
         inside = [c for c in layouts if c.total_bytes <= limit]
-        found = Search(*some(seed), limit).run()
+        found = LayoutSearch(*some(seed), limit).run()
         if inside:
             assert_none_is_missed(found, inside)
         assert (first in found.best) == (first.total_bytes <= limit)
@@ -111,7 +111,7 @@ def test_under_a_limit_too(seed):
 @seeds
 def test_where_nothing_fits_the_smallest_is_named(seed):
     smallest = min(candidate.total_bytes for candidate, _ in all_of(seed))
-    found = Search(*some(seed), smallest - 1).run()
+    found = LayoutSearch(*some(seed), smallest - 1).run()
     assert (found.best, found.without_pipeline, found.smallest_bytes) == ((), None, smallest)
 
 
@@ -129,19 +129,19 @@ def test_bounds_are_not_above_what_they_bound(seed):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_priced_with_split_backwards_exactly_where_its_tasks_are_split(family, monkeypatch):
+def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_split(family, monkeypatch):
     space, work, params, machine = some(0)
     space = replace(space, num_layers=16, executor="mpmd", families=(family,))
-    bounds = Bounds(space, work, params, machine, (1, 4, 1), Microbatch(1, 8, space.row_bytes, "layer"))
+    bounds = Bounds(space, work, params, machine, (1, 4, 1), Microbatch(1, 8, space.example_bytes, "layer"))
     splits = []
 
     def recorded(*args, split, **kwargs):
         splits.append(split)
-        return stage_costs(*args, split=split, **kwargs)
+        return costs_of_stages(*args, split=split, **kwargs)
 
-    monkeypatch.setattr(candidates, "stage_costs", recorded)
+    monkeypatch.setattr(candidates, "costs_of_stages", recorded)
     for _, chunks in space.kinds(4):
-        assert Pricer().candidate(bounds, family, chunks) is not None
+        assert LayoutPredictor().candidate(bounds, family, chunks) is not None
         schedule = build(family, 4, 8, **candidates.knobs_of(family, chunks))
         assert splits.pop() == any(task.kind == "W" for tasks in schedule.ranks for task in tasks)
     assert not splits
@@ -157,9 +157,9 @@ def what(candidate):
 
 @seeds
 def test_partitions_by_simulation_are_no_slower_and_fit(seed):
-    first = Search(*some(seed)).run()
+    first = LayoutSearch(*some(seed)).run()
     limit = max(candidate.total_bytes for candidate in first.best)
-    search = Search(*some(seed), limit)
+    search = LayoutSearch(*some(seed), limit)
     found = search.run()
     better = search.improved(found)
     before = {what(candidate): candidate for candidate in found.best}
@@ -175,7 +175,7 @@ def test_partitions_by_simulation_are_no_slower_and_fit(seed):
 def test_some_partitions_by_simulation_are_faster():
     gained = 0
     for seed in range(12):
-        search = Search(*some(seed))
+        search = LayoutSearch(*some(seed))
         found = search.run()
         improved = {what(c): c.time.total_s for c in search.improved(found).best}
         gained += sum(improved[what(c)] < 0.99 * c.time.total_s for c in found.best)
@@ -207,10 +207,10 @@ def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, mon
         bounds = Bounds(space, work, params, machine, mesh, microbatch)
         for _, chunks in space.kinds(mesh[1]):
             monkeypatch.setattr(candidates, "MOST_TASKS", inf)
-            whole = Pricer().candidate(bounds, family, chunks)
+            whole = LayoutPredictor().candidate(bounds, family, chunks)
             monkeypatch.setattr(candidates, "MOST_TASKS", 0)
             assert len(candidates.shorter(mesh[1], microbatch.number, chunks)) == 2
-            short = Pricer().candidate(bounds, family, chunks)
+            short = LayoutPredictor().candidate(bounds, family, chunks)
             assert (short is None) == (whole is None)
             if whole is not None:
                 assert short is not None

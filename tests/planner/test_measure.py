@@ -1,4 +1,4 @@
-"""Measured prices are kept by all that they depend on, and read again; what is damaged is measured again."""
+"""Measured op times are kept by all that they depend on, and read again; what is damaged is measured again."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,7 +9,7 @@ import pytest
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.planner import measure
-from ppctl.planner.step_time import cache_dir, op_times_of, priced
+from ppctl.planner.step_time import cache_dir, op_times_of, predicted_time
 from ppctl.planner.timing import Timing
 from ppctl.training.job import assemble
 
@@ -27,11 +27,11 @@ OF_MESH = {"once": Timing(0.02, 0.02), "tick": Timing(0.001, 0.001)}
 
 @pytest.fixture
 def timings(monkeypatch):
-    """What was timed, in order; nothing is."""
+    """The names of what would have been timed, in order."""
     found = []
 
     def stand_in(name, times):
-        return lambda parts: found.append(name) or dict(times)
+        return lambda job: found.append(name) or dict(times)
 
     monkeypatch.setattr(measure, "_pieces", stand_in("pieces", PIECES))
     monkeypatch.setattr(measure, "_of_mesh", stand_in("mesh", OF_MESH))
@@ -44,25 +44,25 @@ def request(**changes):
 
 
 def test_what_was_measured_is_read_and_not_measured_again(timings, tmp_path):
-    parts = assemble(TINY)
-    assert not measure.is_kept(parts, tmp_path)
-    first = measure.measured(parts, tmp_path)
+    job = assemble(TINY)
+    assert not measure.is_kept(job, tmp_path)
+    first = measure.measured_op_times(job, tmp_path)
     assert timings == ["pieces", "mesh", "small"]
-    assert measure.is_kept(parts, tmp_path)
-    assert measure.measured(assemble(TINY), tmp_path) == first
+    assert measure.is_kept(job, tmp_path)
+    assert measure.measured_op_times(assemble(TINY), tmp_path) == first
     assert timings == ["pieces", "mesh", "small"]
     assert len(list(tmp_path.iterdir())) == 3  # nothing half written
 
 
 def test_another_schedule_of_the_same_tasks_needs_a_small_step_alone(timings, tmp_path):
-    measure.measured(assemble(TINY), tmp_path)
-    measure.measured(assemble(request(schedule=config.Schedule("gpipe", 4))), tmp_path)
+    measure.measured_op_times(assemble(TINY), tmp_path)
+    measure.measured_op_times(assemble(request(schedule=config.Schedule("gpipe", 4))), tmp_path)
     assert timings == ["pieces", "mesh", "small", "small"]
 
 
 MODEL, DATA = TINY.model, TINY.data
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "rows": ({"schedule": config.Schedule("1f1b", 8)}, ["pieces", "mesh"]),
+    "examples": ({"schedule": config.Schedule("1f1b", 8)}, ["pieces", "mesh"]),
     "remat": ({"executor": config.Spmd(remat="full")}, ["pieces", "mesh"]),
     "executor": ({"executor": config.Mpmd(remat="none")}, ["pieces", "mesh"]),
     "dtype": ({"run": config.Run(dtype="bfloat16")}, ["pieces", "mesh"]),
@@ -78,35 +78,35 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize(("changes", "again"), CHANGES.values(), ids=CHANGES)
 def test_what_it_depends_on_is_measured_anew(changes, again, timings, tmp_path):
-    measure.measured(assemble(TINY), tmp_path)
+    measure.measured_op_times(assemble(TINY), tmp_path)
     timings.clear()
-    asked = assemble(request(**changes))
-    assert not measure.is_kept(asked, tmp_path)
+    job = assemble(request(**changes))
+    assert not measure.is_kept(job, tmp_path)
     for with_mesh, timed in ((False, measure._pieces), (True, measure._of_mesh)):
-        measure._kept(tmp_path, measure._key(asked, with_mesh=with_mesh), partial(timed, asked))
+        measure._kept(tmp_path, measure._key(job, with_mesh=with_mesh), partial(timed, job))
     assert timings == again
 
 
 def test_other_versions_and_other_code_are_measured_anew(timings, tmp_path, monkeypatch):
-    parts = assemble(TINY)
-    measure.measured(parts, tmp_path)
+    job = assemble(TINY)
+    measure.measured_op_times(job, tmp_path)
     monkeypatch.setattr(measure, "version", lambda name: "9.9")
-    assert not measure.is_kept(parts, tmp_path)
+    assert not measure.is_kept(job, tmp_path)
     monkeypatch.undo()
-    assert measure.is_kept(parts, tmp_path)
+    assert measure.is_kept(job, tmp_path)
     monkeypatch.setattr(measure, "_code", lambda: "other")
-    assert not measure.is_kept(parts, tmp_path)
+    assert not measure.is_kept(job, tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"times": {"F": [1]}}', '{"times": {"F": 1}}', '{"times": 3}'])
 def test_a_damaged_file_is_measured_again(damage, timings, tmp_path):
-    parts = assemble(TINY)
-    wanted = measure.measured(parts, tmp_path)
+    job = assemble(TINY)
+    wanted = measure.measured_op_times(job, tmp_path)
     for file in tmp_path.iterdir():
         file.write_text(damage)
     timings.clear()
     for _ in range(2):  # the second time it is read
-        assert measure.measured(parts, tmp_path) == wanted
+        assert measure.measured_op_times(job, tmp_path) == wanted
         assert timings == ["pieces", "mesh", "small"]
 
 
@@ -121,29 +121,29 @@ def test_the_cache_is_where_the_user_keeps_such_things(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", [config.Spmd(remat="none"), config.Mpmd(remat="none")])
-def test_a_step_is_priced_from_what_was_timed(executor, tmp_path):
-    """Nothing stands in: the pieces of the model are run."""
+def test_a_step_is_predicted_from_what_was_timed(executor, tmp_path):
+    """Without a stand-in: the pieces of the model are run."""
     small = request(executor=executor, model=replace(MODEL, num_layers=2, d_model=16))
-    parts = assemble(small)
-    time, _ = priced(parts, config.Measure(cache_dir=str(tmp_path)))
+    job = assemble(small)
+    time, _ = predicted_time(job, config.Measure(cache_dir=str(tmp_path)))
     assert time is not None
     assert 0 < time.overhead_s < time.total_s < 10
     assert 0 <= time.bubble_fraction < 1
-    assert priced(parts, config.Measure(cache_dir=str(tmp_path))) == (time, None)
+    assert predicted_time(job, config.Measure(cache_dir=str(tmp_path))) == (time, None)
 
 
 def test_devices_that_are_not_here_cannot_be_timed():
-    parts = assemble(TINY)
-    parts.config = request(plan=config.Plan(compile=True, topology="v5e:1x2"))
+    job = assemble(TINY)
+    job = replace(job, config=request(plan=config.Plan(compile=True, topology="v5e:1x2")))
     with pytest.raises(ConfigError, match=r"^costs=measure times devices that are here, but plan.topology=v5e:1x2"):
-        op_times_of(parts, config.Measure())
-    parts.config = request(run=replace(TINY.run, distributed="auto"))
+        op_times_of(job, config.Measure())
+    job = replace(job, config=request(run=replace(TINY.run, distributed="auto")))
     with pytest.raises(ConfigError, match=r"devices of one process, but run.distributed=auto. Use costs=analytic.$"):
-        op_times_of(parts, config.Measure())
+        op_times_of(job, config.Measure())
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_timed(timings, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^costs=measure keeps .*cache, which cannot be written: Not a dir"):
-        measure.measured(assemble(TINY), tmp_path / "file" / "cache")
+        measure.measured_op_times(assemble(TINY), tmp_path / "file" / "cache")
     assert not timings

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from ppctl.planner.op_times import OpTimes, PieceTimes, stage_costs, step_time
+from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
 from ppctl.schedule import FAMILIES, Task, build
 from ppctl.schedule.families.registry import LOOPED_WHOLE, ON_RING
 from ppctl.schedule.shared_cores import together_s
@@ -46,10 +46,10 @@ def tasks_s(schedule, costs):
 
 @families
 @remats
-def test_all_tasks_together_are_all_layers_both_ends_and_the_starts_of_tasks(family, keeps_input):
+def test_all_tasks_together_are_all_layers_embedding_head_and_the_starts_of_tasks(family, keeps_input):
     op_times, schedule, sizes = some(family)
     is_split = any(task.kind == "W" for tasks in schedule.ranks for task in tasks)
-    costs = stage_costs(op_times, sizes, keeps_input=keeps_input, split=is_split)
+    costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=is_split)
     one = sum(sizes) * op_times.layer.all_s + op_times.embed.all_s + op_times.head.all_s
     number = sum(1 + (is_split and task.kind == "B") for tasks in schedule.ranks for task in tasks)  # B costs I and W
     if keeps_input:  # layers of the last stage run forward in the backward alone, which counts that; and is no task
@@ -63,16 +63,16 @@ def test_tasks_by_hand():
     op_times = OpTimes(
         PieceTimes(1, 10, 100), PieceTimes(2, 20, 200), PieceTimes(3, 30, 300), task_s=0.5, hop_s=7.0, overhead_s=0.0
     )
-    kept = stage_costs(op_times, (1, 2, 0), keeps_input=False)
+    kept = costs_of_stages(op_times, (1, 2, 0), keeps_input=False)
     assert kept.forward_s == (1 + 2 + 0.5, 2 * 2 + 0.5, 333 + 0.5)  # the head with its gradients is in the forward
     assert kept.input_grad_s == (20 + 110 + 0.5, 2 * 20 + 0.5, 0.5)
     assert kept.weight_grad_s == (200, 400, 0)
     assert kept.hop_s == 7.0
-    full = stage_costs(op_times, (1, 2, 0), keeps_input=True, split=True)
+    full = costs_of_stages(op_times, (1, 2, 0), keeps_input=True, split=True)
     assert full.forward_s == (1 + 2 + 0.5, 2 * 2 + 0.5, 0)  # there is no such program
     assert full.input_grad_s == (20 + 110 + 1 + 0.5, 2 * 20 + 0.5, 333 + 0.5)
     assert full.weight_grad_s == (200.5, 400.5, 0.5)
-    alone = stage_costs(op_times, (1,), keeps_input=True)
+    alone = costs_of_stages(op_times, (1,), keeps_input=True)
     assert (alone.forward_s, alone.input_grad_s, alone.weight_grad_s) == ((0,), (20 + 110 + 1 + 333 + 0.5,), (200,))
 
 
@@ -84,7 +84,7 @@ def test_tasks_by_hand():
 @pytest.mark.parametrize("hop_s", [0.0, 0.3])
 def test_the_bubble_of_free_running_ranks_is_the_simulated_one(family, keeps_input, hop_s):
     op_times, schedule, sizes = some(family, hop_s=hop_s, overhead_s=3.0)
-    costs = stage_costs(op_times, sizes, keeps_input=keeps_input)
+    costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input)
     timeline = simulate(schedule, costs)
     time = step_time(op_times, schedule, None, costs, copies=2)
     assert time.pipeline_s == timeline.makespan_s
@@ -98,7 +98,7 @@ def test_the_bubble_of_free_running_ranks_is_the_simulated_one(family, keeps_inp
 @pytest.mark.parametrize("hop_s", [0.0, 0.3])
 def test_the_bubble_of_lockstep_is_that_of_the_ticks(family, keeps_input, hop_s):
     op_times, schedule, sizes = some(family, hop_s=hop_s)
-    costs = stage_costs(op_times, sizes, keeps_input=keeps_input)
+    costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input)
     table = lowered(schedule, costs, keeps_input)
     time = step_time(op_times, schedule, table, costs, copies=1)
     assert time.pipeline_s == pytest.approx(table.makespan_s(costs), rel=1e-12)
@@ -111,7 +111,7 @@ def test_the_bubble_of_lockstep_is_that_of_the_ticks(family, keeps_input, hop_s)
 @pytest.mark.parametrize("is_lockstep", [False, True])
 def test_shared_cores_that_are_never_idle_have_no_bubble(family, is_lockstep):
     op_times, schedule, sizes = some(family)
-    costs = stage_costs(op_times, sizes, keeps_input=False)
+    costs = costs_of_stages(op_times, sizes, keeps_input=False)
     table = lowered(schedule, costs, keeps_input=False) if is_lockstep else None
     before = inf
     for capacity, copies in itertools.product((0.5, 1.0, 2.5, 4.0, inf), (1, 2)):
@@ -157,7 +157,7 @@ def masked_ticks_s(op_times, table, costs, idle):
 @pytest.mark.parametrize("capacity", [inf, 1.5])
 def test_idle_ranks_that_compute_take_as_long_as_the_largest_stage(family, keeps_input, p, capacity):
     op_times, schedule, sizes = some(family, p=p, capacity=capacity, hop_s=0.2)
-    costs = stage_costs(op_times, sizes, keeps_input=keeps_input)
+    costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input)
     table = lowered(schedule, costs, keeps_input)
     layer, most = op_times.layer, max(sizes)
     idle = {"F": most * layer.forward_s + 0.07, "B": most * (layer.input_grad_s + layer.weight_grad_s) + 0.07}
@@ -173,7 +173,7 @@ def test_idle_ranks_that_compute_take_as_long_as_the_largest_stage(family, keeps
 def test_masked_gpipe_in_closed_form():
     p, m, layer = 4, 8, PieceTimes(1.0, 1.5, 0.5)
     op_times = OpTimes(FREE, layer, FREE, task_s=0.0, hop_s=0.0, overhead_s=0.0)
-    costs = stage_costs(op_times, (2,) * p, keeps_input=False)
+    costs = costs_of_stages(op_times, (2,) * p, keeps_input=False)
     schedule = build("gpipe", p, m)
     table = lowered(schedule, costs, keeps_input=False)
     time = step_time(op_times, schedule, table, costs, copies=1, masked=True)
@@ -185,7 +185,7 @@ def test_masked_gpipe_in_closed_form():
 
 def test_a_forward_that_is_left_to_its_backward_is_computed_where_it_is_masked():
     op_times, schedule = OpTimes(FREE, PieceTimes(1.0, 1.0, 1.0), FREE, 0.0, 0.0, 0.0), build("gpipe", 2, 1)
-    costs = stage_costs(op_times, (1, 1), keeps_input=True)
+    costs = costs_of_stages(op_times, (1, 1), keeps_input=True)
     table = lowered(schedule, costs, keeps_input=True)
     assert table.cells[1][1].forward == Task(1, "F", 0)
     time = step_time(op_times, schedule, table, costs, copies=1, masked=True)
@@ -200,7 +200,7 @@ def test_segments_hold_all_ticks_and_no_task_outside(family, keeps_input):
         schedule = build(family, p, m)
         table = ticks(
             schedule,
-            stage_costs(random_prices(random.Random(0)), (1,) * schedule.num_stages, keeps_input=False),
+            costs_of_stages(random_prices(random.Random(0)), (1,) * schedule.num_stages, keeps_input=False),
             "full" if keeps_input else "none",
         )
         column = {name: i for i, name in enumerate(table.columns)}

@@ -9,13 +9,15 @@ from typing import Any
 
 import jax
 import pytest
-from ppctl.training.memory import PARTS
 
 from ppctl import cli, config
+from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
 from ppctl.executors import topology
 from ppctl.executors.spmd.memory import shard_bytes, tree_bytes
 from ppctl.planner import plan
+from ppctl.planner.plan_terminal import show_plan
+from ppctl.training.engines.memory import PARTS
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.job import assemble
 
@@ -32,7 +34,7 @@ MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def request(schedule="1f1b", num_microbatches=8, *, executor="spmd", remat="layer", **changes):
-    """A variation of TINY: two rows a microbatch."""
+    """A variation of TINY: two examples a microbatch."""
     kind = {"spmd": config.Spmd, "mpmd": config.Mpmd}[executor]
     size = changes.setdefault("mesh", TINY.mesh)
     data = replace(TINY.data, batch_size=2 * num_microbatches * size.dp * size.fsdp)
@@ -55,8 +57,8 @@ def growth(asked, few, many):
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 def test_the_parts_of_a_compiled_program_add_up_to_what_its_compiler_plans(schedule, remat):
     found = plan.predict(request(schedule, remat=remat, plan=COMPILE))
-    parts = assemble(request(schedule, remat=remat))
-    memory = parts.engine.lower_train_step().compile().memory_analysis()
+    job = assemble(request(schedule, remat=remat))
+    memory = job.pipe.engine.lower_train_step().compile().memory_analysis()
     sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     assert found.total_bytes == (sizes - memory.alias_size_in_bytes,) * 4
     for of_rank in found.memory_bytes:
@@ -76,8 +78,8 @@ def test_activations_are_what_a_compiled_program_grows_by():
 def test_state_and_batch_are_what_their_arrays_take():
     asked = request(mesh=config.Mesh(2, 2, 2))
     found = plan.predict(asked).memory_bytes[0]
-    parts = assemble(asked)
-    state, batch = parts.engine.new_state(), parts.engine.put(next(parts.data.batches()))
+    job = assemble(asked)
+    state, batch = job.pipe.init(), job.pipe.put(next(job.data.batches()))
     device = jax.devices()[0]
 
     def there(tree):
@@ -95,14 +97,14 @@ def test_state_and_batch_are_what_their_arrays_take():
 def test_each_rank_of_mpmd_holds_its_own(remat):
     asked = request(executor="mpmd", remat=remat, num_microbatches=8)
     found = plan.predict(asked)
-    parts = assemble(asked)
-    state = parts.engine.new_state()
+    pipe = assemble(asked).pipe
+    state = pipe.init()
     for r, of_rank in enumerate(found.memory_bytes):
         assert of_rank["parameters"] == tree_bytes(state[r]["params"])
         assert of_rank["temporaries"] > 0
     assert (found.is_complete, found.is_compiled) == (True, False)
     if remat == "none":  # 1F1B: rank r keeps 4-r, and its compiled program no more
-        stash = tree_bytes(parts.model.stage.layers[0].saved)
+        stash = tree_bytes(pipe.model.stage.layers[0].saved)
         kept = [of_rank["activations"] for of_rank in found.memory_bytes]
         assert kept == [stash * n for n in (4, 3, 2, 1)]
 
@@ -112,7 +114,7 @@ def test_the_parts_of_mpmd_add_up_too_once_compiled(post_validation):
     asked = request("zb_h1", executor="mpmd", remat="none", plan=COMPILE)
     asked.executor.post_validation = post_validation
     found = plan.predict(asked)
-    assert found.total_bytes == assemble(asked).engine.compile(evaluate=False).total_bytes
+    assert found.total_bytes == assemble(asked).pipe.engine.compile(evaluate=False).total_bytes
     for of_rank, total in zip(found.memory_bytes, found.total_bytes, strict=True):
         assert sum(of_rank.values()) == total
         assert of_rank["temporaries"] > 0
@@ -121,7 +123,7 @@ def test_the_parts_of_mpmd_add_up_too_once_compiled(post_validation):
 
 def test_the_reference_has_no_stages(capsys):
     asked = replace(request(mesh=config.Mesh()), executor=config.Reference())
-    assert plan.plan(asked, as_json=False) == 0
+    assert run_plan(asked, as_json=False) == 0
     assert "executor=reference has no pipeline; 8 microbatches" in capsys.readouterr().out
 
 
@@ -178,14 +180,14 @@ def test_without_plan_compile_the_estimate_is_the_total(executor):
 
 
 def plan_json(capsys, asked):
-    code = plan.plan(asked, as_json=True)
+    code = run_plan(asked, as_json=True)
     return code, json.loads(capsys.readouterr().out)
 
 
 def said_of(asked, capsys):
     """(prediction, what is printed of it)."""
     found = plan.predict(asked)
-    plan.show(found, asked)
+    show_plan(found, asked)
     return found, capsys.readouterr().out
 
 
@@ -203,7 +205,7 @@ def test_a_limit_below_what_is_estimated_does_not_fit_and_one_above_does(capsys)
     assert "fits, as estimated for 4 x cpu: " in said
 
 
-def test_what_is_compiled_is_shown_beside_the_estimate(capsys):
+def test_what_is_compiled_is_shown_next_to_the_estimate(capsys):
     found, said = said_of(request(plan=config.Plan(compile=True, memory_gib=1.0)), capsys)
     assert (found.fits, found.is_complete, found.is_compiled) == (True, True, True)
     assert "fits: " in said
@@ -211,7 +213,7 @@ def test_what_is_compiled_is_shown_beside_the_estimate(capsys):
 
 
 def test_without_an_estimate_what_is_known_may_fit(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "weighed", lambda parts: ((), None))  # as for devices other than CPUs
+    monkeypatch.setattr(plan, "_estimated", lambda pipe, topology: None)  # as for devices other than CPUs
     found, said = said_of(request(plan=config.Plan(memory_gib=1.0)), capsys)
     assert (found.fits, found.is_complete, found.estimated_bytes) == (None, False, None)
     assert "temporaries" not in found.memory_bytes[0]
@@ -269,7 +271,7 @@ def test_what_a_compiler_refuses_does_not_fit(monkeypatch, capsys):
     code, found = plan_json(capsys, request(plan=TOPOLOGY))
     assert (code, found["fits"], found["is_complete"]) == (1, False, False)
     assert found["limit_bytes"] == round(15.75 * 2**30)
-    assert plan.plan(request(plan=TOPOLOGY), as_json=False) == 1
+    assert run_plan(request(plan=TOPOLOGY), as_json=False) == 1
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("does not fit (compiled in ")
     assert "required for HLO temporaries (29.31G) exceeds available HBM (15.75G). Most are" in said

@@ -7,14 +7,15 @@ from functools import cache
 from html.parser import HTMLParser
 
 import pytest
-from ppctl.training.memory import PARTS
 
 from ppctl import config
+from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
 from ppctl.planner import plan
 from ppctl.planner.advise import Proposal
 from ppctl.planner.plan_page import picture_of, plan_page
 from ppctl.reports.charts.palette import PARTS as COLOURS
+from ppctl.training.engines.memory import PARTS
 from ppctl.training.job import assemble
 
 SMALL = config.Config(
@@ -36,7 +37,7 @@ VOID = {"meta", "wbr", "link", "img", "br", "hr", "input", "rect", "line"}
 
 
 class Page(HTMLParser):
-    """What is in a page; every tag must be closed in its turn."""
+    """The contents of a page; every tag must be closed in its turn."""
 
     def __init__(self, text):
         super().__init__()
@@ -80,9 +81,9 @@ def numbers(document):
 def made(name):
     """(prediction, its picture, text of its page) of one of ASKED."""
     asked = ASKED[name]
-    parts = assemble(asked)
-    found = plan.predicted(parts)
-    picture = picture_of(parts, found.unknown)
+    job = assemble(asked)
+    found = plan.predicted(job)
+    picture = picture_of(job, found.unknown)
     return found, picture, plan_page(found, asked, picture)
 
 
@@ -125,13 +126,13 @@ def test_stages_name_their_layers_and_who_has_the_ends():
 
 
 def test_what_is_not_drawn_says_why(monkeypatch):
-    parts, (found, _, _) = assemble(SMALL), made("spmd")
+    job, (found, _, _) = assemble(SMALL), made("spmd")
     assert made("reference")[1] == "executor=reference has no pipeline to draw."
-    unknown = picture_of(parts, "no <peak> is known.")
+    unknown = picture_of(job, "no <peak> is known.")
     assert unknown == "Not drawn, because the step time is not known: no <peak> is known."
     assert "no &lt;peak&gt; is known." in plan_page(found, SMALL, unknown)
     monkeypatch.setattr("ppctl.planner.plan_page.MOST_TASKS", 10)
-    large = picture_of(parts, None)
+    large = picture_of(job, None)
     assert large == "Not drawn: 16 tasks are too many for a chart (10 at most)."
     text = plan_page(found, SMALL, large)
     assert large in text
@@ -145,7 +146,7 @@ def test_a_step_time_that_is_not_known_says_why():
     assert said.count("not known no <peak>.") == 2
 
 
-def test_the_picture_is_the_step_that_is_priced():
+def test_the_picture_is_the_step_that_is_predicted():
     for name in ("spmd", "masked", "mpmd"):
         found, picture, _ = made(name)
         assert found.step_time_s is not None
@@ -193,7 +194,7 @@ def test_every_part_has_a_colour():
 
 def test_the_file_is_written_beside_what_is_printed(tmp_path, capsys):
     file = tmp_path / "plan.html"
-    assert plan.plan(replace(SMALL, plan=config.Plan(html=str(file))), as_json=True) == 0
+    assert run_plan(replace(SMALL, plan=config.Plan(html=str(file))), as_json=True) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["schedule"] == "1f1b"
     assert said.err == f"ppctl: wrote {file} ({file.stat().st_size:,} bytes)\n"
@@ -206,9 +207,9 @@ def test_the_file_is_written_beside_what_is_printed(tmp_path, capsys):
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(file, reason, tmp_path, monkeypatch):
     (tmp_path / "f").write_text("")
-    monkeypatch.setattr(plan, "assemble", lambda asked: pytest.fail("too late"))
+    monkeypatch.setattr("ppctl.cli.commands.plan.assemble", lambda asked: pytest.fail("too late"))
     with pytest.raises(ConfigError) as error:
-        plan.plan(replace(SMALL, plan=config.Plan(html=str(tmp_path / file))), as_json=False)
+        run_plan(replace(SMALL, plan=config.Plan(html=str(tmp_path / file))), as_json=False)
     said = str(error.value)
     assert said.startswith(f"plan.html={tmp_path / file} cannot be written: {reason.format(tmp_path)}")
     assert said.count("\n") == 0
@@ -217,9 +218,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(file, reason, 
 def test_a_directory_of_others_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write anywhere
     with pytest.raises(ConfigError, match=r"cannot be written: permission denied\. Name a file"):
-        plan.plan(replace(SMALL, plan=config.Plan(html=str(tmp_path / "x.html"))), as_json=False)
+        run_plan(replace(SMALL, plan=config.Plan(html=str(tmp_path / "x.html"))), as_json=False)
 
 
 def test_a_disk_that_is_full_is_one_line():
     with pytest.raises(ConfigError, match=r"plan.html=/dev/full cannot be written: No space left on device\.$"):
-        plan.plan(replace(SMALL, plan=config.Plan(html="/dev/full")), as_json=True)
+        run_plan(replace(SMALL, plan=config.Plan(html="/dev/full")), as_json=True)

@@ -1,4 +1,4 @@
-"""What `ppctl train` predicts of a run stands beside what the run took."""
+"""The prediction that `ppctl train` prints is compared with the run."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from ppctl.cli.compose import compose
 from ppctl.config import Config
 from ppctl.errors import ConfigError
 from ppctl.planner import measure, predict
-from ppctl.planner.step_time import cache_dir, priced
+from ppctl.planner.step_time import cache_dir, predicted_time
 from ppctl.training.job import assemble
 from ppctl.training.known_hardware import known
 from ppctl.training.prediction import StepPrediction
@@ -26,9 +26,9 @@ UNKNOWN = StepPrediction(None, 3 * 2**20, "costs=analytic, unknown hardware")
 KNOWN = StepPrediction(0.5, 3 * 2**20, "costs=analytic, hardware=host")
 
 
-def step_s(parts, costs=None):
+def step_s(job, costs=None):
     """The seconds of a step that are predicted."""
-    time, _ = priced(parts, costs)
+    time, _ = predicted_time(job, costs)
     assert time is not None
     return time.total_s
 
@@ -58,10 +58,10 @@ def composed(*words):
 
 def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_compares(train):
     out, records = train()
-    parts = assemble(composed())
-    compiled = parts.engine.compile(evaluate=False).total_bytes
+    job = assemble(composed())
+    compiled = job.pipe.engine.compile(evaluate=False).total_bytes
     for record in records:
-        assert record["predicted_step_time_s"] == pytest.approx(step_s(parts))
+        assert record["predicted_step_time_s"] == pytest.approx(step_s(job))
         assert record["memory_bytes"] == max(compiled)
         assert 0.2 < record["predicted_memory_bytes"] / record["memory_bytes"] < 5
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
@@ -97,31 +97,31 @@ def test_lines_for_people():
 
 
 def test_what_was_measured_before_is_believed(monkeypatch):
-    parts = assemble(composed())
-    assert predict.predict_step(parts).source == "costs=analytic, hardware=host"
+    job = assemble(composed())
+    assert predict.predict_step(job).source == "costs=analytic, hardware=host"
     pieces = dict.fromkeys(("F", "B", "embed", "embed_grad", "head", "alone"), measure.Timing(0.01, 0.01))
     of_mesh = dict.fromkeys(("once", "tick"), measure.Timing(0.02, 0.02))
-    monkeypatch.setattr(measure, "_pieces", lambda parts: pieces)
-    monkeypatch.setattr(measure, "_of_mesh", lambda parts: of_mesh)
+    monkeypatch.setattr(measure, "_pieces", lambda job: pieces)
+    monkeypatch.setattr(measure, "_of_mesh", lambda job: of_mesh)
     costs = composed("costs=measure").costs
-    measure.measured(parts, cache_dir(costs))
-    found = predict.predict_step(parts)
+    measure.measured_op_times(job, cache_dir(costs))
+    found = predict.predict_step(job)
     assert found.source == "costs=measure, hardware=host"
-    assert found.step_time_s == step_s(parts, costs)
-    asked = assemble(composed("hardware=host"))  # said, so that it counts
-    assert predict.predict_step(asked).source == "costs=analytic, hardware=host"
-    monkeypatch.setattr(measure, "_pieces", lambda parts: pytest.fail("timed"))
+    assert found.step_time_s == step_s(job, costs)
+    request = assemble(composed("hardware=host"))  # chosen, so that it counts
+    assert predict.predict_step(request).source == "costs=analytic, hardware=host"
+    monkeypatch.setattr(measure, "_pieces", lambda job: pytest.fail("timed"))
     assert (
         predict.predict_step(assemble(replace(composed(), run=replace(composed().run, seed=5)))).source == found.source
     )
 
 
-def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_said_where_it_was_asked_for(monkeypatch):
-    asked = compose(WORDS.split(), [], [])
-    assert isinstance(asked, Config)
-    parts = assemble(asked)
+def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_hardware_is_chosen(monkeypatch):
+    request = compose(WORDS.split(), [], [])
+    assert isinstance(request, Config)
+    job = assemble(request)
     monkeypatch.setattr("ppctl.planner.step_time.peak_flops", lambda hardware, dtype: None)
-    assert predict.predict_step(parts).step_time_s is None
-    parts.config = replace(asked, hardware=known()["host"])
+    assert predict.predict_step(job).step_time_s is None
+    job = replace(job, config=replace(request, hardware=known()["host"]))
     with pytest.raises(ConfigError, match=r"^hardware=host states no peak for float32\."):
-        predict.predict_step(parts)
+        predict.predict_step(job)

@@ -62,14 +62,14 @@ def test_no_collective_is_faster_than_the_bytes_that_a_device_has_to_send():
 def test_an_operation_takes_as_long_as_its_slower_half():
     speed = Speed(flops_per_s=100.0, bytes_per_s=10.0)
     arithmetic, traffic, weights = Op(1000.0, 1.0), Op(10.0, 50.0), Op(10.0, 1.0, fixed_bytes=60.0)
-    assert speed.seconds([arithmetic], rows=3) == 30.0
-    assert speed.seconds([traffic], rows=3) == 15.0
-    assert speed.seconds([weights], rows=3) == pytest.approx(6.3)  # weights are read once
-    assert speed.seconds([arithmetic, traffic, weights], rows=3) == pytest.approx(51.3)  # one after the other
-    assert speed.seconds([], rows=3) == 0
-    # with more rows the weights are worth their traffic: from 2.0 rows on this one computes for longer
+    assert speed.seconds([arithmetic], examples=3) == 30.0
+    assert speed.seconds([traffic], examples=3) == 15.0
+    assert speed.seconds([weights], examples=3) == pytest.approx(6.3)  # weights are read once
+    assert speed.seconds([arithmetic, traffic, weights], examples=3) == pytest.approx(51.3)  # one after the other
+    assert speed.seconds([], examples=3) == 0
+    # with more examples the traffic of weights pays off: from 2.0 on this one computes for longer
     dense = Op(40.0, 1.0, fixed_bytes=6.0)
-    assert [speed.seconds([dense], rows) for rows in (1, 2, 4)] == [pytest.approx(s) for s in (0.7, 0.8, 1.6)]
+    assert [speed.seconds([dense], examples) for examples in (1, 2, 4)] == [pytest.approx(s) for s in (0.7, 0.8, 1.6)]
 
 
 def test_seconds_lie_between_the_roofs():
@@ -77,10 +77,10 @@ def test_seconds_lie_between_the_roofs():
     speed = Speed(3e14, 2e12)
     for _ in range(50):
         ops = [Op(choose.uniform(0, 1e12), choose.uniform(0, 1e9), choose.uniform(0, 1e9)) for _ in range(8)]
-        rows = choose.randint(1, 16)
-        compute_s = sum(rows * op.flops for op in ops) / 3e14
-        memory_s = sum(rows * op.bytes + op.fixed_bytes for op in ops) / 2e12
-        assert max(compute_s, memory_s) * (1 - 1e-12) <= speed.seconds(ops, rows) <= compute_s + memory_s
+        examples = choose.randint(1, 16)
+        compute_s = sum(examples * op.flops for op in ops) / 3e14
+        memory_s = sum(examples * op.bytes + op.fixed_bytes for op in ops) / 2e12
+        assert max(compute_s, memory_s) * (1 - 1e-12) <= speed.seconds(ops, examples) <= compute_s + memory_s
 
 
 def test_only_what_neither_computes_nor_moves_is_nothing():

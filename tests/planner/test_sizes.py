@@ -1,13 +1,13 @@
-"""What a layout holds, from sizes of a layer and a row, against shapes of the arrays that the program has."""
+"""The memory of a layout, from sizes of a layer and an example, against the arrays that the program has."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from ppctl.training.memory import by_part
 
 from ppctl import config
 from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.planner.count import work_of
 from ppctl.planner.sizes import Microbatch, held_bytes, workspace_bytes
 from ppctl.planner.step_time import layout_of, param_bytes
 from ppctl.training.job import assemble
@@ -42,7 +42,7 @@ CASES = {
     "fsdp": request(mesh=config.Mesh(1, 2, 4)),
     "dp, fsdp, bfloat16": request("zb_v", mesh=config.Mesh(2, 2, 2), run=config.Run(dtype="bfloat16")),
     "one rank": request("1f1b", mesh=config.Mesh(2, 1, 2)),
-    "rows": replace(
+    "regression": replace(
         request(remat="layer"),
         model=config.MLP(num_layers=8, d_model=16),
         data=config.Regression(batch_size=32),
@@ -50,22 +50,23 @@ CASES = {
 }
 
 
-def sized(parts):
+def sized(pipe):
     """(the sizes of a request, bytes of temporaries)."""
-    row_bytes = tree_bytes(parts.model.microbatch) // parts.model.microbatch["inputs"].shape[0]
-    rows, remat = parts.model.microbatch["inputs"].shape[0], parts.config.executor.remat
-    microbatch = Microbatch(rows, parts.config.schedule.num_microbatches, row_bytes, remat)
-    params = param_bytes(parts.states.natural, parts.dtype)
-    held = held_bytes(parts.work, params, layout_of(parts), microbatch, parts.ticks.num_slots)
-    return held, workspace_bytes(parts.work, params, layout_of(parts), microbatch)
+    example_bytes = tree_bytes(pipe.model.microbatch) // pipe.model.microbatch["inputs"].shape[0]
+    examples, remat = pipe.model.microbatch["inputs"].shape[0], pipe.execution.remat
+    microbatch = Microbatch(examples, pipe.schedule.num_microbatches, example_bytes, remat)
+    params = param_bytes(pipe.states.natural, pipe.dtype)
+    work = work_of(pipe.model)
+    held = held_bytes(work, params, layout_of(pipe), microbatch, pipe.ticks.num_slots)
+    return held, workspace_bytes(work, params, layout_of(pipe), microbatch)
 
 
 @pytest.mark.parametrize("asked", CASES.values(), ids=CASES)
 def test_every_part_is_what_its_arrays_take(asked):
-    parts = assemble(asked)
-    held, _ = sized(parts)
-    shapes = by_part(parts, None)[0]
+    pipe = assemble(asked).pipe
+    held, _ = sized(pipe)
+    shapes = pipe.memory()[0]
     assert held.keys() == shapes.keys()
     for part, size in shapes.items():
-        # arrays that an axis does not divide are whole on each device; numbers of steps stand beside the moments
+        # arrays that an axis does not divide are whole on each device; numbers of steps come with the moments
         assert held[part] == pytest.approx(size, rel=0.01, abs=64), part

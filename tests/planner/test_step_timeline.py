@@ -1,11 +1,11 @@
-"""When tasks run is what their step takes: it ends where pricing says, and no task runs before what it reads."""
+"""The timeline of a step ends when its predicted time is over, and no task runs before what it reads."""
 
 import random
 from math import inf
 
 import pytest
 
-from ppctl.planner.op_times import OpTimes, PieceTimes, stage_costs, step_time
+from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
 from ppctl.planner.step_timeline import step_timeline
 from ppctl.schedule import FAMILIES, Task, build, reads, writes
 from ppctl.schedule.families.registry import LOOPED_WHOLE, ON_RING
@@ -23,7 +23,7 @@ def some(family, capacity, *, hop_s=0.0, keeps_input=False, lockstep=True):
     op_times = OpTimes(piece(), piece(), piece(), task_s=0.07, hop_s=hop_s, overhead_s=3.0, capacity=2 * capacity)
     schedule = build(family, 4, 8)
     sizes = [choose.randint(1, 3) for _ in range(schedule.num_stages)]
-    costs = stage_costs(op_times, sizes, keeps_input=keeps_input)
+    costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input)
     table = ticks(schedule, costs, "full" if keeps_input else "none") if lockstep else None
     return op_times, schedule, table, costs, 2
 
@@ -75,7 +75,7 @@ def test_ticks_end_where_the_step_does_but_for_the_last_transfer(family, keeps_i
 
 @pytest.mark.parametrize("family", LOOPED_WHOLE)
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_ticks_of_ranks_that_compute_when_idle_last_as_priced(family, capacity):
+def test_ticks_of_ranks_that_compute_when_idle_last_as_predicted(family, capacity):
     asked = some(family, capacity, hop_s=0.2)
     timeline = step_timeline(*asked, masked=True)
     check_order(timeline)
@@ -89,7 +89,7 @@ def test_ranks_that_share_a_core_in_a_tick_by_hand():
     free, one = PieceTimes(0.0, 0.0, 0.0), PieceTimes(1.0, 1.0, 1.0)
     op_times = OpTimes(free, one, free, task_s=0.0, hop_s=0.0, overhead_s=0.0, capacity=1.0)
     schedule = build("gpipe", 2, 2)
-    costs = stage_costs(op_times, (3, 1), keeps_input=False)
+    costs = costs_of_stages(op_times, (3, 1), keeps_input=False)
     timeline = step_timeline(op_times, schedule, ticks(schedule, costs, "none"), costs, 1)
     # tick 0: 0F0 alone. Tick 1: 0F1 (3 s) beside 1F0 (1 s), which has half the core until it is done
     span = lambda *task: (timeline.start_s[Task(*task)], timeline.end_s[Task(*task)])  # noqa: E731

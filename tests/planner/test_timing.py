@@ -1,4 +1,4 @@
-"""What is timed is what the executors run, as often as it is counted; no test here depends on how fast it runs."""
+"""Timed bodies are those of the executors, run as often as counted; no test here depends on how fast they run."""
 
 from functools import cache
 
@@ -59,8 +59,8 @@ def test_every_device_takes_as_many_turns_as_are_counted(runs):
     mesh = small_mesh((2, 3), ("a", "b"))
     body = lambda i, stays, goes: (goes[0] + 1, goes[1] + i, goes[2] + stays)  # noqa: E731
     stays, goes = jnp.float32(0.5), (jnp.int32(0), jnp.int32(0), jnp.zeros((4,), jnp.float32))
-    taken = timing.turn(body, stays, goes, mesh)
-    assert taken == (pytest.approx(1e-6), pytest.approx(3e-6))  # of one turn
+    measured = timing.turn(body, stays, goes, mesh)
+    assert measured == (pytest.approx(1e-6), pytest.approx(3e-6))  # of one turn
     total = numbers = 0
     for count, (turned, summed, added) in runs:
         total, numbers = total + count, numbers + count * (count - 1) // 2  # turns are numbered from 0 in each run
@@ -83,8 +83,8 @@ def test_the_median_run_counts(monkeypatch):
         return goes, Timing(2 * seconds, seconds)
 
     monkeypatch.setattr(timing, "_timed", said)
-    taken = timing.turn(lambda i, stays, goes: goes, (), jnp.zeros(()), small_mesh((1,), ("all",)))
-    assert taken == (8.0, 4.0)
+    measured = timing.turn(lambda i, stays, goes: goes, (), jnp.zeros(()), small_mesh((1,), ("all",)))
+    assert measured == (8.0, 4.0)
 
 
 def test_more_work_takes_more_cpu_time(monkeypatch):
@@ -148,20 +148,20 @@ def test_a_backward_adds_the_gradient_of_the_layers(name, remat, split):
 @pytest.mark.parametrize("name", ["untied gelu", "tied swiglu", "mlp"])
 def test_the_ends_give_their_values_and_add_their_gradients(name):
     model = model_of(name)
-    stack, bodies = model.stack, timing.end_bodies(model)
-    body, (ends, rows), goes = bodies["embed"]
-    assert np.array_equal(body(jnp.int32(1), (ends, rows), goes), stack.embed(ends, at(rows["inputs"], 1)))
+    stack, bodies = model.stack, timing.embed_head_bodies(model)
+    body, (ends, slots), goes = bodies["embed"]
+    assert np.array_equal(body(jnp.int32(1), (ends, slots), goes), stack.embed(ends, at(slots["inputs"], 1)))
     body, stays, acc = bodies["embed_grad"]
     expected = acc
     for i in range(3):
-        embedded = lambda ends, i=i: jnp.sum(stack.embed(ends, at(rows["inputs"], i)) * stays[2])  # noqa: E731
+        embedded = lambda ends, i=i: jnp.sum(stack.embed(ends, at(slots["inputs"], i)) * stays[2])  # noqa: E731
         expected = jax.tree.map(jnp.add, expected, jax.grad(embedded)(ends))
     for i in range(3):
         acc = body(jnp.int32(i), stays, acc)
     _close(acc, expected)
     body, stays, (y, acc) = bodies["head"]
     gy, found = body(jnp.int32(SLOTS), stays, (y, acc))
-    loss = lambda ends, y: stack.head(ends, y, at(rows["targets"], 0))[0]  # noqa: E731
+    loss = lambda ends, y: stack.head(ends, y, at(slots["targets"], 0))[0]  # noqa: E731
     d_ends, dy = jax.grad(loss, (0, 1))(ends, y)
     assert difference(gy, dy) < 1e-12
     _close(found, d_ends)
@@ -205,9 +205,9 @@ def test_starting_a_task_takes_some_time_and_nothing_is_lost(monkeypatch):
         Mesh(np.array(jax.devices()[first : first + 2]).reshape(2, 1), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
         for first in (0, 2)
     )
-    taken = timing.dispatched(model_of("mlp"), here, there)
-    assert 0 < taken.wall_s < 10
-    assert 0 < taken.cpu_s < 10
+    measured = timing.dispatched(model_of("mlp"), here, there)
+    assert 0 < measured.wall_s < 10
+    assert 0 < measured.cpu_s < 10
 
 
 def test_a_step_without_tasks_gathers_and_reduces_every_parameter():

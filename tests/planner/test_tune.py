@@ -1,4 +1,4 @@
-"""`ppctl tune`: what it finds is what `ppctl plan` says of it, its recipe is that request, wrong ones are refused."""
+"""`ppctl tune`: its layouts are predicted as by `ppctl plan`, its recipe is that request, wrong ones are refused."""
 
 import json
 import re
@@ -7,16 +7,17 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from ppctl.training.memory import by_part
 
 from ppctl import cli, config
+from ppctl.cli.commands.tune import tune
 from ppctl.cli.compose import compose
-from ppctl.planner import tune, tune_terminal
+from ppctl.planner import tune_terminal
 from ppctl.planner.op_times import StepTime
 from ppctl.planner.recipe import MARK, write_recipe
 from ppctl.planner.search import Candidate, Found
 from ppctl.planner.space import Space
-from ppctl.planner.step_time import priced
+from ppctl.planner.step_time import predicted_time
+from ppctl.planner.tune import tune_layouts
 from ppctl.reports.terminal import size_text
 from ppctl.training.job import assemble
 
@@ -27,9 +28,9 @@ WORDS = (
 )
 
 
-def step_s(parts, costs=None):
+def step_s(job, costs=None):
     """The seconds of a step that are predicted."""
-    time, _ = priced(parts, costs)
+    time, _ = predicted_time(job, costs)
     assert time is not None
     return time.total_s
 
@@ -74,14 +75,14 @@ SEARCHES = {
 
 @pytest.mark.parametrize("words", SEARCHES.values(), ids=SEARCHES)
 def test_ppctl_plan_says_the_same_of_each_layout(words):
-    tuned, configs = tune.find(request(*words.split()))
+    tuned, configs = tune_layouts(request(*words.split()))
     assert len(tuned.found.best) == len(configs) == 10
     for candidate, asked in list(zip(tuned.found.best, configs, strict=True))[::3]:
-        parts = assemble(asked)
-        assert step_s(parts) == pytest.approx(candidate.time.total_s, rel=1e-9)
-        assert tuple(map(len, parts.states.layout.partition)) == candidate.partition
+        job = assemble(asked)
+        assert step_s(job) == pytest.approx(candidate.time.total_s, rel=1e-9)
+        assert tuple(map(len, job.pipe.partition)) == candidate.partition
         if asked.executor.name == "spmd":
-            largest = max(by_part(parts, None), key=lambda of_rank: sum(of_rank.values()))
+            largest = max(job.pipe.memory(), key=lambda of_rank: sum(of_rank.values()))
             for part, size in largest.items():
                 assert candidate.memory[part] == pytest.approx(size, rel=1e-3, abs=256), (part, asked.schedule)
 
@@ -90,7 +91,7 @@ def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
     code, out, err = tuned("mesh=2x2")
     assert (code, err) == (0, "")
     head, *_, last = out.strip().splitlines()
-    assert re.fullmatch(r"[\d,]+ layouts for 4 x host of .* each: 0 too large, [\d,]+ priced in [\d.]+ s", head)
+    assert re.fullmatch(r"[\d,]+ layouts for 4 x host of .* each: 0 too large, [\d,]+ simulated in [\d.]+ s", head)
     assert len(re.findall(r"^ +\d+ +\d+x", out, re.MULTILINE)) == 10
     assert "pipeline" in out
     assert last == "the first is a recipe now, recipes/tuned.yaml: ppctl train --config-dir . recipes=tuned"
@@ -109,9 +110,9 @@ def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path)
         assert step_s(assemble(asked)) == pytest.approx(layout["step_time_s"], rel=1e-9)
 
 
-def test_a_step_of_text_is_priced_in_tokens_and_of_rows_in_neither(tuned):
-    rows = "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=32 run.platform=cpu"
-    assert cli.main(["tune", *rows.split(), "mesh=1x2", "--json"]) == 0
+def test_speeds_are_printed_in_tokens_for_text_alone(tuned):
+    words = "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=32 run.platform=cpu"
+    assert cli.main(["tune", *words.split(), "mesh=1x2", "--json"]) == 0
     _, out, _ = tuned("mesh=1x2", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[gpipe]")
     assert "tok/s" in out
     assert "MFU" in out
@@ -141,14 +142,14 @@ def layout(mesh, seconds):
 
 
 def said(best, alone, measured_s=()):
-    """What is said of pipelines."""
+    """The line about pipelines."""
     found = Found(tuple(best), alone, 9, 0, 9, None)
     tuned = tune_terminal.Tuned(found, measured_s, 0.1, "4 x host", None, None, 1.0, None, None)
     dp, pp, fsdp = best[0].mesh
     return tune_terminal._about_pipelines(tuned, replace(config.Config(), mesh=config.Mesh(dp, pp, fsdp)))
 
 
-def test_it_says_whether_a_pipeline_is_worth_it():
+def test_a_line_says_whether_a_pipeline_is_faster():
     one, flat, slow = layout((1, 4, 1), 1.0), layout((4, 1, 1), 1.5), layout((2, 2, 1), 2.0)
     assert said([flat, slow], flat) == (
         "no pipeline is needed: mesh=4x1 (pp=1) is fastest; the best pipeline takes 1.33 times as long."
@@ -168,7 +169,7 @@ def test_it_says_whether_a_pipeline_is_worth_it():
 RECIPES = {
     "uneven": "mesh=1x8 model.num_layers=9 hardware=h100",
     "mpmd": "mesh=1x2 executor=mpmd executor.unroll=0 tune.schedules=[interleaved,zb_v]",
-    "rows": "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=32 mesh=1x2",
+    "examples": "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=32 mesh=1x2",
     "settings": "mesh=1x2 optim.lr=1e-5 optim.clip_norm=null run.checkpoint.every=null run.name=mine run.seed=3",
     "options": "recipes=gpipe_notebook",  # names of a custom model's own
 }
@@ -178,8 +179,8 @@ RECIPES = {
 def test_the_recipe_is_the_request_found(words, tmp_path):
     asked = composed(words.split()) if "mlp" in words or "recipes" in words else request(*words.split())
     path = tmp_path / "recipes/tuned.yaml"
-    assert tune.tune(asked, as_json=True) == 0
-    tuned, configs = tune.find(asked)
+    assert tune(asked, as_json=True) == 0
+    tuned, configs = tune_layouts(asked)
     name = asked.run.name if asked.run.name != config.Run().name else "tuned"
     uneven = [i for i, found in enumerate(configs) if found.partition.name == "explicit"][:1]
     assert uneven or "num_layers=9" not in words
@@ -207,12 +208,13 @@ def test_a_recipe_is_written_again_but_no_other_file(tuned, tmp_path):
     code, out, err = tuned("mesh=1x2")
     assert (code, out, file.read_text()) == (2, "", before)
     assert err == (
-        "ppctl: tune.recipe=tuned: recipes/tuned.yaml is not of `ppctl tune` and stays. Use another name, or null.\n"
+        "ppctl: tune.recipe=tuned: recipes/tuned.yaml was not written by `ppctl tune` and stays. "
+        "Use another name, or null.\n"
     )
 
 
 def test_where_no_recipe_can_be_written_nothing_is_searched(tuned, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "find", lambda config: pytest.fail("searched"))
+    monkeypatch.setattr("ppctl.cli.commands.tune.tune_layouts", lambda config: pytest.fail("searched"))
     (tmp_path / "recipes/other.yaml").mkdir(parents=True)
     (tmp_path / "recipes/bytes.yaml").write_bytes(b"\xff\xfe")
     for name, why in (("other", "Is a directory"), ("bytes", "it is no text")):
@@ -237,13 +239,13 @@ def test_those_measured_are_ranked_by_that(tuned, monkeypatch):
     _, out, _ = tuned("mesh=2x2", "--json")
     planned = [layout["overrides"] for layout in json.loads(out)["best"]]
     seconds = {1: 0.3, 2: 0.1, 3: 0.2}
-    taken = iter(seconds.values())
-    monkeypatch.setattr(tune, "_step_s", lambda config: next(taken))
+    measured = iter(seconds.values())
+    monkeypatch.setattr("ppctl.planner.tune._step_s", lambda config: next(measured))
     _, out, _ = tuned("mesh=2x2", "--json", "tune.measure=3")
     document = json.loads(out)
     assert [layout["overrides"] for layout in document["best"]] == [planned[i] for i in (1, 2, 0, *range(3, 10))]
     assert [layout["measured_s"] for layout in document["best"]] == [0.1, 0.2, 0.3, *[None] * 7]
-    assert next(taken, inf) == inf
+    assert next(measured, inf) == inf
 
 
 @pytest.mark.slow
@@ -262,7 +264,7 @@ REFUSED = {
     "mesh=1x1 executor=reference": "executor=reference has one layout, on one device. Use executor=spmd or",
     "costs=measure": "costs=measure times the pieces of one layout, and `ppctl tune` looks at thousands. Use tune",
     "tune.schedules=[1f1b,gpip]": r"tune.schedules: gpip is none that executor=spmd runs \(gpipe, 1f1b, ",
-    "executor.idle=compute": "executor.idle=compute computes in idle ticks too, which `ppctl tune` does not price",
+    "executor.idle=compute": "executor.idle=compute computes in idle ticks too, which `ppctl tune` does not predict",
     "tune.measure=2 hardware=h100": r"tune.measure=2 runs steps on what is here \(cpu\), but hardware=h100. Use",
     "tune.remat=[some]": "tune.remat: some is not one of none, layer, full",
     "tune.recipe=a/b": "tune.recipe=a/b is not a name. Use letters, digits, _ and -",

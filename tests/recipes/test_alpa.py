@@ -11,7 +11,8 @@ import pytest
 
 from ppctl import cli
 from ppctl.cli.compose import compose
-from ppctl.planner import tune
+from ppctl.planner.tune import tune_layouts
+from ppctl.planner.tune_terminal import show_tuned
 from ppctl.training.job import assemble
 
 ROOT = Path(__file__).parents[2]
@@ -93,14 +94,14 @@ def test_a_checkpoint_of_another_cut_is_not_taken_for_this_one():
 def test_the_stages_that_the_planner_finds_are_shown_and_train_the_same(capsys):
     words = [*SMALL, "model.layers=auto", "model.num_layers=4", "tune.devices=4", "tune.recipe=null"]
     asked = compose(words, [], ["tune"])
-    tuned, configs = tune.find(asked)
+    tuned, configs = tune_layouts(asked)
     i = next(i for i, found in enumerate(tuned.found.best) if found.mesh[1] > 1 and min(found.partition))
     chosen = configs[i]
     job = assemble(replace(chosen, run=replace(chosen.run, dtype="float64")))
     state = stepped(job, None, next(job.data.batches()))
     assert furthest(job.pipe.stack.export(state["params"]), plain_steps(job, 1)) < 1e-10
     best = tuned.found.best[i]
-    tune.show(replace(tuned, found=replace(tuned.found, best=(best,))), [chosen], as_json=False)
+    show_tuned(replace(tuned, found=replace(tuned.found, best=(best,))), [chosen], as_json=False)
     said = capsys.readouterr().out
     lines = [line.split() for line in said[said.index("seconds of a microbatch") :].splitlines()[4:]]
     dp, pp, fsdp = best.mesh

@@ -1,8 +1,8 @@
-"""How good are predictions? Steps of many layouts of one model, predicted (costs=measure) and taken. `make bench-plan`.
+"""How good are predictions? Steps of many layouts of a model, predicted (costs=measure) and measured. `make bench-plan`
 
 All layouts train the same model on the same batch, so that their ranking means something: the plan's choice is the
-layout with the shortest prediction, its regret what it takes beyond the fastest. Simulated devices share cores with
-whatever else the machine does, so CPU seconds stand beside seconds, and the noise of each beside the errors.
+layout with the shortest prediction, its regret its time over the fastest. Simulated devices share cores with whatever
+else the machine does, so CPU seconds are printed next to seconds, and the noise of each next to the errors.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 import jax
 
 from ppctl.cli.compose import compose
-from ppctl.planner.measure import measured
+from ppctl.planner.measure import measured_op_times
 from ppctl.planner.step_runs import time_of
-from ppctl.training.job import assemble
+from ppctl.training.job import TrainingJob, assemble
 
 MODEL = (
     "recipes=bench",
@@ -68,13 +68,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", help="layouts with this text")
     parser.add_argument("--cache-dir", help="measured costs kept from another run; none by default")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
-    layouts = [layout for layout in LAYOUTS if asked.only is None or asked.only in layout]
+    layouts = [layout for layout in LAYOUTS if options.only is None or options.only in layout]
     with tempfile.TemporaryDirectory() as fresh:
-        rows = [compared(layout, Path(asked.cache_dir or fresh)) for layout in layouts]
+        rows = [compared(layout, Path(options.cache_dir or fresh)) for layout in layouts]
     found = {"wall": figures(rows, "predicted_s", "taken_s"), "cpu": figures(rows, "predicted_cpu_s", "taken_cpu_s")}
-    if asked.json:
+    if options.json:
         print(json.dumps({"layouts": rows, **found}))
         return 0
     for name, what in (("cpu", "CPU seconds"), ("wall", "seconds")):
@@ -86,12 +86,12 @@ def main() -> int:
 
 
 def compared(layout: str, cache_dir: Path) -> dict:
-    """One layout, predicted and taken."""
+    """Return one layout, predicted and measured."""
     config = compose([*MODEL, "partition=uniform", *layout.split()], [], [])
-    parts = assemble(config)
-    op_times = measured(parts, cache_dir)
-    time_ = time_of(parts, op_times)
-    wall, cpu = steps(parts)
+    job = assemble(config)
+    op_times = measured_op_times(job, cache_dir)
+    time_ = time_of(job.pipe, op_times)
+    wall, cpu = steps(job)
     half = len(wall) // 2
     row = {
         "layout": layout,
@@ -112,11 +112,11 @@ def compared(layout: str, cache_dir: Path) -> dict:
     return row
 
 
-def steps(parts) -> tuple[list[float], list[float]]:
-    """Seconds and CPU seconds of train steps."""
-    engine = parts.engine
+def steps(job: TrainingJob) -> tuple[list[float], list[float]]:
+    """Return seconds and CPU seconds of train steps."""
+    engine = job.pipe.engine
     engine.compile(evaluate=False)
-    state, batch = engine.new_state(), engine.put(next(parts.data.batches()))
+    state, batch = engine.new_state(), engine.put(next(job.data.batches()))
     wall, cpu = [], []
     for _ in range(STEPS + 2):
         began, cpu_began = time.perf_counter(), time.process_time()
@@ -127,10 +127,10 @@ def steps(parts) -> tuple[list[float], list[float]]:
     return wall[2:], cpu[2:]
 
 
-def figures(rows: list[dict], predicted: str, taken: str) -> dict:
-    """Errors, ranking and regret of predictions."""
-    errors = sorted(abs(row[predicted] / row[taken] - 1) for row in rows)
-    noise = [row["noise" if taken == "taken_s" else "cpu_noise"] for row in rows]
+def figures(rows: list[dict], predicted: str, measured: str) -> dict:
+    """Return errors, ranking and regret of predictions."""
+    errors = sorted(abs(row[predicted] / row[measured] - 1) for row in rows)
+    noise = [row["noise" if measured == "taken_s" else "cpu_noise"] for row in rows]
     chosen = min(rows, key=lambda row: row[predicted])
     return {
         "median": statistics.median(errors),
@@ -138,14 +138,14 @@ def figures(rows: list[dict], predicted: str, taken: str) -> dict:
         "worst": errors[-1],
         "noise": statistics.median(noise),
         "worst_noise": max(noise),
-        "tau": kendall_tau([row[predicted] for row in rows], [row[taken] for row in rows]),
-        "regret": chosen[taken] / min(row[taken] for row in rows) - 1,
+        "tau": kendall_tau([row[predicted] for row in rows], [row[measured] for row in rows]),
+        "regret": chosen[measured] / min(row[measured] for row in rows) - 1,
         "choice": chosen["layout"],
     }
 
 
 def kendall_tau(a: list[float], b: list[float]) -> float:
-    """Pairs ranked alike less pairs ranked otherwise, over all pairs: 1 where two rankings agree, -1 where never.
+    """Return pairs ranked alike less pairs ranked otherwise, over all: 1 where two rankings agree, -1 where never.
 
     >>> kendall_tau([1, 2, 3], [1, 3, 2])
     0.3333333333333333

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from ppctl import cli, config
+from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
 from ppctl.executors import topology
 from ppctl.executors.topology import described_mesh, has_plugin, target_config
@@ -64,7 +65,7 @@ def test_a_gpu_is_described_by_its_own_numbers(name):
 
 def test_hosts_and_their_gpus_are_asked_for_and_the_description_says_what_fits(monkeypatch, capsys):
     asked = described(monkeypatch)
-    assert plan.plan(REQUEST, as_json=True) == 0
+    assert run_plan(REQUEST, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert (asked["platform"], asked["topology"]) == ("cuda", "1x2x2")
     assert asked["target_config"] == target_config(gpu_target(known()["h100"]))
@@ -72,7 +73,7 @@ def test_hosts_and_their_gpus_are_asked_for_and_the_description_says_what_fits(m
     assert found["fits"] is True
     assert found["limit_bytes"] == round(known()["h100"].memory_gib * 2**30)  # the compiler refuses nothing
     small = replace(REQUEST, plan=replace(REQUEST.plan, memory_gib=max(found["total_bytes"]) / 2**30 - 1e-6))
-    assert plan.plan(small, as_json=True) == 1
+    assert run_plan(small, as_json=True) == 1
 
 
 def test_hardware_of_ones_own_is_described_too(monkeypatch):

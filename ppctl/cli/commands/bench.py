@@ -128,13 +128,13 @@ def time_steps(candidates: Sequence[BenchStep]) -> list[dict[str, Any]]:
 
 def grow(config: Config, family: str) -> dict[str, Any]:
     """Return how trace-and-compile CPU seconds and temp memory of a family grow with the number of microbatches."""
-    rows = config.data.batch_size // config.schedule.num_microbatches
+    examples = config.data.batch_size // config.schedule.num_microbatches
     compiled = {}
     for num_microbatches in GROWTH:
         is_own = family == config.schedule.name
         schedule = config.schedule if is_own else Schedule(name=family)
         schedule = replace(schedule, num_microbatches=num_microbatches)
-        data = replace(config.data, batch_size=rows * num_microbatches)
+        data = replace(config.data, batch_size=examples * num_microbatches)
         request = replace(config, schedule=schedule, data=data, partition=Uniform())  # which fits any family
         temp_bytes, cpu_s = _compile(assemble(request))
         compiled[num_microbatches] = cpu_s, temp_bytes

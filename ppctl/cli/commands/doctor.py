@@ -53,7 +53,7 @@ class Finding:
 
 
 def doctor(config: Config, *, as_json: bool) -> int:
-    """The exit code: 0 when the request would train here, else 1."""
+    """Print the findings; return 0 when the request would train here, else 1."""
     directory = Path(config.run.dir).absolute()
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
@@ -94,7 +94,7 @@ def _doctor(config: Config, *, as_json: bool) -> int:
 
 
 def _versions() -> Iterator[Finding]:
-    """One finding: the packages that ppctl asks for, and whether those here will do."""
+    """Yield one finding: the packages that ppctl needs, and whether those here will do."""
     found, wrong = [], []
     for text in requires("ppctl") or ():
         requirement = Requirement(text)
@@ -114,7 +114,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
-    """(findings, mesh, bytes of a state): everything that training builds before it compiles."""
+    """Return (findings, mesh, bytes of a state), of everything that training builds before it compiles."""
     try:
         job = assemble(config)
     except PpctlError as error:
@@ -133,7 +133,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
 
 
 def _directories(config: Config, state_bytes: int | None) -> Iterator[Finding]:
-    """Find out whether run.dir can be written, has room for the checkpoints, and how fast it takes them."""
+    """Yield a finding: whether run.dir can be written, has room for the checkpoints, and how fast it takes them."""
     directory = Path(config.run.dir).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def _directories(config: Config, state_bytes: int | None) -> Iterator[Finding]:
 
 
 def _merged(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
-    """The findings of all processes: one where they agree (numbers aside), else one for each process."""
+    """Yield the findings of all processes: one where they agree (numbers aside), else one for each process."""
     for same in zip(*by_process, strict=False):
         if len({finding.text for finding in same}) == 1 or all(f.is_ok and f.what == "run.dir" for f in same):
             yield same[0]
@@ -178,7 +178,7 @@ def _merged(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
 
 
 def _together() -> list[Finding]:
-    """Where the processes run, and how far their clocks are apart."""
+    """Return findings: where the processes run, and how far their clocks are apart."""
     hosts = distributed.gather(socket.gethostname())
     number = len(hosts)
     if number == 1:
@@ -196,7 +196,7 @@ def _together() -> list[Finding]:
 
 
 def _measured(mesh: Mesh) -> tuple[list[MeasuredLink], list[AllReduce]]:
-    """The links between the devices of a mesh, and a sum over each of its axes; the same on every process."""
+    """Measure the links between the devices of a mesh, and a sum over each of its axes; the same on every process."""
     own = jax.process_index()
     links = []
     for a, b in device_pairs(probe_devices(list(mesh.devices.flat))):
@@ -244,8 +244,10 @@ def _of_links(links: Sequence[MeasuredLink], sums: Sequence[AllReduce]) -> list[
 
 
 def hop_costs(links: Sequence[MeasuredLink], mesh: Mesh) -> dict[str, float] | None:
-    """`transfer_s` and `transfer_bytes_per_s` of `schedule.costs.Costs`: the worst measured link between neighbours
-    along pp; None where none was measured."""
+    """Return `transfer_s` and `transfer_bytes_per_s` of `schedule.costs.Costs`.
+
+    They are of the worst measured link between neighbours along pp; None where none was measured.
+    """
     by_pair = {frozenset((link.first, link.second)): link for link in links}
     rows = mesh.devices.swapaxes(0, 1)  # [pp, dp, fsdp]
     near = [
@@ -264,7 +266,7 @@ def hop_costs(links: Sequence[MeasuredLink], mesh: Mesh) -> dict[str, float] | N
 
 @contextmanager
 def _answering(what: str) -> Iterator[None]:
-    """Ends the process with a line when the body waits for ever: a collective cannot be cancelled."""
+    """End the process with a line when the body waits for ever: a collective cannot be cancelled."""
 
     def give_up() -> None:
         print(f"ppctl: {what}: no answer within {ANSWER_WITHIN_S:.0f} s. Training would hang there.", file=sys.stderr)
@@ -312,7 +314,7 @@ def _json(items: Sequence[Any]) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    """Bytes as people read them.
+    """Return bytes as people read them.
 
     >>> _size(3 << 20)
     '3.0 MiB'

@@ -29,20 +29,20 @@ FILE_WIDTH = 200  # columns of a summary that goes to a file
 
 
 def inspect(config: Config, *, as_json: bool) -> int:
-    """The exit code 0, after showing what inspect.what asks for, or writing it below inspect.out."""
-    asked = config.inspect
+    """Show what inspect.what names, or write it below inspect.out; return 0."""
+    request = config.inspect
     job = assemble(config, default_dtype=DEFAULT_DTYPE)
     found = job.pipe.engine.programs(partial(chosen, config, job.pipe.schedule))
-    wanted = [asked.what] if asked.what else ["summary", "program", *(FORMS if asked.out else ())]
+    wanted = [request.what] if request.what else ["summary", "program", *(FORMS if request.out else ())]
     if not config.executor.IS_PIPELINED and "program" in wanted:
         wanted.remove("program")
-    if asked.what in FORMS and asked.out is None and not as_json and len(found.programs) > 1:
+    if request.what in FORMS and request.out is None and not as_json and len(found.programs) > 1:
         names = ", ".join(program.name for program in found.programs)
         raise ConfigError(
-            f"inspect.what={asked.what} is the text of one program, and there are {len(found.programs)} ({names}). "
+            f"inspect.what={request.what} is the text of one program, and there are {len(found.programs)} ({names}). "
             "Choose with inspect.stage and inspect.task, or write all with inspect.out=DIR."
         )
-    out = None if asked.out is None else _new_directory(asked.out)
+    out = None if request.out is None else _new_directory(request.out)
     if "summary" in wanted or "hlo" in wanted:
         compile_all(found.programs)
     files = None if out is None else write_files(f"inspect.out={out}", out, _texts(wanted, job, found))
@@ -57,7 +57,7 @@ def inspect(config: Config, *, as_json: bool) -> int:
 
 
 def document(job: TrainingJob, found: StepPrograms, wanted: Sequence[str], files: list[str] | None) -> dict[str, Any]:
-    """Return what the request asks for, for scripts. `files` that were written stand for the texts in them."""
+    """Return the JSON document. `files` that were written stand for the texts in them."""
     config = job.config
     shown: dict[str, Any] = {
         "executor": config.executor.name,
@@ -109,7 +109,7 @@ def _show(what: str, job: TrainingJob, found: StepPrograms) -> None:
 
 
 def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> None:
-    """Print what the programs send to each other: collectives in them, and transfers between them."""
+    """Print the communication of a step: collectives in the programs, and transfers between them."""
     config, schedule = job.config, job.pipe.schedule
     which = "no pipeline" if not config.executor.IS_PIPELINED else schedule.name
     console.print(
@@ -145,7 +145,7 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
 
 
 def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
-    """A row for each kind of collective, the program's name in the first."""
+    """Yield a row for each kind of collective, the program's name in the first."""
     head = program.name, runs_text(program.ranks), str(program.runs)
     if not program.collectives:
         yield *head, "none", "", "", "", ""

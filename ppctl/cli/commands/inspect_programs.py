@@ -12,31 +12,31 @@ from ppctl.schedule.remat import Remat
 
 
 def _kind(op: PlanEntry) -> str:
-    """What inspect.task calls a program."""
+    """Return the name by which inspect.task calls a program."""
     assert op.program is not None, "a move has no program"
     return op.program.kind if op.task is None else op.task.kind
 
 
 def chosen(config: Config, schedule: Schedule, ops: Sequence[PlanEntry]) -> set[PlanEntry] | None:
-    """The entries that run what inspect.stage and inspect.task ask for; None: all. ConfigError where there is none."""
-    asked = config.inspect
-    if asked.stage is None and asked.task is None:
+    """Return the entries that inspect.stage and inspect.task name; None: all. ConfigError where there is none."""
+    request = config.inspect
+    if request.stage is None and request.task is None:
         return None
-    if asked.stage is not None and asked.stage >= schedule.num_stages:
+    if request.stage is not None and request.stage >= schedule.num_stages:
         raise ConfigError(
-            f"inspect.stage={asked.stage}: {schedule.name} on {schedule.num_ranks} ranks has stages 0 to "
+            f"inspect.stage={request.stage}: {schedule.name} on {schedule.num_ranks} ranks has stages 0 to "
             f"{schedule.num_stages - 1}."
         )
     run = [op for op in ops if op.program is not None]
-    if asked.stage is not None:
-        rank = schedule.rank_of[asked.stage]
-        run = [op for op in run if (op.rank == rank if op.task is None else op.task.stage == asked.stage)]
-    found = run if asked.task is None else [op for op in run if _kind(op) == asked.task]
+    if request.stage is not None:
+        rank = schedule.rank_of[request.stage]
+        run = [op for op in run if (op.rank == rank if op.task is None else op.task.stage == request.stage)]
+    found = run if request.task is None else [op for op in run if _kind(op) == request.task]
     if not found:
-        where = "" if asked.stage is None else f" of stage {asked.stage} and its rank"
+        where = "" if request.stage is None else f" of stage {request.stage} and its rank"
         last = schedule.num_stages - 1
-        left = asked.task == "F" and Remat.of(config.executor.remat).keeps_input_only and asked.stage == last
+        left = request.task == "F" and Remat.of(config.executor.remat).keeps_input_only and request.stage == last
         why = " With executor.remat=full the last stage's forward is left to its backward." if left else ""
         kinds = ", ".join(dict.fromkeys(map(_kind, run)))
-        raise ConfigError(f"inspect.task={asked.task} is no program{where}.{why} Use one of {kinds}.")
+        raise ConfigError(f"inspect.task={request.task} is no program{where}.{why} Use one of {kinds}.")
     return set(found)
