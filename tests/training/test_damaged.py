@@ -211,8 +211,8 @@ def train(run_dir, capsys):
 
 def numbers(run_dir):
     """The bytes of the last checkpoint's arrays."""
-    parts = assemble(compose([*WORDS.split(), f"run.dir={run_dir}"], (), words=["train"]))
-    restored = Checkpoints(run_dir / "checkpoints", keep=None).restore(6, parts.states.natural)
+    job = assemble(compose([*WORDS.split(), f"run.dir={run_dir}"], (), words=["train"]))
+    restored = Checkpoints(run_dir / "checkpoints", keep=None).restore(6, job.pipe.states.natural)
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(restored)]
 
 
@@ -269,9 +269,9 @@ LAYOUTS = (
 def test_a_checkpoint_is_the_same_state_on_every_layout(trained):
     found = []
     for layout in LAYOUTS:
-        parts = assemble(compose([*WORDS.split(), f"run.dir={trained}", *layout.split()], (), words=["train"]))
-        restored = Checkpoints(trained / "checkpoints", keep=None).restore(6, parts.states.natural)
-        engine = parts.engine
+        job = assemble(compose([*WORDS.split(), f"run.dir={trained}", *layout.split()], (), words=["train"]))
+        restored = Checkpoints(trained / "checkpoints", keep=None).restore(6, job.pipe.states.natural)
+        engine = job.pipe.engine
         found += [digest(restored), digest(engine.to_natural(engine.from_natural(restored)))]
     assert found == found[:1] * 8
     assert len(set(found[0].checksums.values())) > 8

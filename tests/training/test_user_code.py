@@ -166,7 +166,7 @@ WRONG_MODELS = {
     "parts['init_layer'] = lambda key, index: jnp.ones(3, int)": "init_layer is of int\\d+, and parameters are trained",
     "parts['embed'] = lambda ends, inputs: inputs @ inputs": r"embed fails: TypeError: .* \(m0.py:13\)",
     "parts['embed'] = lambda ends, inputs: (inputs, inputs)": r"embed makes \(float32\[2, 3\], .* must make one array",
-    "parts['embed'] = lambda ends, inputs: inputs.sum()": r"embed makes float32\[\] of 2 rows",
+    "parts['embed'] = lambda ends, inputs: inputs.sum()": r"embed makes float32\[\] of 2 examples",
     "parts['layer'] = lambda w, x: x[:, :2]": r"layer makes float32\[2, 2\] of float32\[2, 4\]; it must keep shape",
     "parts['layer'] = lambda w, x: x.astype('bfloat16')": r"layer makes bfloat16\[2, 4\] of float32",
     "parts['head'] = lambda ends, x, targets: x.sum()": r"head returns float32\[\]; it must return",
@@ -227,9 +227,9 @@ def test_models_and_data_of_ones_own_go_with_those_that_ship(here, monkeypatch):
         schedule=config.Schedule("1f1b", 4),
         mesh=config.Mesh(1, 2, 1),
     )
-    parts = assemble(asked)
-    assert parts.stack.num_layers == 4
-    key = _key(parts, with_mesh=False)
+    job = assemble(asked)
+    assert job.pipe.stack.num_layers == 4
+    key = _key(job, with_mesh=False)
     assert source_digest("my.model") in key["model"]
     monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda **given: rows())
     own = replace(asked, data=config.CustomData(target="a.b", batch_size=4), model=config.MLP(num_layers=4))
