@@ -1,12 +1,12 @@
-"""How hard the compiler is to try, and what a compiled program takes.
+"""Presets of the compiler, from full optimization to none, and the memory of a compiled program.
 
-On CPU most of a compile is a fixed price for each fused kernel (MLIR contexts, LLVM's passes). A program that runs once
+On CPU most of a compile is a fixed cost for each fused kernel (MLIR contexts, LLVM's passes). A program that runs once
 a step can do without most of it; so can one that never runs, being compiled for the memory that it would take. Seen of
 XLA (jax 0.10.2, 27 requests: all executors, remat settings and dtypes, 1 to 16 layers a stage): buffers are planned
 before code is generated, so that without optimization of the code the plan is the same to the byte, for 0.6 of the CPU
 seconds; without MLIR's emitters too it is the same within 0.01%, for 0.2 to 0.7 of them.
 
-Tried and rejected, for memory: live values of the jaxpr, element-wise work taken as fused (total +4% with remat=none,
+Tried and rejected, for memory: live values of the jaxpr, element-wise work counted as fused (total +4% with remat=none,
 -9% with layer, -18% with full, -25% in bfloat16, which CPUs widen). A whole step with 2 and with 3 layers a stage, and
 the line through both: within 1% for spmd (bytes grow evenly from the second layer on), but two compiles cost as much
 as the whole of 16 layers; with mpmd up to 6% too little.
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import jax
 
-CompilerPreset = Literal["full", "quick", "once"]  # once: for what runs once a step, or is only weighed
+CompilerPreset = Literal["full", "quick", "once"]  # once: for what runs once a step, or is compiled for its memory only
 
 # In mpmd, where every rank pays for its own programs. Bench model, jax 0.10.2, step over the reference's, compile over
 # spmd's, CPU s:
@@ -43,14 +43,14 @@ NOT_EVERYWHERE = "xla_cpu_use_fusion_emitters"  # newer compilers (jaxlib 0.12) 
 
 
 def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
-    """The options of XLA's CPU compiler, of those that it has."""
+    """Return the preset's options of XLA's CPU compiler, of those that it has."""
     ours = CPU_OPTIONS[preset]
     return {name: ours[name] for name in ours if name != NOT_EVERYWHERE or _is_known(name)}
 
 
 @cache
 def _is_known(option: str) -> bool:
-    """Whether the compiler of this jaxlib has an option that is true or false."""
+    """Return whether the compiler of this jaxlib has an option that is true or false."""
     try:
         jax.jit(lambda: 0).lower().compile({option: False})
     except jax.errors.JaxRuntimeError as error:
@@ -61,14 +61,14 @@ def _is_known(option: str) -> bool:
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:
-    """Bytes of one device that a program needs beside what it is given and returns."""
+    """Return the bytes of one device that a program needs in addition to its arguments and results."""
     memory = program.memory_analysis()
     assert memory is not None, "every backend of ours reports memory"
     return memory.temp_size_in_bytes
 
 
 def total_bytes(program: jax.stages.Compiled) -> int:
-    """Bytes of one device of a program: what it is given, what it returns elsewhere, temporaries."""
+    """Return the bytes of one device of a program: arguments, results that are not in their memory, temporaries."""
     memory = program.memory_analysis()
     assert memory is not None, "every backend of ours reports memory"
     made = memory.output_size_in_bytes - memory.alias_size_in_bytes

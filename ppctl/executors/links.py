@@ -26,7 +26,7 @@ RUNS = 5  # after one that compiles and warms up; the median counts
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What an exchange between two devices takes. Ids are those of `jax.Device`."""
+    """The measured link between two devices. Ids are those of `jax.Device`."""
 
     first: int
     second: int
@@ -37,7 +37,7 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What a sum over one axis of a mesh takes."""
+    """The measured time of a sum over one axis of a mesh."""
 
     axis: str
     size: int
@@ -47,7 +47,7 @@ class AllReduce:
 
 
 def probe_devices(devices: Sequence[Device], most: int = 16) -> list[Device]:
-    """All of a few devices; of many, the first one of each process, or of one process's the first few."""
+    """Return all of a few devices; of many, the first one of each process, or of one process's the first few."""
     if len(devices) <= most:
         return list(devices)
     firsts = {device.process_index: device for device in reversed(devices)}
@@ -55,12 +55,12 @@ def probe_devices(devices: Sequence[Device], most: int = 16) -> list[Device]:
 
 
 def device_pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
-    """Every two of `devices`."""
+    """Return every two of `devices`."""
     return [(a, b) for i, a in enumerate(devices) for b in devices[i + 1 :]]
 
 
 def measure_link(a: Device, b: Device) -> MeasuredLink:
-    """The link between two devices. The processes of both call this, for the same pairs in the same order."""
+    """Measure the link between two devices. The processes of both call this, for the same pairs in the same order."""
     mesh = Mesh(np.array([a, b]), ("pair",), axis_types=(AxisType.Auto,))
     (latency_s, right), (large_s, large_right) = (_exchanges(mesh, *size) for size in (SMALL, LARGE))
     moving_s = max(large_s - latency_s, 1e-9)
@@ -68,7 +68,7 @@ def measure_link(a: Device, b: Device) -> MeasuredLink:
 
 
 def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
-    """(seconds of one exchange of float32 [length], whether contents changed places)."""
+    """Return (seconds of one exchange of float32 [length], whether contents changed places)."""
 
     def local(x: jax.Array) -> jax.Array:
         swap = lambda _, x: jax.lax.ppermute(x, "pair", [(0, 1), (1, 0)])  # noqa: E731
@@ -84,7 +84,7 @@ def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
 
 
 def measure_all_reduce(mesh: Mesh, axis: str, length: int = LARGE[0]) -> AllReduce:
-    """A sum over `axis` of float32 [length] from each device. All processes of the mesh call this."""
+    """Measure a sum over `axis` of float32 [length] from each device. All processes of the mesh call this."""
     run = jax.jit(
         jax.shard_map(lambda x: jax.lax.psum(x, axis), mesh=mesh, in_specs=P(axis), out_specs=P()),
     )
@@ -102,7 +102,7 @@ def _placed(mesh: Mesh, spec: P, numbers: np.ndarray) -> jax.Array:
 
 
 def _timed(run: Callable[..., Any], sent: jax.Array) -> tuple[float, jax.Array]:
-    """(median seconds of a run, its result)."""
+    """Return (median seconds of a run, its result)."""
     received = jax.block_until_ready(run(sent))
     seconds = []
     for _ in range(RUNS):

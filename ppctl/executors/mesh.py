@@ -1,4 +1,4 @@
-"""The device mesh: axes dp (data-parallel rows), pp (pipeline ranks), fsdp (parameter shards)."""
+"""The device mesh: axes dp (data-parallel replicas), pp (pipeline ranks), fsdp (parameter shards)."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ DATA_AXES = ("dp", "fsdp")  # the batch is divided over both
 
 
 def make_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
-    """A mesh of dp*pp*fsdp devices, in an order that suits the hardware. ConfigError when there are fewer.
+    """Return a mesh of dp*pp*fsdp devices, in an order that suits the hardware. ConfigError when there are fewer.
 
     One process takes the first devices. Several take all devices of all of them, process by process where the hardware
     prefers no other order: dp goes over processes, pp and fsdp stay within one as far as its devices reach.
     """
     need, devices = dp * pp * fsdp, all_devices()
-    asked, kind, num_processes = (
+    request, kind, num_processes = (
         f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need}",
         devices[0].platform,
         jax.process_count(),
     )
     if num_processes > 1 and need != len(devices):
         raise ConfigError(
-            f"{asked} needs {need} devices, but {num_processes} processes have {len(devices)} ({kind}), and none may "
+            f"{request} needs {need} devices, but {num_processes} processes have {len(devices)} ({kind}), and none may "
             f"be left out. Use a mesh of {len(devices)}, such as mesh=1x{len(devices)}, or another number of processes."
         )
     if need > len(devices):
         raise ConfigError(
-            f"{asked} needs {need} devices, but there are {len(devices)} ({kind}). "
+            f"{request} needs {need} devices, but there are {len(devices)} ({kind}). "
             f"Use a smaller mesh, such as mesh=1x{len(devices)}, or run.platform=cpu, which simulates devices."
         )
     return jax.make_mesh((dp, pp, fsdp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need])
 
 
 def all_devices() -> list[Any]:
-    """The devices of every process; starts JAX. ConfigError where it cannot start."""
+    """Return the devices of every process; starts JAX. ConfigError where it cannot start."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform's plugin is not installed

@@ -20,7 +20,7 @@ Tree = Any
 def reference(
     stack: Stack, *, num_microbatches: int, remat: Remat | str, unroll: int, dtype: Any, with_grads: bool = True
 ) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
-    """(loss, gradients) of parameters in natural order and a batch {"inputs", "targets"}: [batch, ...] each.
+    """Return (params, batch) -> (loss, gradients); params in natural order, batch {"inputs", "targets"}: [batch, ...].
 
     The loss is the mean over the batch. `dtype` is that of compute; gradients have the parameters'. remat: none | layer
     (each layer is recomputed in the backward) | full (the whole model is). Layers are unrolled up to `unroll` of them,

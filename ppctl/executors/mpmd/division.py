@@ -1,8 +1,9 @@
 """From a tree in staged form on the whole mesh to a tree for each rank on its submesh, and back.
 
 A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies them; nor counts, of
-which every device has its own. Leaves of the ends go to the ranks that use them by way of all ranks, one at a time: on
-several processes only programs of the whole mesh can bring them there. Ranks of other processes have None throughout.
+which every device has its own. Leaves of embedding and head go to the ranks that use them by way of all ranks, one at a
+time: on several processes only programs of the whole mesh can bring them there. Ranks of other processes
+have None throughout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Tree = Any
 class Division:
     """The division of staged trees: parameters, gradients, or a state that mirrors parameters somewhere inside.
 
-    ends: a tree like that of the ends; holders: for each of its leaves the ranks that hold it.
+    ends: the tree of embedding and head; holders: for each of its leaves the ranks that hold it.
     """
 
     def __init__(self, layout: Layout, ends: Tree, holders: Sequence[tuple[int, ...]]):
@@ -35,7 +36,7 @@ class Division:
         self.holders = dict(zip(paths, holders, strict=True))
 
     def _place(self, path: tuple) -> tuple[str, tuple[int, ...]]:
-        """What a leaf is (layers | ends | other) and which ranks hold it."""
+        """Return the kind of a leaf (layers | ends: embedding and head | other) and the ranks that hold it."""
         names = [getattr(key, "key", None) for key in path]
         if "layers" in names:
             return "layers", tuple(range(len(self.submeshes)))
@@ -44,20 +45,20 @@ class Division:
         return "other", tuple(range(len(self.submeshes)))
 
     def spec(self, path: tuple, shape: tuple[int, ...]) -> P:
-        """The spec of a leaf on a rank's submesh."""
-        what, _ = self._place(path)
-        if what == "layers":
+        """Return the spec of a leaf on a rank's submesh."""
+        kind, _ = self._place(path)
+        if kind == "layers":
             return P(None, None, None, *self.layout.over(shape[3:], ("fsdp",)))
-        return P(*self.layout.over(shape, ("fsdp",))) if what == "ends" else P()
+        return P(*self.layout.over(shape, ("fsdp",))) if kind == "ends" else P()
 
     def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
-        """(shapes, specs) of a rank's part of a staged tree, None where it has nothing. `above`: the tree's path."""
+        """Return (shapes, specs) of a rank's part of a staged tree, or None; above: the tree's path."""
 
         def shape(path: tuple, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
-            what, holders = self._place(path)
+            kind, holders = self._place(path)
             if rank not in holders:
                 return None
-            return jax.ShapeDtypeStruct((a.shape[0], 1, *a.shape[2:]) if what == "layers" else a.shape, a.dtype)
+            return jax.ShapeDtypeStruct((a.shape[0], 1, *a.shape[2:]) if kind == "layers" else a.shape, a.dtype)
 
         def spec(path: tuple, a: jax.ShapeDtypeStruct) -> P | None:
             return self.spec(path, a.shape) if rank in self._place(path)[1] else None
@@ -69,35 +70,35 @@ class Division:
         return shapes, specs
 
     def split(self, tree: Tree) -> tuple[Tree, ...]:
-        """The tree of each rank, None where it holds nothing of a leaf. All but the ends shares memory with `tree`."""
+        """Return the tree of each rank, None for leaves not on it. Layers and counts share memory with `tree`."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         by_leaf = [self._split(path, a) for path, a in flat]
         return tuple(jax.tree.unflatten(treedef, leaves) for leaves in zip(*by_leaf, strict=True))
 
     def _split(self, path: tuple, a: jax.Array) -> list[jax.Array | None]:
-        """A leaf for each rank."""
-        what, holders = self._place(path)
+        """Return a leaf for each rank."""
+        kind, holders = self._place(path)
         spec = self.spec(path, a.shape)
-        if what == "ends":
+        if kind == "ends":
             a = jax.block_until_ready(jax.device_put(a, NamedSharding(self.mesh, spec)))
         there = local_shards(a)
-        shape = (a.shape[0], 1, *a.shape[2:]) if what == "layers" else a.shape
+        shape = (a.shape[0], 1, *a.shape[2:]) if kind == "layers" else a.shape
         return [
             from_shards(shape, NamedSharding(submesh, spec), there) if rank in holders and is_mine(submesh) else None
             for rank, submesh in enumerate(self.submeshes)
         ]
 
     def join(self, trees: Sequence[Tree], shapes: Tree) -> Tree:
-        """The staged tree of these ranks' trees; `shapes` has its shapes and shardings. All but the ends is shared."""
+        """Return the staged tree of these ranks' trees, with the shapes and shardings given; layers share memory."""
         mine = (tree for tree, submesh in zip(trees, self.submeshes, strict=True) if is_mine(submesh))
         leaves = [jax.tree.leaves(tree, is_leaf=lambda a: a is None) for tree in mine]
 
         def one(i: int, path: tuple, a: jax.ShapeDtypeStruct) -> jax.Array:
-            what, holders = self._place(path)
+            kind, holders = self._place(path)
             there = {
                 device: part for rank in leaves if rank[i] is not None for device, part in local_shards(rank[i]).items()
             }
-            if what != "ends":
+            if kind != "ends":
                 return from_shards(a.shape, a.sharding, there)
             spec = self.spec(path, a.shape)
             part = NamedSharding(self.mesh, spec).shard_shape(a.shape)

@@ -19,16 +19,16 @@ from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.partition.partition import Partition
 
 TASKS = ("E", "F", "B", "I", "W")  # the programs of tasks; others run once a step
-Key = tuple  # (name, numbers that tell values of this name apart)
+Key = tuple  # (name, numbers by which values of this name differ)
 
 
 class ProgramId(NamedTuple):
-    """What is traced and lowered once: equal programs are one. Kind E is a forward that keeps nothing."""
+    """The identity of a program: equal ones are traced and lowered once. Kind E is a forward that keeps nothing."""
 
     kind: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    shape: Any  # whatever else tells programs of a kind apart, hashable
+    shape: Any  # all else by which programs of a kind differ, hashable
 
 
 class PlanEntry(NamedTuple):
@@ -43,17 +43,17 @@ class PlanEntry(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that take part."""
+        """The ranks that take part."""
         return (self.rank,) if self.sender is None else (self.sender, self.rank)
 
 
 def transfer_entry(sender: int, key: Key, rank: int, there: Key, task: Task | None = None) -> PlanEntry:
-    """The entry by which the value `key` of a rank becomes `there` on another."""
+    """Return the entry by which the value `key` of a rank becomes `there` on another."""
     return PlanEntry(None, rank, (key,), (there,), task, sender)
 
 
 class Role(NamedTuple):
-    """What a stage does beside its layers."""
+    """The role of a stage: its layers, and whether it embeds or has the head."""
 
     num_layers: int
     is_first: bool
@@ -62,7 +62,7 @@ class Role(NamedTuple):
 
 
 def roles(partition: Partition, *, are_alike: bool) -> tuple[Role, ...]:
-    """The role of each stage. Of layers that are alike it does not matter which ones a stage holds."""
+    """Return the role of each stage. Of layers that are alike it does not matter which ones a stage holds."""
     last = len(partition) - 1
     return tuple(
         Role(len(layers), s == 0, s == last, None if are_alike else layers.start) for s, layers in enumerate(partition)
@@ -70,7 +70,7 @@ def roles(partition: Partition, *, are_alike: bool) -> tuple[Role, ...]:
 
 
 def task_program(kind: str, role: Role, keeps_input: bool) -> ProgramId | None:
-    """The program of a task, or None where there is nothing to run.
+    """Return the program of a task, or None where there is nothing to run.
 
     keeps_input (remat=full): the stash is the stage's input, and the backward runs the stage again; so the last stage's
     forward is left to its backward, with the head, and the first one's input is embedded again.
@@ -109,16 +109,16 @@ def task_program(kind: str, role: Role, keeps_input: bool) -> ProgramId | None:
 def task_entries(
     schedule: Schedule, order: Iterable[Task], role: Sequence[Role], *, keeps_input: bool
 ) -> list[PlanEntry]:
-    """The tasks of `schedule` in `order`, and the moves of what one rank writes and another reads; role: of each stage.
+    """Return the tasks of `schedule` in `order`, and the moves of values between ranks; role: of each stage.
 
     A move comes before its sender's next task or its reader, whichever is first. `order` has tasks by their start, so
-    what the receiver begins while the value is still being made comes before the move and need not wait for it. A
+    tasks that the receiver begins while the value is still being made come before the move and need not wait for it. A
     schedule of forwards alone keeps nothing.
     """
     rank_of = schedule.rank_of
     has_backward = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
     entries: list[PlanEntry] = []
-    pending: list[PlanEntry] = []  # moves that are not in `ops` yet
+    pending: list[PlanEntry] = []  # moves that are not in `entries` yet
     for task in order:
         s, kind, m = task
         program = task_program(kind if has_backward else "E", role[s], keeps_input)
@@ -151,7 +151,7 @@ def task_entries(
 
 
 def last_uses(entries: Sequence[PlanEntry], keep: Collection[Key]) -> list[tuple[Key, ...]]:
-    """For each entry the values that nothing reads after it, `keep` excepted: they are freed there.
+    """Return for each entry the values that nothing reads after it, `keep` excepted: they are freed there.
 
     >>> copy = ProgramId("copy", ("a",), ("b",), None)
     >>> last_uses([PlanEntry(copy, 0, (("a",),), (("b",),)), PlanEntry(copy, 0, (("b",),), (("c",),))], keep={("c",)})

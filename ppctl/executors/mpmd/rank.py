@@ -1,4 +1,4 @@
-"""What a rank does once a step: before its tasks its parameters are made ready, after them its gradients are reduced.
+"""The programs of a rank once a step: before its tasks it prepares parameters, after them it reduces gradients.
 
 These programs communicate over (dp, fsdp) of the rank's submesh; tasks do not.
 """
@@ -25,7 +25,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class RankRole:
-    """What a rank holds: the roles of its stages, and how its part of a tied leaf of the ends is summed."""
+    """The role of a rank: those of its stages, and how its part of a leaf that embedding and head share is summed."""
 
     stages: tuple[Role, ...]
     num_layer_slots: int  # of a chunk in the staged form: its layers and padding
@@ -41,7 +41,7 @@ class RankRole:
 
 
 def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[RankRole, ...]:
-    """The role of each rank of a layout whose stages have these roles."""
+    """Return the role of each rank of a layout whose stages have these roles."""
     here: list[list[Role]] = [[] for _ in range(layout.mesh.shape["pp"])]
     for role, rank in zip(roles, layout.rank_of, strict=True):
         here[rank].append(role)
@@ -54,7 +54,7 @@ def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[R
 def rank_entries(
     layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
-    """What runs before the tasks, from ("params", rank), and after them, to ("grads", rank).
+    """Return the entries before the tasks, from ("params", rank), and those after them, to ("grads", rank).
 
     A tied leaf's gradient goes from the head's rank to the embedding's, and the whole sum back, as ("tied", rank).
     """
@@ -82,13 +82,13 @@ def rank_entries(
 
 
 def rank_entry(kind: str, here: RankRole, rank: int, reads: Sequence[Key], writes: Sequence[Key]) -> PlanEntry:
-    """A program of a whole rank, from these values to those."""
+    """Return the entry of a program of a whole rank, from these values to those."""
     names = lambda keys: tuple(key[0] for key in keys)  # noqa: E731
     return PlanEntry(ProgramId(kind, names(reads), names(writes), here), rank, tuple(reads), tuple(writes))
 
 
 def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, params: Tree) -> tuple:
-    """What the tasks of a rank take: parameters whole, in the compute dtype, layer by layer; sums of zero.
+    """Return the inputs of a rank's tasks: parameters whole, in the compute dtype, layer by layer; sums of zero.
 
     `params` are the rank's: {"ends": None where not used, "layers": [V, 1, K, ...]}, sharded by `specs`.
     """
@@ -118,9 +118,9 @@ def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, 
 
 
 def finish_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, *values: Any) -> tuple:
-    """A rank's gradients, summed over its devices and sharded as its parameters; not yet divided by the number.
+    """Return a rank's gradients, summed over its devices and sharded as its parameters; not yet divided by the number.
 
-    The embedding's rank adds what the head's has of tied leaves; the head's leaves them None in its gradients.
+    The embedding's rank adds the head's sums of tied leaves; the head's leaves them None in its gradients.
     """
     v = dict(zip(program.reads, values, strict=True))
     accs = [value for name, value in zip(program.reads, values, strict=True) if name == "acc"]
@@ -144,7 +144,7 @@ def finish_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, *
 
 
 def with_tied(model: Model, ends: Tree, tied: list[Any]) -> Tree:
-    """`ends` with these values for the tied leaves."""
+    """Return `ends` (embedding and head) with these values for the tied leaves."""
     rest = iter(tied)
     leaves = [next(rest) if is_tied else a for a, is_tied in zip(_leaves(ends), model.tied, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(model.ends), leaves)
@@ -159,7 +159,7 @@ def _plus(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 
 def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
-    """The sums of a stage's layers, [num_layer_slots, ...], zero where it has fewer."""
+    """Return the sums of a stage's layers, [num_layer_slots, ...], zero where it has fewer."""
     if isinstance(acc, list):
         none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), model.layer)
         acc = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), none, *acc)
@@ -175,7 +175,7 @@ class GradientPrograms:
         self.model, self.param_specs = model, param_specs
 
     def specs(self, program: ProgramId, name: str) -> Tree:
-        """The spec of a value that a program reads or writes: a tree, or one for all its leaves."""
+        """Return the spec of a value that a program reads or writes: a tree, or one for all its leaves."""
         if name == "params":
             return self.param_specs[program.shape]
         if name == "grads":
@@ -189,7 +189,7 @@ class GradientPrograms:
         return P() if name in ("w", "ends_in", "ends_out", "m") else P(DATA_AXES)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
-        """What one device computes of a program: values in the order of its reads to values in that of its writes."""
+        """Return the program of one device: values in the order of its reads to values in that of its writes."""
         model, shape = self.model, program.shape
         if program.kind in ("prepare", "finish"):
             run = prepare_rank if program.kind == "prepare" else finish_rank
@@ -202,7 +202,7 @@ class GradientPrograms:
         return task
 
     def donated(self, program: ProgramId) -> tuple[str, ...]:
-        """The values read whose memory a value written takes over."""
+        """Return the values read whose memory a value written takes over."""
         if program.kind in ("prepare", "finish"):
             return ()
         replaced = [name for name in program.reads if name in program.writes]
@@ -213,7 +213,7 @@ class GradientPrograms:
         return tuple(replaced)
 
     def preset(self, program: ProgramId) -> CompilerPreset:
-        """How hard the compiler is to try, on CPU."""
+        """Return the compiler's preset for a program, on CPU."""
         if program.kind == "prepare":
             return "once"
         return "quick" if program.kind in TASKS and not self.model.remat.recomputes else "full"

@@ -7,14 +7,9 @@ Several processes walk the same plan, and each passes over what none of its devi
 copies where sender and receiver in the same place of their submeshes belong to one process, otherwise by a program of
 both submeshes, a crossing, which every process of either runs.
 
-A program may wait for devices of other processes and must not keep these from what they wait for. So every device runs
-its programs in the order of the plan. A GPU's stream does so anyway; a CPU runs whatever is ready. Hence turns: each
-program takes a number that the program before it on its rank made; a crossing takes those of both ranks. Then nothing
-stands still. Of all programs not yet done, take the first in the plan. What it reads was made before it, and is there,
-turns included. Each of its processes has dispatched it or will, for dispatching waits at most for programs before it.
-And there are threads for it: a device works for one program at a time, the first that it has not done, and XLA has as
-many threads as devices. Nor can two programs of the same devices take each other's messages: turns put them in one
-order everywhere.
+Every device runs its programs in the order of the plan, so that nothing stands still. A GPU's stream does so anyway; a
+CPU runs whatever is ready. Hence turns: each program takes a number that the program before it on its rank made; a
+crossing takes those of both ranks. Proof: docs/derivations.md, "Turns: no program of mpmd waits for ever".
 
 On CPU the same threads start programs of a rank that has several devices here. XLA lets a device have MOST_STARTED
 programs that are not done. A thread that starts one more waits, for ever if what is to be done first waits for a
@@ -60,7 +55,7 @@ MOST_STARTED = 32  # programs of a device that XLA has under way on CPU
 
 
 class ProgramLibrary(Protocol):
-    """What a machine must know of programs."""
+    """The programs of a runtime: functions, specs, donated arguments and compiler presets."""
 
     def function(self, program: ProgramId) -> Callable[..., tuple]: ...
     def specs(self, program: ProgramId, name: str) -> Tree: ...
@@ -70,7 +65,7 @@ class ProgramLibrary(Protocol):
 
 @dataclass(frozen=True)
 class Walk:
-    """A compiled plan: of each op of this process (call, slots read, slots written, slots freed).
+    """A compiled plan: of each entry of this process (call, slots read, slots written, slots freed).
 
     Values that none of its devices holds are None.
     """
@@ -81,17 +76,15 @@ class Walk:
     given: tuple[Key, ...]
     kept: tuple[Key, ...]
     shapes: Mapping[Key, Tree]  # of what is kept
-    held: tuple[
-        Mapping[str, int], ...
-    ]  # for each rank what `Runtime.memory_breakdown` says; empty where this process has none
+    held: tuple[Mapping[str, int], ...]  # of each rank as `Runtime.memory_breakdown`; empty for other processes'
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """For each rank, on one device: values and temporaries, without what is given."""
+        """For each rank the bytes of one device: values and temporaries, without the values given."""
         return tuple(sum(held.values()) for held in self.held)
 
     def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
-        """The values to keep, from those given. Returns when all is dispatched, not when it is done."""
+        """Return the values to keep, from those given; when all is dispatched, not when it is done."""
         values: list[Any] = [None] * len(self.slots)
         for key in self.given:
             values[self.slots[key]] = given[key]
@@ -105,7 +98,7 @@ class Walk:
         return {key: values[self.slots[key]] for key in self.kept}
 
     def timed(self, seconds: dict[Task, float]) -> Walk:
-        """The same walk, one program at a time; its runs put the seconds of each task into `seconds`."""
+        """Return the same walk, one program at a time; its runs put the seconds of each task into `seconds`."""
 
         def waiting(entry: PlanEntry, call: Callable[..., Sequence]) -> Callable[..., Sequence]:
             def run(*values: Tree) -> Sequence:
@@ -142,21 +135,21 @@ class Runtime:
         self.under_way: list[deque[jax.Array] | None] = [
             deque() if is_cpu and processes(submesh).count(mine) > 1 else None for submesh in submeshes
         ]
-        self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of what it writes
+        self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of the values that it writes
         self.lowered: dict[ProgramId, jax.stages.Lowered] = {}
         self.compiled: dict[tuple[ProgramId, int], jax.stages.Compiled] = {}
-        self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}  # what, sender, receiver
+        self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}  # parts, sender, receiver
         self.connected: set[tuple[int, ...]] = set()  # senders and receivers
 
     def number(self, value: int, rank: int) -> jax.Array | None:
-        """An int32 on a rank; None where this process has no device of it."""
+        """Return an int32 on a rank; None where this process has no device of it."""
         if not self.is_mine[rank]:
             return None
         sharding = NamedSharding(self.submeshes[rank], P())
         return jax.make_array_from_callback((), sharding, lambda _: np.int32(value), dtype=np.int32)
 
     def pass_turn(self, rank: int, turn: jax.Array | None) -> None:
-        """The turn that the next program of a rank takes. Waits while too many programs of the rank are under way."""
+        """Set the turn that a rank's next program takes. Waits while too many programs of the rank are under way."""
         self.turns[rank] = turn
         under_way = self.under_way[rank]
         if under_way is not None and turn is not None:
@@ -165,11 +158,11 @@ class Runtime:
                 under_way.popleft().block_until_ready()
 
     def wait(self) -> None:
-        """Returns when all that was dispatched is done."""
+        """Wait until all that was dispatched is done."""
         jax.block_until_ready(self.turns)
 
     def connect(self) -> None:
-        """Nothing; runs a crossing of each pair of submeshes that has not run any, on zeros.
+        """Run a crossing of each pair of submeshes that has not run any, on zeros.
 
         To be called by all processes at about the same time, with nothing else under way. Gloo waits half a minute for
         the other side of a new connection, and for as long as it takes once there is one.
@@ -183,7 +176,7 @@ class Runtime:
                 )
 
     def shape(self, tree: Tree, specs: Tree) -> Tree:
-        """Shapes with the shardings of `specs` (a tree, or a prefix of one) on a submesh."""
+        """Return shapes with the shardings of `specs` (a tree, or a prefix of one) on a submesh."""
 
         def one(spec: P, part: Tree) -> Tree:
             sharding = NamedSharding(self.abstract, spec)
@@ -192,11 +185,11 @@ class Runtime:
         return jax.tree.map(one, specs, tree, is_leaf=lambda a: isinstance(a, P))
 
     def on(self, rank: int, shapes: Tree) -> Tree:
-        """The shardings of `shapes` on the devices of a rank."""
+        """Return the shardings of `shapes` on the devices of a rank."""
         return jax.tree.map(lambda a: NamedSharding(self.submeshes[rank], a.sharding.spec), shapes)
 
     def compile(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree], kept: Collection[Key]) -> Walk:
-        """The walk over `ops`, from values of these shapes to those that are kept."""
+        """Compile a plan: return the walk over its entries, from values of these shapes to those that are kept."""
         shapes = self.shapes(entries, given)
         freed = last_uses(entries, {*kept, *given})
         here = [
@@ -222,49 +215,49 @@ class Runtime:
         kept: Collection[Key],
         temps: Sequence[int] | None = None,
     ) -> tuple[dict[str, int], ...]:
-        """For each rank, bytes of values by name at its peak, on one device, without what is given.
+        """Return for each rank the bytes of values by name at its peak, on one device, without the values given.
 
-        temps: the "temporaries" of each op; None: those of programs that are compiled. `ops` are traced only.
+        temps: the "temporaries" of each entry; None: those of compiled programs. The entries are traced only.
         """
         temps = self._temps(entries) if temps is None else temps
         return self._held(entries, last_uses(entries, {*kept, *given}), self.shapes(entries, given), given, temps)
 
     def estimate_temporaries(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree]) -> list[int]:
-        """The temporaries of each op on CPU, from its program compiled once for all ranks to be weighed alone."""
+        """Return the temporaries of each entry on CPU, from its program compiled for that alone, once for all ranks."""
         self.shapes(entries, given)
         rank_of = {entry.program: entry.rank for entry in entries if entry.program is not None}
 
-        def weighed(lowered: jax.stages.Lowered, rank: int) -> int:
+        def temporaries(lowered: jax.stages.Lowered, rank: int) -> int:
             devices = tuple(self.submeshes[rank].devices.flat)
             return temp_bytes(lowered.compile(cpu_options("once"), device_assignment=devices))
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            weights = threads.map(weighed, map(self.lower, rank_of), rank_of.values())
-            found = dict(zip(rank_of, weights, strict=True))
+            sizes = threads.map(temporaries, map(self.lower, rank_of), rank_of.values())
+            found = dict(zip(rank_of, sizes, strict=True))
         return [0 if entry.program is None else found[entry.program] for entry in entries]
 
     def compiled_first(self, entries: Sequence[PlanEntry]) -> dict[ProgramId, jax.stages.Compiled]:
-        """Each program of `ops`, which were traced, as compiled for the first rank that runs it."""
+        """Return each program of these entries, which were traced, as compiled for the first rank that runs it."""
         first = {entry.program: entry for entry in reversed(entries) if entry.program is not None}
         self._compile(list(first.values()), {})
         return {program: self.compiled[program, entry.rank] for program, entry in first.items()}
 
     def _temps(self, entries: Sequence[PlanEntry]) -> list[int]:
-        """The temporaries of each op whose program is compiled."""
+        """Return the temporaries of each entry whose program is compiled."""
         compiled = (
             None if entry.program is None else self.compiled.get((entry.program, entry.rank)) for entry in entries
         )
         return [0 if each is None else temp_bytes(each) for each in compiled]
 
     def lower(self, program: ProgramId) -> jax.stages.Lowered:
-        """A program that was traced, ready to compile."""
+        """Return a program that was traced, lowered for these devices."""
         if program not in self.lowered:
             traced, _ = self.traced[program]
             self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
         return self.lowered[program]
 
     def shapes(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
-        """The shapes of all values of a plan."""
+        """Return the shapes of all values of a plan."""
         shapes: dict[Key, Tree] = dict(given)
         for entry in entries:
             reads = tuple(shapes[key] for key in entry.reads)
@@ -274,7 +267,7 @@ class Runtime:
         return shapes
 
     def _trace(self, program: ProgramId, reads: tuple) -> tuple:
-        """Shapes of what a program writes; traces it the first time, with a turn before what it reads and writes."""
+        """Return the shapes that a program writes; trace it the first time, with a turn before its reads and writes."""
         if program not in self.traced:
             specs = [self.programs.specs(program, name) for name in program.reads]
             out_specs = [self.programs.specs(program, name) for name in program.writes]
@@ -303,18 +296,18 @@ class Runtime:
         return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
     def _options(self, program: ProgramId | None) -> dict[str, Any]:
-        """Of the compiler, for a program or a crossing: those given come before ours."""
+        """Return the compiler's options for a program or a crossing: those given come before ours."""
         if self._platform != "cpu":
             return self.options
         return cpu_options("once" if program is None else self.programs.preset(program)) | self.options
 
     def _crosses(self, entry: PlanEntry) -> bool:
-        """Whether a move is between processes."""
-        assert entry.sender is not None, "only moves are asked"
+        """Return whether a move is between processes."""
+        assert entry.sender is not None, "of moves alone"
         return processes(self.submeshes[entry.sender]) != processes(self.submeshes[entry.rank])
 
     def _compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:
-        """Compiles what is not compiled yet, in threads that begin in the order of `ops`, as in every process."""
+        """Compile the missing programs in threads that begin in the order of the entries, as in every process."""
         missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, ProgramId | None]] = {}
         for entry in entries:
             if entry.program is not None and (entry.program, entry.rank) not in self.compiled:
@@ -336,7 +329,7 @@ class Runtime:
                 missing[key][0][key] = result
 
     def _call(self, entry: PlanEntry, shapes: Mapping[Key, Tree]) -> Callable[..., Sequence]:
-        """What runs an op: values read to values written."""
+        """Return the call that runs an entry: values read to values written."""
         turns, rank, sender = self.turns, entry.rank, entry.sender
         if entry.program is not None:
             program = self.compiled[entry.program, rank]

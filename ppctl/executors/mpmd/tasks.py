@@ -1,7 +1,7 @@
-"""What each program computes on one device, traced inside shard_map over the (dp, fsdp) submesh of a rank.
+"""The computation of each task on one device, traced inside shard_map over the (dp, fsdp) submesh of a rank.
 
-No task communicates: values are this device's rows, sums of gradients are its own. Sums, stashes and pendings have a
-leading axis of length 1 here, and one entry a device outside.
+No task communicates: values are of this device's examples, sums of gradients are its own. Sums, stashes and pendings
+have a leading axis of length 1 here, and one entry a device outside.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def is_none(a: Any) -> bool:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as the programs see it. Shapes are those of one device's rows; parameters are whole."""
+    """A model as the programs see it. Shapes are those of one device's examples; parameters are whole."""
 
     stack: Stack
-    ends: Tree  # shapes of the ends, natural
+    ends: Tree  # shapes of embedding and head, natural
     layer: Tree  # shapes of one layer
-    microbatch: Tree  # shapes of one device's rows of a microbatch: {"inputs", "targets"}
+    microbatch: Tree  # shapes of one device's examples of a microbatch: {"inputs", "targets"}
     num_microbatches: int
     remat: Remat
     unroll: int
@@ -43,7 +43,7 @@ class Model:
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:
-        """Shape of what passes between layers."""
+        """Shape of the activation that passes between layers."""
         return jax.eval_shape(self.stack.embed, self._computed(self.ends), self.microbatch["inputs"])
 
     @cached_property
@@ -52,14 +52,14 @@ class Model:
 
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """For each leaf of the ends, whether the embedding uses it and whether the head does. Each is used by one."""
+        """For each leaf of embedding and head, whether the embedding uses it, and whether the head does; one does."""
         leaves, treedef = jax.tree.flatten(self._computed(self.ends))
 
         def used(function: Any, *args: Any) -> list[bool]:
             call = lambda leaves, args: function(jax.tree.unflatten(treedef, leaves), *args)  # noqa: E731
             jaxpr = jax.make_jaxpr(call)(leaves, args).jaxpr
-            taken = {id(v) for equation in jaxpr.eqns for v in equation.invars} | {id(v) for v in jaxpr.outvars}
-            return [id(v) in taken for v in jaxpr.invars[: len(leaves)]]
+            read = {id(v) for equation in jaxpr.eqns for v in equation.invars} | {id(v) for v in jaxpr.outvars}
+            return [id(v) in read for v in jaxpr.invars[: len(leaves)]]
 
         by_embedding = used(self.stack.embed, self.microbatch["inputs"])
         by_head = used(self.stack.head, self.x, self.microbatch["targets"])
@@ -68,20 +68,20 @@ class Model:
 
     @property
     def tied(self) -> tuple[bool, ...]:
-        """For each leaf of the ends, whether embedding and head share it."""
+        """For each leaf of embedding and head, whether they share it."""
         return tuple(a and b for a, b in zip(*self.uses, strict=True))
 
     def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
-        """For each leaf of the ends, whether a rank with the first or the last stage holds it."""
+        """Return for each leaf of embedding and head whether a rank with the first or the last stage holds it."""
         return tuple((is_first and a) or (is_last and b) for a, b in zip(*self.uses, strict=True))
 
     def keep(self, ends: Tree, used: tuple[bool, ...]) -> Tree:
-        """`ends` with None for leaves not used."""
+        """Return `ends` with None for leaves not used."""
         leaves, treedef = jax.tree.flatten(ends, is_leaf=is_none)
         return jax.tree.unflatten(treedef, [leaf if use else None for leaf, use in zip(leaves, used, strict=True)])
 
     def fill(self, ends: Tree) -> Tree:
-        """Ends with zeros for leaves that are None, which nothing uses."""
+        """Return `ends` with zeros for leaves that are None, which nothing uses."""
         leaves, treedef = jax.tree.flatten(self.ends)
         found = jax.tree.leaves(ends, is_leaf=is_none)
         zeros = (jnp.zeros(a.shape, self.dtype) for a in leaves)
@@ -93,26 +93,26 @@ class Model:
     # what a task calls
 
     def microbatch_of(self, batch: jax.Array, m: jax.Array) -> jax.Array:
-        """Microbatch m of this device's rows of a batch."""
+        """Return microbatch m of this device's examples of a batch."""
         return jax.lax.dynamic_index_in_dim(batch.reshape(self.num_microbatches, -1, *batch.shape[1:]), m, 0, False)
 
     def embed(self, v: dict[str, Any]) -> jax.Array:
         return self.stack.embed(self.fill(v["ends_in"]), self.microbatch_of(v["inputs"], v["m"]))
 
     def embed_grad(self, v: dict[str, Any], gx: jax.Array) -> Tree:
-        """acc_in with the gradient of the embedding added."""
+        """Return acc_in with the gradient of the embedding added."""
         inputs = self.microbatch_of(v["inputs"], v["m"])
         _, pull = jax.vjp(lambda ends: self.stack.embed(self.fill(ends), inputs), v["ends_in"])
         return add_to_sums(v["acc_in"], pull(gx)[0])
 
     def loss(self, v: dict[str, Any], y: jax.Array) -> Tree:
-        """losses with the loss of y added."""
+        """Return losses with the loss of y added."""
         return add_to_sums(
             v["losses"], self.stack.head(self.fill(v["ends_out"]), y, self.microbatch_of(v["targets"], v["m"]))
         )
 
     def head(self, v: dict[str, Any], y: jax.Array) -> tuple[jax.Array, tuple[Tree, Tree]]:
-        """(gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
+        """Return (gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
         targets = self.microbatch_of(v["targets"], v["m"])
         head = lambda ends, y: self.stack.head(self.fill(ends), y, targets)  # noqa: E731
         loss, pull, number = jax.vjp(head, v["ends_out"], y, has_aux=True)
@@ -121,7 +121,7 @@ class Model:
 
 
 def add_to_sums(total: Tree, update: Tree) -> Tree:
-    """A sum with its leading axis, after `update`, which has none, was added."""
+    """Add `update` to a sum, which alone has a leading axis."""
     return jax.tree.map(lambda t, u: t + u.astype(t.dtype)[None], total, update)
 
 
@@ -134,7 +134,7 @@ def drop_device_dim(tree: Tree) -> Tree:
 
 
 def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str, Any]:
-    """What a task of this kind writes, by name, from what it reads."""
+    """Return the values that a task of this kind writes, by name, from those that it reads."""
     stage, first = model.stage, role.first_layer
     layer_slots = None if first is None else LayerSlots(numbers=range(first, first + role.num_layers))
     out: dict[str, Any] = {}

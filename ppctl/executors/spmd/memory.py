@@ -1,4 +1,4 @@
-"""What the spmd program of a device holds by its own making, from shapes: beside state, batch and the compiler's own.
+"""The memory that the spmd program itself keeps on a device, from shapes: in addition to state, batch, temporaries.
 
 Sums of gradients and slots live through the whole loop, and so do the layers that it reads: cut out of the stacked
 parameters, gathered over fsdp, in the dtype of compute.
@@ -20,7 +20,7 @@ Tree = Any
 
 
 def spmd_bytes(model: Model, layout: Layout, ticks: Ticks) -> dict[str, int]:
-    """Bytes of each part on one device: "weights", "gradients", "activations", "transfers"."""
+    """Return the bytes of each part on one device: "weights", "gradients", "activations", "transfers"."""
     num_layers = int(layout.counts.max())  # of a chunk, padded
     held = layout.num_chunks * num_layers
     whole = tree_bytes((model.ends, *[model.layer] * held))
@@ -35,12 +35,12 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks) -> dict[str, int]:
 
 
 def tree_bytes(tree: Tree) -> int:
-    """Bytes of a tree of arrays or shapes, whole."""
+    """Return the bytes of a tree of arrays or shapes, whole."""
     return sum(prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def shard_bytes(tree: Tree) -> int:
-    """Bytes of a tree of sharded arrays or shapes on one device."""
+    """Return the bytes of a tree of sharded arrays or shapes on one device."""
     return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 

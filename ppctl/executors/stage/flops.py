@@ -23,7 +23,7 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def matmul_flops(function: Callable, *args: Any) -> int:
-    """FLOPs of all matrix products in function(*args); args may be shapes. Multiply and add count as two.
+    """Return the FLOPs of all matrix products in function(*args); args may be shapes. Multiply and add count as two.
 
     >>> a, b = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 3), (3, 5)))
     >>> matmul_flops(lambda a, b: a @ b, a, b)
@@ -34,23 +34,23 @@ def matmul_flops(function: Callable, *args: Any) -> int:
 
 @dataclass(frozen=True)
 class RelativeCosts:
-    """What the pieces of a model cost, in layers: in means of them, where they differ."""
+    """The costs of layers, embedding and head relative to a layer: to the mean one, where they differ."""
 
     layers: tuple[float, ...]
     embed: float
     head: float
 
     def of_stages(self, partition: Partition) -> tuple[float, ...]:
-        """What each stage costs."""
+        """Return the cost of each stage."""
         return stage_costs(partition, **vars(self))
 
     def balanced(self, rank_of: Sequence[int]) -> Partition:
-        """The partition whose dearest stage costs least; rank_of: the rank of each stage."""
+        """Return the partition whose dearest stage costs least; rank_of: the rank of each stage."""
         return divided_evenly(self.layers, rank_of, embed=self.embed, head=self.head)
 
 
 def relative_costs(stack: Stack, batch: Tree, *, recompute: bool) -> RelativeCosts:
-    """What the pieces cost by FLOPs of matrix products, forward and backward; nothing is compiled.
+    """Return relative costs by FLOPs of matrix products, forward and backward; nothing is compiled.
 
     recompute: a layer's forward counts twice, since its backward runs it again. Looking up an embedding counts nothing.
     """
@@ -89,7 +89,7 @@ def _flops(jaxpr: core.Jaxpr) -> int:
 
 
 def equation_flops(equation: core.JaxprEqn) -> int:
-    """FLOPs of the matrix products that an equation is or holds, convolutions included."""
+    """Return the FLOPs of the matrix products that an equation is or holds, convolutions included."""
     if equation.primitive.name in PRODUCTS:
         return product_flops(equation)
     inner = [_flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
@@ -99,7 +99,7 @@ def equation_flops(equation: core.JaxprEqn) -> int:
 
 
 def product_flops(equation: core.JaxprEqn) -> int:
-    """FLOPs of one of PRODUCTS. A convolution is a product with each position of its kernel."""
+    """Return the FLOPs of one of PRODUCTS. A convolution is a product with each position of its kernel."""
     left, right = (v.aval.shape for v in equation.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
     out: Any = equation.outvars[0].aval
     if equation.primitive.name == "dot_general":
@@ -110,7 +110,7 @@ def product_flops(equation: core.JaxprEqn) -> int:
 
 
 def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The programs that an equation holds."""
+    """Return the programs that an equation holds."""
     values = [v for value in equation.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
     closed = (v.jaxpr if isinstance(v, core.ClosedJaxpr) else v for v in values)
     return [v for v in closed if isinstance(v, core.Jaxpr)]

@@ -1,7 +1,7 @@
-"""One stage: its layers forward, what it keeps, and its layers backward, for each remat setting.
+"""One stage: its layers forward, its stash, and its layers backward, for each remat setting.
 
 A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree (scanned). `fold` hides the
-difference. `rows` says which layers they are, where that matters: rows of padding pass x through, and where layers
+difference. `slots` says which layers they are, where that matters: slots of padding pass x through, and where layers
 differ each runs its own programs.
 
 remat  | the stash of a microbatch                                  | the backward recomputes
@@ -10,7 +10,7 @@ layer  | the input of each layer                                    | one layer 
 full   | the stage's input                                          | the stage
 
 The backward runs whole (`backward`), or as `input_grad`, which recomputes the same, and later `weight_grad`, which
-recomputes nothing: what it needs was handed to it as `pending`, and the stash is free from then on.
+recomputes nothing: its inputs were handed to it as `pending`, and the stash is free from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Backward = tuple[jax.Array, Any, Any]
 
 
 def fold(body: Callable, carry: Tree, xs: Any, *, reverse: bool = False) -> tuple[Tree, Any]:
-    """(last carry, per-layer results) of `carry, y = body(carry, x)`; unrolled when xs is a list of trees."""
+    """Return (last carry, per-layer results) of `carry, y = body(carry, x)`; unrolled when xs is a list of trees."""
     if not isinstance(xs, list):
         return jax.lax.scan(body, carry, xs, reverse=reverse)
     ys: list = []
@@ -42,7 +42,7 @@ def fold(body: Callable, carry: Tree, xs: Any, *, reverse: bool = False) -> tupl
 
 
 def numbered(w: Any, *others: Any) -> Any:
-    """xs for `fold`: (layer number, parameters, ...) of each layer."""
+    """Return xs for `fold`: (layer number, parameters, ...) of each layer."""
     if isinstance(w, list):
         return list(zip(range(len(w)), w, *others, strict=True))
     return (jnp.arange(jax.tree.leaves(w)[0].shape[0]), w, *others)
@@ -50,14 +50,14 @@ def numbered(w: Any, *others: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """What the rows of a stage's parameters are, where they are not simply layers that are all alike."""
+    """The layers in the slots of a stage's parameters, where they are not simply layers that are all alike."""
 
     count: jax.Array | None = None  # so many are layers, the others padding; None: all are layers
     numbers: range | jax.Array | None = None  # the layer of the model that each is; None: layers are alike
-    among: tuple[tuple[int, ...], ...] = ()  # of traced numbers: for each row the layers that it may be
+    among: tuple[tuple[int, ...], ...] = ()  # of traced numbers: for each slot the layers that it may hold
 
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
-        """(the layer that row k is, those that it may be for all that is known now)."""
+        """Return (the layer in slot k, the layers that it may hold for all that is known now)."""
         assert self.numbers is not None, "layers differ"
         if isinstance(self.numbers, range):
             numbers = tuple(self.numbers)
@@ -66,7 +66,7 @@ class LayerSlots:
 
 
 def where_layer(slots: LayerSlots | None, k: Any, run: Callable, otherwise: Callable, *args: Any) -> Any:
-    """run(*args) for rows that are layers, else otherwise(*args)."""
+    """Return run(*args) for slots that hold layers, else otherwise(*args)."""
     if slots is None or slots.count is None:
         return run(*args)
     return jax.lax.cond(k < slots.count, run, otherwise, *args)
@@ -75,8 +75,8 @@ def where_layer(slots: LayerSlots | None, k: Any, run: Callable, otherwise: Call
 class Stage:
     """The forward and backward of a stage as functions of arrays only. `w0` and `x` give shapes and dtypes.
 
-    layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
-    told which `rows` it has. None: layers that are all alike.
+    layers: the function that all layers are, or those of the model's layers in order; then every method needs the
+    `slots` that it runs. None: layers that are all alike.
     """
 
     def __init__(self, layers: Layer | Sequence[Layer], remat: Remat, w0: Tree, x: jax.ShapeDtypeStruct):
@@ -86,7 +86,7 @@ class Stage:
         self.packings = SwitchPackings(self.layers)
 
     def layer(self, slots: LayerSlots | None, k: Any) -> LayerPrograms | LayerSwitch:
-        """The programs of row k."""
+        """Return the programs of slot k."""
         if self.are_alike:
             return self.layers[0]
         assert slots is not None, "layers differ"
@@ -95,16 +95,16 @@ class Stage:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether the stash is the stage's input, so that it can stay in the slot where it arrived."""
+        """True where the stash is the stage's input, so that it can stay in the slot where it arrived."""
         return self.remat.keeps_input_only
 
     def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
-        """Shapes of the stash of a microbatch; w may be shapes. rows: None: of any layers, where layers differ."""
+        """Return the shapes of a microbatch's stash; w may be shapes. slots=None: of any layers, where they differ."""
         slots = slots or self._any(w)
         return jax.eval_shape(lambda w, x: self.forward(w, slots, x)[1], w, self.x)
 
     def pending_shapes(self, w: Any, slots: LayerSlots | None = None) -> Any:
-        """Shapes of what `input_grad` hands on."""
+        """Return the shapes of the arrays that `input_grad` hands on."""
         slots = slots or self._any(w)
 
         def hand_on(w: Any, stash: Tree, gy: jax.Array) -> Any:
@@ -113,14 +113,14 @@ class Stage:
         return jax.eval_shape(hand_on, w, self.stash_shapes(w, slots), self.x)
 
     def _any(self, w: Any) -> LayerSlots | None:
-        """Rows of which nothing is known."""
+        """Return slots that may hold any layers."""
         if self.are_alike:
             return None
         count = len(w) if isinstance(w, list) else len(jax.tree.leaves(w)[0])
         return LayerSlots(numbers=jnp.zeros(count, jnp.int32), among=(tuple(range(len(self.layers))),) * count)
 
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
-        """The stage's output and its stash."""
+        """Return the stage's output and its stash."""
         if self.remat.keeps_residuals:
             return self._save(w, slots, x)
 
@@ -135,7 +135,7 @@ class Stage:
     def backward(
         self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable
     ) -> tuple[jax.Array, Any, Any]:
-        """(gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
+        """Return (gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
 
         y is the stage's output where the backward recomputes all of it (remat=full), else None.
         """
@@ -160,7 +160,7 @@ class Stage:
     def input_grad(
         self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable
     ) -> tuple[jax.Array, Any, Any]:
-        """(gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
+        """Return (gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
         y, kept = self._save(w, slots, stash) if self.remat.keeps_input_only else (None, stash)
         gy, aux = cotangent(y)
 
@@ -179,7 +179,7 @@ class Stage:
         return gx, pending, aux
 
     def weight_grad(self, w: Any, slots: LayerSlots | None, pending: Any) -> Any:
-        """Gradients of w, from what `input_grad` handed on."""
+        """Return the gradients of w, from the arrays that `input_grad` handed on."""
 
         def body(_: None, item: tuple) -> tuple[None, Tree]:
             k, layer_w, layer_pending = item

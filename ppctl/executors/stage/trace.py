@@ -37,7 +37,7 @@ class Trace:
         self.outvars = jaxpr.outvars
         self.ops: list[core.JaxprEqn] = []
         self.marks: list[int] = []  # the number of operations before each
-        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # of what is no operation
+        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # of values that no operation makes
         self._read: list[set[core.Var]] = []  # by each operation: leaves, the input and results of operations
         reads: dict[core.Var, set[core.Var]] = {v: {v} for v in jaxpr.invars}
         leaves_set = set(self.leaves)
@@ -65,7 +65,7 @@ class Trace:
 
     @property
     def names(self) -> list[str]:
-        """What each operation is."""
+        """The name of each operation's primitive."""
         return [eqn.primitive.name for eqn in self.ops]
 
     @cached_property
@@ -84,12 +84,12 @@ class Trace:
         return {v: found[::-1] for v, found in uses.items()}
 
     def users(self, leaf: int) -> list[int]:
-        """The operations that need a leaf; `num_ops` stands for the outputs."""
+        """Return the operations that need a leaf; `num_ops` stands for the outputs."""
         return self._uses.get(self.leaves[leaf], [])
 
     @cached_property
     def _crossing(self) -> list[list[core.Var]]:
-        """For each place 0..num_ops what is made before it and needed behind it."""
+        """For each place 0..num_ops the values that are made before it and needed behind it."""
         found: list[list[core.Var]] = [[] for _ in range(self.num_ops + 1)]
         results = [(self.input, 0), *((v, i + 1) for i, eqn in enumerate(self.ops) for v in eqn.outvars)]
         for v, first in results:
@@ -98,16 +98,16 @@ class Trace:
         return found
 
     def crossing(self, place: int) -> list[Shape]:
-        """The values that are made before operation `place`, or given, and needed by it or behind it."""
+        """Return the values that are made before operation `place`, or given, and needed by it or behind it."""
         return [Shape(v.aval.shape, v.aval.dtype) for v in self._crossing[place]]  # pyright: ignore[reportAttributeAccessIssue] of arrays
 
     def run(self, start: int, stop: int, values: Sequence[Any], leaves: Mapping[int, Any]) -> list[Any]:
-        """What crosses `stop`, from what crosses `start` and the leaves, by number, that operations between need."""
+        """Return the values at `stop`, from those at `start` and the leaves, by number, of operations between."""
         env = self._run(start, stop, values, leaves)
         return [env[v] for v in self._crossing[stop]]
 
     def outputs(self, start: int, values: Sequence[Any], leaves: Mapping[int, Any]) -> Tree:
-        """What the function returns, from what crosses `start`."""
+        """Return the function's outputs, from the values that cross `start`."""
         env = self._run(start, self.num_ops, values, leaves)
         outs = [self._value(env, v) for v in self.outvars]
         return jax.tree.unflatten(jax.tree.structure(self.out_shapes), outs)
@@ -121,7 +121,7 @@ class Trace:
         return env
 
     def _value(self, env: dict[Any, Any], v: Any) -> Any:
-        """The value of v, made now where that is no operation's."""
+        """Return the value of v, made now where that is no operation's."""
         if not is_literal(v) and v not in env:
             eqn = self.made_by[v]
             env |= dict(zip(eqn.outvars, bind_eqn(eqn, [self._value(env, each) for each in eqn.invars]), strict=True))
@@ -129,7 +129,7 @@ class Trace:
 
 
 def is_mark(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation is a call of stage_boundary."""
+    """Return whether an equation is a call of stage_boundary."""
     return eqn.primitive.name in JITS and eqn.params["name"] == MARK
 
 
@@ -138,7 +138,7 @@ def _holds_mark(jaxpr: core.Jaxpr) -> bool:
 
 
 def _without_jits(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """What the program returns. Custom derivatives and remat stay what they are; marks stay too."""
+    """Return the outputs of the program. Custom derivatives and remat stay what they are; marks stay too."""
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
         values = [env_value(env, v) for v in eqn.invars]
