@@ -38,16 +38,16 @@ CASES = {
 }
 
 
-def parts_of(words):
+def job_of(words):
     return assemble(compose([*TINY.split(), *words.split()], [], ["train"]))
 
 
-def numbered(parts):
+def numbered(job):
     """A state in natural order in which every entry of a layer is its number plus one."""
-    state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), parts.states.natural)
+    state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), job.pipe.states.natural)
     layers = lambda a: np.broadcast_to(np.arange(1, 1 + len(a)).reshape(-1, *(1,) * (a.ndim - 1)), a.shape)  # noqa: E731
     params = state["params"] | {"layers": jax.tree.map(lambda a: layers(a).astype(a.dtype), state["params"]["layers"])}
-    shardings = jax.tree.map(lambda a: a.sharding, parts.states.natural)
+    shardings = jax.tree.map(lambda a: a.sharding, job.pipe.states.natural)
     return jax.device_put(state | {"params": params}, shardings)
 
 
@@ -57,9 +57,9 @@ def alone(text):
 
 @pytest.mark.parametrize("words", CASES.values(), ids=CASES)
 def test_a_layer_is_on_the_devices_that_hold_its_numbers(words):
-    parts = parts_of(words)
-    trees = parts.engine.parameters(parts.engine.from_natural(numbered(parts)))
-    found = placement(trees, parts.states.layout, alone)
+    job = job_of(words)
+    trees = job.pipe.engine.parameters(job.pipe.engine.from_natural(numbered(job)))
+    found = placement(trees, job.pipe.layout, alone)
     layers, ends, sizes = {}, {}, {}  # by parameter: of each device its layers; the devices; bytes of each device
     for tree in trees:
         for path, a in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -78,20 +78,20 @@ def test_a_layer_is_on_the_devices_that_hold_its_numbers(words):
             if row.layers:
                 for device in row.devices:
                     said_layers.setdefault(name, {}).setdefault(device, set()).update(row.layers)
-                layout = parts.states.layout
+                layout = job.pipe.layout
                 assert {layout.rank_of[stage] for stage in row.stages} == set(row.ranks)
                 assert set(row.layers) == {layer for stage in row.stages for layer in layout.partition[stage]}
             else:
                 said_ends.setdefault(name, set()).update(row.devices)
     assert said_layers == layers
     assert said_ends == ends
-    pp = np.moveaxis(parts.mesh.devices, 1, 0)
+    pp = np.moveaxis(job.pipe.mesh.devices, 1, 0)
     assert found.rank_bytes == tuple(max(sizes[device.id] for device in row.flat) for row in pp)
 
 
 def test_shapes_shardings_and_bytes_are_those_of_a_layer():
-    parts = parts_of("mesh=2x2x2 schedule=1f1b model.num_layers=4")
-    rows = placement(parts.engine.parameters(parts.engine.new_state()), parts.states.layout, alone).rows
+    job = job_of("mesh=2x2x2 schedule=1f1b model.num_layers=4")
+    rows = placement(job.pipe.engine.parameters(job.pipe.engine.new_state()), job.pipe.layout, alone).rows
     matrix = next(row for row in rows if row.layers == (0, 1) and len(row.shape) == 2)
     assert matrix.sharding == str(jax.sharding.PartitionSpec(None, "pp", None, *_over_fsdp(matrix.shape)))
     assert matrix.bytes_a_device == np.prod(matrix.shape) * 4 // 2
@@ -104,8 +104,8 @@ def _over_fsdp(shape):
 
 
 def test_layers_and_parameters_that_lie_alike_share_a_row():
-    parts = parts_of("mesh=1x2 schedule=1f1b model.num_layers=64")
-    found = placement(parts.engine.parameters(parts.engine.new_state()), parts.states.layout, alone)
+    job = job_of("mesh=1x2 schedule=1f1b model.num_layers=64")
+    found = placement(job.pipe.engine.parameters(job.pipe.engine.new_state()), job.pipe.layout, alone)
     of_layers = [row for row in found.rows if row.layers]
     assert {row.layers for row in of_layers} == {tuple(range(32)), tuple(range(32, 64))}
     text = StringIO()
@@ -115,15 +115,15 @@ def test_layers_and_parameters_that_lie_alike_share_a_row():
 
 
 def test_what_other_processes_hold_is_told_by_them():
-    parts = parts_of("mesh=1x2 schedule=1f1b executor=mpmd")
-    layout = parts.states.layout
-    trees = parts.engine.parameters(parts.engine.new_state())
+    job = job_of("mesh=1x2 schedule=1f1b executor=mpmd")
+    layout = job.pipe.layout
+    trees = job.pipe.engine.parameters(job.pipe.engine.new_state())
     blank = [jax.tree.map(lambda _: None, tree) for tree in trees]
     texts = []
 
     def heard(text):
         texts.append(text)
-        return texts if len(texts) == 2 else [json.dumps([[], [[d.id, 0] for d in parts.mesh.devices.flat]])]
+        return texts if len(texts) == 2 else [json.dumps([[], [[d.id, 0] for d in job.pipe.mesh.devices.flat]])]
 
     placement([trees[0], blank[1]], layout, heard)
     assert placement([blank[0], trees[1]], layout, heard) == placement(trees, layout, alone)
@@ -153,8 +153,8 @@ def test_of_two_processes_the_first_says_it_for_both(executor, tmp_path):
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)["placement"]
     assert done.stderr.count("where parameters lie") == 1
-    parts = parts_of(f"executor={executor} mesh=1x2 schedule=1f1b")
-    here = asdict(placement(parts.engine.parameters(parts.engine.new_state()), parts.states.layout, alone))
+    job = job_of(f"executor={executor} mesh=1x2 schedule=1f1b")
+    here = asdict(placement(job.pipe.engine.parameters(job.pipe.engine.new_state()), job.pipe.layout, alone))
     for row in [*here["rows"], *said["rows"]]:
         del row["devices"]  # ids of other processes' are others
     assert said == json.loads(json.dumps(here))

@@ -15,9 +15,9 @@ from ppctl.schedule import build
 from ppctl.schedule.partition.partition import uniform
 from ppctl.schedule.ticks import forward_only
 from ppctl.training import optim
+from ppctl.training.engines.make import dispatch_order
 from ppctl.training.engines.mpmd import Mpmd
 from ppctl.training.engines.states import States
-from ppctl.training.job import dispatch_order
 from ppctl.training.train_step import init_state
 
 KNOBS = {"interleaved": "num_chunks", "looped_bfs": "num_chunks", "interleaved_zb": "num_chunks", "gis": "num_chunks"}
@@ -47,7 +47,7 @@ class MpmdCase(Case):
 
 
 def make_optimizer(clip_norm=CLIP_NORM):
-    return optim.adamw(LR_SCHEDULE, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=clip_norm)
+    return optim.clipped(optim.adamw(LR_SCHEDULE, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1), clip_norm)
 
 
 def make_engine(case, clip_norm=CLIP_NORM):
@@ -71,7 +71,7 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
     )
     schedules = tuple((each, dispatch_order(each, case.remat)) for each in (schedule, forward_only(schedule)))
     optimizer = make_optimizer(clip_norm)
-    states = States(layout, lambda: init_state(jax.tree.map(jnp.asarray, params), optimizer))
+    states = States(layout, lambda seed: init_state(jax.tree.map(jnp.asarray, params), optimizer))
     return Mpmd(states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST)
 
 
