@@ -50,8 +50,8 @@ class LostError(PpctlError):
 
 
 class AgreedError(ConfigError):
-    """What all processes of a run find wrong at the same point; process 0 tells it."""
+    """An error that all processes of a run find at the same point; process 0 prints it."""
 
 
 class ElsewhereError(PpctlError):
-    """What ends this process is told by another one of the run. Nothing is printed here."""
+    """The error that ends this process is printed by another one of the run, and not here."""

@@ -1,6 +1,6 @@
 """Collectives of a compiled program, read from its HLO: their kinds, bytes, and how often a run has them.
 
-The text knows how often a loop turns where the compiler does (`known_trip_count`); a scan always tells.
+The text states how often a loop turns where the compiler knows it (`known_trip_count`), as it does of every scan.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def collectives(text: str) -> list[Collective]:
 
     @cache
     def runs(name: str) -> tuple[int | None, bool]:
-        """(how often a run of the program has this computation, whether at most)."""
+        """Return (how often a run of the program has this computation, whether at most)."""
         if name == entry:
             return 1, False
         total: int | None = 0
@@ -89,7 +89,7 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
-    """(name of the entry, lines of each computation)."""
+    """Return (name of the entry, lines of each computation)."""
     entry, name, found = "", "", {}
     for line in text.splitlines():
         head = None if line[:1].isspace() else COMPUTATION.match(line)
@@ -103,7 +103,7 @@ def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def _calls(line: str) -> list[tuple[str, int | None, bool]]:
-    """(computation, times, whether it is a branch) of each that an instruction calls."""
+    """Return (computation, times, whether it is a branch) of each that an instruction calls."""
     called = CALLED.findall(line)
     branches = BRANCHES.search(line)
     many = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else []
@@ -115,14 +115,14 @@ def _calls(line: str) -> list[tuple[str, int | None, bool]]:
 
 
 def _bytes(shape: str, kind: str, *, is_start: bool) -> int:
-    """Bytes of the result of an instruction of this shape; one that starts has its operands before it."""
+    """Return the bytes of the result of an instruction of this shape; one that starts has its operands before it."""
     if is_start and kind != "all-reduce":
         shape = _entries(shape)[1]
     return sum(_array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(shape))
 
 
 def _entries(shape: str) -> list[str]:
-    """The entries of a tuple's shape."""
+    """Return the entries of a tuple's shape."""
     found, depth = [""], 0
     for letter in shape.strip()[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")

@@ -32,7 +32,7 @@ def cpu_options(preset: CompilerPreset) -> dict[str, Any]:
 
 @cache
 def _is_known(option: str) -> bool:
-    """Whether the compiler of this jaxlib has an option that is true or false."""
+    """Return whether the compiler of this jaxlib has an option that is true or false."""
     try:
         jax.jit(lambda: 0).lower().compile({option: False})
     except jax.errors.JaxRuntimeError as error:

@@ -25,7 +25,7 @@ Tree = Any
 
 
 def is_layer(path: tuple) -> bool:
-    """Whether a leaf of a parameter tree, or of an optimizer state that mirrors one, belongs to the layer stack."""
+    """Return whether a leaf of a parameter tree, or of an optimizer state that mirrors one, is of the layer stack."""
     return any(getattr(key, "key", None) == "layers" for key in path)
 
 
@@ -49,7 +49,7 @@ class Layout:
 
     @cached_property
     def _is_in_order(self) -> bool:
-        """Whether natural order is staged order: stages of one size, dealt round the ranks."""
+        """True where natural order is staged order: stages of one size, dealt round the ranks."""
         _, place = self._index
         return self.is_even and bool((place == np.arange(len(place))).all())
 
@@ -85,8 +85,8 @@ class Layout:
     def among(self, chunk: int) -> tuple[tuple[int, ...], ...]:
         """Return for each layer slot of a chunk the layers in it on the ranks; where it is padding on all, layer 0."""
         _, num_ranks, num_layer_slots = self.numbers.shape
-        of_row = lambda k: {int(self.numbers[chunk, r, k]) for r in range(num_ranks) if k < self.counts[chunk, r]}  # noqa: E731
-        return tuple(tuple(sorted(of_row(k))) or (0,) for k in range(num_layer_slots))
+        of_slot = lambda k: {int(self.numbers[chunk, r, k]) for r in range(num_ranks) if k < self.counts[chunk, r]}  # noqa: E731
+        return tuple(tuple(sorted(of_slot(k))) or (0,) for k in range(num_layer_slots))
 
     @property
     def places(self) -> list[tuple[int, int, int]]:
@@ -133,7 +133,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(spec, tree)
 
     def natural_specs(self, tree: Tree) -> Tree:
-        """PartitionSpec of each leaf of a natural tree: layers over pp where L is a multiple of it."""
+        """Return each natural leaf's PartitionSpec: layers over pp where L is a multiple of it."""
 
         def spec(path: tuple, leaf: jax.Array) -> P:
             if is_layer(path):
@@ -144,7 +144,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(spec, tree)
 
     def over(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple:
-        """Axis names for each dim of `shape`: the largest dim that divides takes `axes`, or the last of them alone."""
+        """Return axis names for each dim of `shape`: the largest that divides takes `axes`, or the last one alone."""
         for names in (axes, axes[-1:]):
             size = int(np.prod([self.mesh.shape[name] for name in names]))
             fits = [d for d, n in enumerate(shape) if n % size == 0]
@@ -154,17 +154,17 @@ class Layout:
         return ()
 
     def shardings(self, specs: Tree) -> Tree:
-        """The NamedSharding of each PartitionSpec."""
+        """Return the NamedSharding of each PartitionSpec."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
 
 
 def gather_shards(tree: Tree, specs: Tree) -> Tree:
-    """Inside shard_map: every leaf whole along the dims that its spec shards over fsdp or (pp, fsdp)."""
+    """Return, inside shard_map, every leaf whole along the dims that its spec shards over fsdp or (pp, fsdp)."""
     return _over_shards(lambda leaf, axes, dim: jax.lax.all_gather(leaf, axes, axis=dim, tiled=True), tree, specs)
 
 
 def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
-    """Inside shard_map: the sum of every leaf over `replicated`, each device keeping its shard of the spec."""
+    """Return, inside shard_map, the sum of every leaf over `replicated`, each device keeping its shard of the spec."""
 
     def reduce(leaf: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
         rest = tuple(name for name in replicated if name not in axes)

@@ -68,7 +68,7 @@ def measure_link(a: Device, b: Device) -> MeasuredLink:
 
 
 def _exchanges(mesh: Mesh, length: int, number: int) -> tuple[float, bool]:
-    """(seconds of one exchange of float32 [length], whether contents changed places)."""
+    """Return (seconds of one exchange of float32 [length], whether contents changed places)."""
 
     def local(x: jax.Array) -> jax.Array:
         swap = lambda _, x: jax.lax.ppermute(x, "pair", [(0, 1), (1, 0)])  # noqa: E731
@@ -102,7 +102,7 @@ def _placed(mesh: Mesh, spec: P, numbers: np.ndarray) -> jax.Array:
 
 
 def _timed(run: Callable[..., Any], sent: jax.Array) -> tuple[float, jax.Array]:
-    """(median seconds of a run, its result)."""
+    """Return (median seconds of a run, its result)."""
     received = jax.block_until_ready(run(sent))
     seconds = []
     for _ in range(RUNS):

@@ -37,9 +37,9 @@ class Placed:
 
 @dataclass(frozen=True)
 class Placement:
-    """All parameters of a state, and what each rank's devices hold of them, padding included."""
+    """All parameters of a state, and the bytes of them on each rank's devices, padding included."""
 
-    rows: tuple[Placed, ...]
+    rows: tuple[Placed, ...]  # of the table; a key of `ppctl train --json`
     rank_bytes: tuple[int, ...]  # of one device
 
 
@@ -54,7 +54,7 @@ def placement(trees: Sequence[Tree], layout: Layout, gather: Callable[[str], lis
     held: dict[int, int] = {}
     for rank, tree in enumerate(trees):
         for path, a in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            rows += _of_layers(path, a, layout, rank) if is_layer(path) else [_of_end(path, a, rank_of)]
+            rows += _of_layers(path, a, layout, rank) if is_layer(path) else [_unstacked(path, a, rank_of)]
             for device in a.sharding.device_set:
                 held[device.id] = held.get(device.id, 0) + prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
     of_processes = [json.loads(text) for text in gather(json.dumps([list(map(asdict, rows)), list(held.items())]))]
@@ -85,7 +85,7 @@ def print_placement(console: Console, found: Placement) -> None:
 
 
 def runs_text(numbers: Sequence[int]) -> str:
-    """Ascending numbers, with their runs as such.
+    """Return ascending numbers as text, with their runs as such.
 
     >>> runs_text([0, 1, 2, 5, 7, 8]), runs_text([])
     ('0-2 5 7-8', '')
@@ -100,27 +100,27 @@ def runs_text(numbers: Sequence[int]) -> str:
 
 
 def _rank_of(layout: Layout) -> dict[int, int]:
-    """For each device id its place along pp."""
+    """Return for each device id its place along pp."""
     axis = layout.mesh.axis_names.index("pp")
     return {device.id: int(index[axis]) for index, device in np.ndenumerate(layout.mesh.devices)}
 
 
-def _of_end(path: tuple, a: jax.Array, rank_of: dict[int, int]) -> Placed:
+def _unstacked(path: tuple, a: jax.Array, rank_of: dict[int, int]) -> Placed:
     devices = sorted(device.id for device in a.sharding.device_set)
     ranks = sorted({rank_of[device] for device in devices})
     return Placed((_name(path),), (), (), tuple(ranks), tuple(devices), *_sizes(a, 0))
 
 
 def _of_layers(path: tuple, a: jax.Array, layout: Layout, rank: int) -> Iterator[Placed]:
-    """A row for each layer in an array [chunk, rank, layer of the chunk, ...]; `rank` is the first one there."""
+    """Yield the placement of each layer in an array [chunk, rank, layer of the chunk, ...]; `rank`: its first one."""
     rank_of = _rank_of(layout)
     boxes = {  # for each device what it holds of the first three dims
         device.id: [range(*part.indices(size)) for part, size in zip(index[:3], a.shape[:3], strict=True)]
         for device, index in a.sharding.devices_indices_map(a.shape).items()
     }
     stage_of = {layer: stage for stage, layers in enumerate(layout.partition) for layer in layers}
-    for layer, (chunk, there, row) in enumerate(layout.places):
-        place = chunk, there - rank, row
+    for layer, (chunk, there, slot) in enumerate(layout.places):
+        place = chunk, there - rank, slot
         devices = sorted(i for i, box in boxes.items() if all(n in part for n, part in zip(place, box, strict=True)))
         if devices:
             ranks = sorted({rank_of[device] for device in devices})
@@ -130,7 +130,7 @@ def _of_layers(path: tuple, a: jax.Array, layout: Layout, rank: int) -> Iterator
 
 
 def _sizes(a: jax.Array, stacked: int) -> tuple[tuple[int, ...], str, int]:
-    """(shape, sharding, bytes of one device) of an entry of an array with so many stacked dims."""
+    """Return (shape, sharding, bytes of one device) of an entry of an array with so many stacked dims."""
     spec = getattr(a.sharding, "spec", a.sharding)
     one = a.sharding.shard_shape(a.shape)[stacked:]
     return a.shape[stacked:], str(spec), prod(one) * a.dtype.itemsize
@@ -141,13 +141,13 @@ def _name(path: tuple) -> str:
 
 
 def _read(row: dict[str, Any]) -> Placed:
-    """A row that came as JSON."""
+    """Return a row of the table from its JSON."""
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     return Placed(**values)
 
 
 def _grouped(rows: list[Placed]) -> list[Placed]:
-    """The rows with those in one that differ in their layer alone, then those that differ in their name alone."""
+    """Merge the rows that differ in their layer alone, then those that differ in their name alone."""
     by_layer: dict[Placed, tuple[set[int], set[int]]] = {}
     for row in rows:
         layers, stages = by_layer.setdefault(replace(row, layers=(), stages=()), (set(), set()))

@@ -1,8 +1,8 @@
 """Devices that are not here, described well enough that programs compile for them: TPUs, and NVIDIA GPUs.
 
-Source: jax.experimental.topologies. libtpu knows each kind of TPU itself. XLA's plugin for CUDA is told what a GPU is
-like (a GpuTargetConfigProto as text) and needs no driver; it makes no measurements then, and does not say what is too
-large for the device.
+Source: jax.experimental.topologies. libtpu knows each kind of TPU itself. XLA's plugin for CUDA takes a description of
+the GPU (a GpuTargetConfigProto as text) and needs no driver; it makes no measurements then, and does not say what is
+too large for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import AXES
 
-AWAY_FROM_TPU = {  # libtpu asks a metadata server for these and complains of each
+AWAY_FROM_TPU = {  # libtpu queries a metadata server for these and complains of each
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
@@ -104,7 +104,7 @@ def _gpus(topology: str, gpu: GpuTarget) -> list[Any]:
 
 
 def has_plugin() -> bool:
-    """Whether XLA's plugin for CUDA is installed."""
+    """Return whether XLA's plugin for CUDA is installed."""
     return find_spec("jax_plugins") is not None and any(find_spec(f"jax_plugins.{name}") for name in CUDA_PLUGINS)
 
 

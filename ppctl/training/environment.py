@@ -1,4 +1,4 @@
-"""What a run runs on: versions of what computes and saves, and the devices."""
+"""The environment of a run: versions of the packages that compute and save, and the devices."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PACKAGES = ("ppctl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of PACKAGES, by name."""
+    """Return the versions of Python and of PACKAGES, by name."""
     return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:
-    """What a start of a run records of the place where it runs. Names of devices are JAX's."""
+    """Return versions, system and devices, as a start of a run records them. Names of devices are JAX's."""
     device = mesh.devices.flat[0]
     return {
         "versions": versions(),

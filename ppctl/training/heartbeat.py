@@ -1,4 +1,4 @@
-"""What each process of a run is doing, in a small file each, so that one that is slow or has failed has a name.
+"""The heartbeat of each process of a run, in a small file each, so that one that is slow or has failed has a name.
 
 `<directory>/<process>.json` says which step a process is at and since when. Process 0 reads the others' when its own
 step makes no progress. A process that fails leaves `failed.json`, at which the others leave too. The directory must be
@@ -31,8 +31,11 @@ DOING = {  # in the order in which a step does them
 POLL_S = 1.0
 
 
-class Watch:
-    """Notes of one process. Without a directory (a run of one process) nothing is written or watched."""
+class Heartbeat:
+    """The heartbeat of one process: it writes what the process does, and reads those of the others.
+
+    Without a directory (a run of one process) nothing is written or read.
+    """
 
     def __init__(
         self,
@@ -50,33 +53,33 @@ class Watch:
         self._written: dict[str, Any] = {}
         self._reported: tuple[dict[str, Any], float] | None = None  # at which of its own notes, when to report again
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def note(self, doing: str, step: int) -> None:
-        """Nothing; from now on this process is doing that (a key of DOING) for the step."""
+        """Record that from now on this process is `doing` that (a key of DOING) for the step."""
         self._now = {"step": step, "doing": doing, "since": time.time()}
 
     @property
     def text(self) -> str:
-        """What this process is doing."""
-        return said(self._now)
+        """This process's activity in words."""
+        return note_text(self._now)
 
     def start(self) -> None:
-        """Nothing; begins to write and to watch."""
+        """Begin to write this heartbeat and to read the others."""
         self._write()
         self._thread.start()
 
     def stop(self) -> None:
-        """Nothing; ends the watch and takes this process's file away."""
+        """End the heartbeat and remove its file."""
         if self.directory is not None:
             self._done.set()
             self._thread.join()
             self._file.unlink(missing_ok=True)
 
     def fail(self, message: str) -> bool:
-        """Whether no process has failed with this message before; lets the others leave.
+        """Record that this process failed, at which the others leave; return whether it is the first with this message.
 
-        Process 0, which serves them, gives them the time to.
+        Process 0 runs the service that the others need, so it gives them the time to leave.
         """
         if self.directory is None or self._done.is_set():
             return True
@@ -85,8 +88,8 @@ class Watch:
             with (self.directory / FAILED_FILE).open("x") as file:
                 json.dump({"process": self.process, "message": message}, file)
         except FileExistsError:
-            found = _read(self.directory / FAILED_FILE)
-            is_first = found is None or found["message"] != message
+            failed = _read(self.directory / FAILED_FILE)
+            is_first = failed is None or failed["message"] != message
         except OSError:  # a full disk may be what failed
             pass
         if self.process == 0:
@@ -98,13 +101,13 @@ class Watch:
         assert self.directory is not None, "only then anything is written"
         return self.directory / f"{self.process}.json"
 
-    def _watch(self) -> None:
+    def _beat(self) -> None:
         while not self._done.wait(self._poll_s):
             with suppress(OSError):
                 self._write()
             self._leave_if_another_failed()
             if self.process == 0:
-                line = self._late()
+                line = self._late_line()
                 if line is not None:
                     self.say(line)
 
@@ -118,20 +121,20 @@ class Watch:
             os.replace(temporary, self._file)
 
     def _leave_if_another_failed(self) -> None:
-        assert self.directory is not None, "only then it is watched"
-        found = _read(self.directory / FAILED_FILE)
-        if found is None or found["process"] == self.process:
+        assert self.directory is not None, "only then others are read"
+        failed = _read(self.directory / FAILED_FILE)
+        if failed is None or failed["process"] == self.process:
             return
         if self.process == 0:
-            self.say(f"process {found['process']} has failed, and all others leave: {found['message']}")
+            self.say(f"process {failed['process']} has failed, and all others leave: {failed['message']}")
             time.sleep(3 * POLL_S)  # the others need this process while they leave
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
         os._exit(LostError.exit_code)  # the main thread may be waiting in a collective, which nothing interrupts
 
-    def _late(self) -> str | None:
-        """A line when the step of this process makes no progress; again after twice the time, and so on."""
+    def _late_line(self) -> str | None:
+        """Return a line when the step of this process makes no progress; again after twice the time, and so on."""
         now, own = time.time(), self._now
         if self._reported is None or self._reported[0] is not own:
             self._reported = own, self._slow_after_s
@@ -139,14 +142,14 @@ class Watch:
         if now - own["since"] < due_s:
             return None
         self._reported = own, 2 * due_s
-        assert self.directory is not None, "only then it is watched"
+        assert self.directory is not None, "only then others are read"
         notes = {p: _read(self.directory / f"{p}.json") for p in range(self.num_processes)}
         notes[self.process] = own | {"at": now}
         return late_text(notes, now, silent_after_s=self._slow_after_s / 2 + 2 * POLL_S)
 
 
 def late_text(notes: dict[int, dict[str, Any] | None], now: float, *, silent_after_s: float) -> str | None:
-    """Which processes are behind the others, and what they are doing. None while all compile: that takes what it takes.
+    """Return which processes are behind the others, and what they do. None while all compile: that takes what it takes.
 
     >>> notes = {0: {"step": 8, "doing": "run", "since": 1.0, "at": 70.0}}
     >>> notes[1] = {"step": 8, "doing": "read", "since": 9.0, "at": 69.0}
@@ -164,7 +167,7 @@ def late_text(notes: dict[int, dict[str, Any] | None], now: float, *, silent_aft
     if len(behind) == len(notes) and silent:
         behind = silent  # all are at the same point as far as is known, but these may have got stuck since
     note = notes[behind[0]]
-    doing = "nothing yet" if note is None else f"{said(note)} for {now - note['since']:.0f} s"
+    doing = "nothing yet" if note is None else f"{note_text(note)} for {now - note['since']:.0f} s"
     if note is not None and behind[0] in silent:
         doing += f", without a sign of life for {now - note['at']:.0f} s"
     if len(behind) == len(notes):
@@ -179,10 +182,10 @@ def late_text(notes: dict[int, dict[str, Any] | None], now: float, *, silent_aft
     )
 
 
-def said(note: dict[str, Any]) -> str:
-    """What a note says in words.
+def note_text(note: dict[str, Any]) -> str:
+    """Return a note in words.
 
-    >>> said({"step": 8, "doing": "save"})
+    >>> note_text({"step": 8, "doing": "save"})
     'saving step 8'
     """
     return DOING[note["doing"]].format(note["step"])

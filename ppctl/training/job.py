@@ -39,7 +39,7 @@ UNEVEN_NOTICE = 1.25  # show even stages too where the largest costs more times 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What a config asks for, built: its data, and its model pipelined over its mesh."""
+    """A config's request, built: its data, and its model pipelined over its mesh."""
 
     config: Config
     data: DataSet
@@ -153,7 +153,7 @@ def model_flops(pipe: Pipeline) -> int:
 
 
 def unit_of_work(job: TrainingJob) -> tuple[str, int]:
-    """Return what a speed counts, and how many of these a step has: tokens of text, rows of all else."""
+    """Return the metric of speed, and the units of work of a step: tokens of text, examples of all else."""
     inputs = job.pipe.batch_shapes["inputs"].shape
     is_text = job.data.vocab_size is not None
     return ("tokens_per_s", math.prod(inputs)) if is_text else ("rows_per_s", inputs[0])

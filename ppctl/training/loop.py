@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints and what is recorded of them."""
+"""The training loop: steps, evaluations, checkpoints and their records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ppctl.training import profiler, timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import versions
-from ppctl.training.heartbeat import Watch
+from ppctl.training.heartbeat import Heartbeat
 from ppctl.training.job import TrainingJob, model_flops, unit_of_work
 from ppctl.training.known_hardware import mfu_peak_flops
 from ppctl.training.metrics import Metrics
@@ -38,7 +38,7 @@ TIMELINE_AFTER = 2  # steps that warm up before the one that run.timeline measur
 
 @contextmanager
 def writing(run_dir: Path) -> Iterator[None]:
-    """ConfigError where the body cannot write to run_dir, as on a full disk."""
+    """Raise ConfigError where the body cannot write to run_dir, as on a full disk."""
     try:
         yield
     except OSError as error:
@@ -56,70 +56,72 @@ class Loop:
     compile_time_s: float
     checkpoints: Checkpoints
     metrics: Metrics
-    watch: Watch
+    heartbeat: Heartbeat
     prediction: StepPrediction
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))  # the newest
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
     _unread: tuple[int, Tree, float] | None = None  # finished steps, numbers, when dispatched
     _ready_s: float = 0.0
 
-    def run(self, state: Tree, start: int, asked_to_leave: Callable[[int], int | None]) -> int:
-        """The exit code, after the last step or the one after which asked_to_leave gives a signal; that step is saved.
+    def run(self, state: Tree, start: int, stop_requested: Callable[[int], int | None]) -> int:
+        """Train from step `start`, and return the exit code. The last step, or the one after a stop request, is saved.
 
-        asked_to_leave(finished): the signal that asks the run to end after this step, or None.
+        stop_requested(finished): the signal that requests the run to end after this step, or None.
         """
-        config = self.job.config.run
-        directory, every, eval_every = Path(config.dir) / "profile", config.checkpoint.every, config.eval_every
-        batches = self.job.data.batches(start, self.job.pipe.engine.examples)
-        # of several processes the first traces its own devices
-        traced_from = config.profile.start if distributed.is_lead() else None
-        window = profiler.Window(directory, traced_from, config.profile.num_steps)
+        config, engine = self.job.config.run, self.job.pipe.engine
+        save_every, eval_every = config.checkpoint.every, config.eval_every
+        measured_step = min(start + TIMELINE_AFTER, config.num_steps - 1) if config.timeline else None
+        batches = self.job.data.batches(start, engine.examples)
         self.last = {"step": start}
-        with profiler.traced(window):
+        with profiler.traced(self._profile_window()) as window:
             for step in range(start, config.num_steps):
-                self.watch.note("read", step + 1)
-                batch = self.job.pipe.engine.put(next(batches))
-                self.watch.note("run", step + 1)
-                if step == window.start:
-                    self._read()  # no step before the window in its trace
-                dispatched_s = time.perf_counter()
-                measured = None
-                if config.timeline and step == min(start + TIMELINE_AFTER, config.num_steps - 1):
-                    self._read()
-                    engine: Any = self.job.pipe.engine  # config.check asks for one whose tasks are programs
-                    state, numbers, measured = timeline.timed_step(engine, self.job.pipe.schedule, state, batch)
-                else:
-                    with window.step(step):
-                        state, numbers = self.job.pipe.engine.step(state, batch)
-                self._read(dispatched_s)
-                self._unread = (step + 1, numbers, dispatched_s)
                 finished = step + 1
-                if measured is not None and distributed.is_lead():
-                    self._read()  # what is written of it is no part of the step
-                    self._show_timeline(measured, finished)
+                self.heartbeat.note("read", finished)
+                batch = engine.put(next(batches))
+                self.heartbeat.note("run", finished)
+                state = self._train_step(state, batch, step, window, is_measured=step == measured_step)
                 with self._saving(finished):
                     self.checkpoints.poll()
                 if window.is_due(finished):
                     self._read()
                     self._show_profile(window.finish(), finished)
                 if eval_every is not None and finished % eval_every == 0:
-                    self._read()
-                    self.watch.note("evaluate", finished)
                     self._evaluate(state, finished)
-                leaving = asked_to_leave(finished)  # asked once: a signal that comes later finds nothing saved
-                if leaving or finished == config.num_steps or (every is not None and finished % every == 0):
-                    self._read()
-                    if leaving is not None:
-                        self.metrics.note(f"{signal.Signals(leaving).name}: saving step {finished} and leaving")
-                    self.watch.note("save", finished)
-                    is_last = leaving is not None or finished == config.num_steps
-                    self._save(state, finished, is_last=is_last)
-                    if is_last:
-                        return 0 if leaving is None else 128 + leaving
+                stop_signal = stop_requested(finished)  # called once: a signal that comes later finds nothing saved
+                is_last = stop_signal is not None or finished == config.num_steps
+                if is_last or (save_every is not None and finished % save_every == 0):
+                    self._save(state, finished, is_last=is_last, stop_signal=stop_signal)
+                if is_last:
+                    return 0 if stop_signal is None else 128 + stop_signal
         return 0
 
+    def _profile_window(self) -> profiler.Window:
+        """Return the steps that the profiler traces; of several processes the first traces its own devices."""
+        config = self.job.config.run
+        start = config.profile.start if distributed.is_lead() else None
+        return profiler.Window(Path(config.dir) / "profile", start, config.profile.num_steps)
+
+    def _train_step(self, state: Tree, batch: Tree, step: int, window: profiler.Window, *, is_measured: bool) -> Tree:
+        """Dispatch a step, read the one before, and return the next state; a measured step runs alone."""
+        engine: Any = self.job.pipe.engine  # config.check lets only one whose tasks are programs be measured
+        if step == window.start:
+            self._read()  # no step before the window in its trace
+        dispatched_s, measured = time.perf_counter(), None
+        if is_measured:
+            self._read()
+            state, numbers, measured = timeline.timed_step(engine, self.job.pipe.schedule, state, batch)
+        else:
+            with window.step(step):
+                state, numbers = engine.step(state, batch)
+        self._read(dispatched_s)
+        self._unread = (step + 1, numbers, dispatched_s)
+        if measured is not None and distributed.is_lead():
+            self._read()  # writing the timeline is no part of the step
+            self._show_timeline(measured, step + 1)
+        return state
+
     def summary(self, exit_code: int) -> dict[str, Any]:
-        """The run in one JSON object."""
+        """Return the run in one JSON object."""
         config = self.job.config
         return {
             "status": "interrupted" if exit_code else "finished",
@@ -129,7 +131,7 @@ class Loop:
         }
 
     def _read(self, next_dispatched_s: float | None = None) -> None:
-        """Waits for the step in flight, checks its numbers and logs them.
+        """Wait for the step in flight, check its numbers and log them.
 
         next_dispatched_s: when the next step's dispatch began, if it has. A step that is done by its end counts as done
         at its beginning: a dispatch may take as long as a step.
@@ -152,7 +154,7 @@ class Loop:
             raise self._non_finite(finished, f"loss={loss}, grad_norm={grad_norm}", newest_good=finished - 2)
 
     def _non_finite(self, finished: int, what: str, *, newest_good: int) -> NonFiniteError:
-        """The error for step `finished`, with the checkpoint to go back to."""
+        """Return the error for step `finished`, with the checkpoint to go back to."""
         with suppress(SaveError):
             self.checkpoints.wait()
         good = [step for step in self.checkpoints.steps() if step <= newest_good]
@@ -181,7 +183,7 @@ class Loop:
 
     @cached_property
     def _work(self) -> tuple[str, int, int, float | None, float | None]:
-        """Of one step: unit of speed, its number, FLOPs; FLOP/s of all devices; predicted bubble."""
+        """Unit of speed, units and FLOPs of a step; peak FLOP/s of all devices; predicted bubble."""
         pipe, config = self.job.pipe, self.job.config
         unit, count = unit_of_work(self.job)
         device = pipe.mesh.devices.flat[0]
@@ -190,14 +192,20 @@ class Loop:
         return unit, count, model_flops(pipe), all_peak, pipe.bubble()
 
     def _evaluate(self, state: Tree, finished: int) -> None:
+        self._read()
+        self.heartbeat.note("evaluate", finished)
         engine = self.job.pipe.engine
         batches = self.job.data.eval_batches(self.job.config.run.eval_batches, engine.examples)
         losses = [engine.loss(state, engine.put(batch)) for batch in batches]
         with writing(Path(self.job.config.run.dir)):
             self.metrics.log_eval(finished, {"eval_loss": sum(map(float, losses)) / len(losses)})
 
-    def _save(self, state: Tree, finished: int, *, is_last: bool) -> None:
-        """Nothing; saves a state whose every number is finite. That of a step's loss says nothing of its update."""
+    def _save(self, state: Tree, finished: int, *, is_last: bool, stop_signal: int | None) -> None:
+        """Save the state if its every number is finite: a finite loss does not prove that its update is."""
+        self._read()
+        if stop_signal is not None:
+            self.metrics.note(f"{signal.Signals(stop_signal).name}: saving step {finished} and leaving")
+        self.heartbeat.note("save", finished)
         with self._saving(finished):
             self.checkpoints.wait()  # for the save before
         data = self.job.data
@@ -216,7 +224,7 @@ class Loop:
 
     @contextmanager
     def _saving(self, finished: int, *, is_last: bool = False) -> Iterator[None]:
-        """Ends training when the body fails to save, or says so and goes on, as run.checkpoint.on_failure asks for."""
+        """End training when the body fails to save, or print that and go on, as run.checkpoint.on_failure requests."""
         try:
             yield
         except SaveError as error:
@@ -229,7 +237,7 @@ class Loop:
             self.metrics.note(f"note: {error} The next save tries again (run.checkpoint.on_failure=continue).")
 
     def _show_timeline(self, measured: Timeline, finished: int) -> None:
-        """Nothing; writes and shows a measured step."""
+        """Write and show the timeline of a measured step."""
         directory = Path(self.job.config.run.dir) / "timeline"
         with writing(directory):
             for line in timeline_io.write_timeline(directory, measured):
@@ -237,18 +245,18 @@ class Loop:
         self._show_gantt(measured.schedule, lambda: timeline_io.measured_and_predicted(measured), finished)
 
     def _show_profile(self, directory: Path, finished: int) -> None:
-        """Nothing; says where a trace is, and writes and shows its tasks where it tells them."""
-        written, ticks = None, self.job.pipe.ticks
+        """Print where a trace is; write and show its tasks where the backend's trace has them."""
+        tasks_file, ticks = None, self.job.pipe.ticks
         if ticks is not None:
-            written = profiler.write_tasks(directory, self.footprint.text, ticks, self.job.pipe.mesh)
-        tasks = "" if written is None else f"; tasks by rank for Perfetto in {written}"
+            tasks_file = profiler.write_tasks(directory, self.footprint.text, ticks, self.job.pipe.mesh)
+        tasks = "" if tasks_file is None else f"; tasks by rank for Perfetto in {tasks_file}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")
-        if written is None or ticks is None:
+        if tasks_file is None or ticks is None:
             return
         with suppress(ValueError, PpctlError):  # several processes: not all ranks are in it, and the report says so
-            measured, _ = timeline_io.read_profile(written, ticks.schedule)
+            measured, _ = timeline_io.read_profile(tasks_file, ticks.schedule)
             self._show_gantt(ticks.schedule, lambda: timeline_io.measured_and_predicted(measured, ticks), finished)
 
     def _show_gantt(self, schedule: Schedule, draw: Callable[[], Sequence[Drawing]], finished: int) -> None:
-        if self.metrics.board is not None:
-            self.metrics.board.gantt("schedule/measured", schedule, draw, finished)
+        if self.metrics.tensorboard is not None:
+            self.metrics.tensorboard.gantt("schedule/measured", schedule, draw, finished)

@@ -1,4 +1,4 @@
-"""What a run records and shows: `metrics.jsonl`, `eval.jsonl`, `tensorboard/`, and progress on the terminal."""
+"""The metrics of a run, recorded and shown: `metrics.jsonl`, `eval.jsonl`, `tensorboard/`, progress on the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ppctl.errors import ConfigError
 from ppctl.reports.terminal import replace_file
-from ppctl.training.tensorboard import Board
+from ppctl.training.tensorboard import TensorBoardLog
 
 Record = Mapping[str, float | int | None]
 
@@ -29,7 +29,7 @@ class Metrics:
         start_step: Finished steps at the start: 0, or the step of the checkpoint resumed from. Lines of later steps,
             and what a kill left of a last line, are dropped, so that a resumed run has each step exactly once.
         log_every: Steps between lines on a terminal that cannot show a progress bar; the first and last step are shown.
-        tensorboard: Whether to write what TensorBoard shows.
+        tensorboard: Whether to write for TensorBoard.
         console: Where progress is shown; None: standard output.
 
     Raises:
@@ -39,7 +39,7 @@ class Metrics:
     written as null, because JSON has none, and its key stays; a value of None is left out.
     """
 
-    board: Board | None = None  # for text and figures
+    tensorboard: TensorBoardLog | None = None  # for text and figures too
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Metrics:
         self._first_step = start_step + 1
         self._log_every = log_every
         self._console = console or Console()
-        self._unshown_s: list[float] = []  # what the steps since the last line took
+        self._unshown_s: list[float] = []  # step times since the last line
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._train_file = _continue_file(run_dir / "metrics.jsonl", start_step)
@@ -66,7 +66,7 @@ class Metrics:
                 f"run.dir={run_dir} cannot be written: {error.strerror}. Use another run.dir, or make it writable."
             ) from error
         if tensorboard:
-            self.board = Board(run_dir / "tensorboard", self._first_step)
+            self.tensorboard = TensorBoardLog(run_dir / "tensorboard", self._first_step)
         self._progress = None
         if self._console.is_interactive:
             self._progress = _progress_bar(self._console)
@@ -80,14 +80,14 @@ class Metrics:
         self.close()
 
     def log(self, record: Record) -> None:
-        """Nothing; writes and shows one training step. `record["step"]` counts finished steps, from 1.
+        """Write and show one training step. `record["step"]` counts finished steps, from 1.
 
         A line shows the mean time of the steps since the line before: when a single one was done is seen only roughly.
         """
         step = int(_step(record))
         self._train_file.write(_line(record))
-        if self.board is not None:
-            self.board.scalars(record, step, _train_tag)
+        if self.tensorboard is not None:
+            self.tensorboard.scalars(record, step, _train_tag)
         if self._progress is not None:
             self._progress.update(self._bar, completed=step, shown=_shown(record, _ON_BAR))
             return
@@ -97,23 +97,23 @@ class Metrics:
             self._unshown_s.clear()
 
     def log_eval(self, step: int, record: Record) -> None:
-        """Nothing; writes and shows one evaluation, after `step` finished steps. Keys start with `eval_`."""
+        """Write and show one evaluation, after `step` finished steps. Keys start with `eval_`."""
         self._eval_file.write(_line({"step": step, **record}))
-        if self.board is not None:
-            self.board.scalars(record, step, _eval_tag)
+        if self.tensorboard is not None:
+            self.tensorboard.scalars(record, step, _eval_tag)
         self.note(f"eval {self._counted(step)}  {_shown(record)}")
 
     def note(self, text: str) -> None:
-        """Nothing; prints a line above the progress bar."""
+        """Print a line above the progress bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing, once everything is written and the terminal is given back. May be called again."""
+        """Close the files and give the terminal back. May be called again."""
         if self._progress is not None:
             self._progress.stop()
-        if self.board is not None:
-            self.board.close()
-            self.board = None
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+            self.tensorboard = None
         self._train_file.close()
         self._eval_file.close()
 
@@ -122,7 +122,7 @@ class Metrics:
 
 
 class NoMetrics(Metrics):
-    """What a process that does not lead records and shows of a run: nothing."""
+    """The metrics of a process that does not lead: it records and shows nothing."""
 
     def __init__(self) -> None: ...
 
@@ -136,7 +136,7 @@ class NoMetrics(Metrics):
 
 
 def _continue_file(path: Path, last_step: int) -> FileIO:
-    """The file opened for appending, after every line that is no record of a step up to `last_step` is dropped.
+    """Open a file for appending, after dropping every line that is no record of a step up to `last_step`.
 
     A kill meanwhile leaves the old or the new one. Writes are not buffered: each line is
     one write, which a kill of the process cannot lose.
@@ -150,7 +150,7 @@ def _continue_file(path: Path, last_step: int) -> FileIO:
 
 
 def _is_kept(line: bytes, last_step: int) -> bool:
-    """Whether a line is a whole record of a step up to `last_step`.
+    """Return whether a line is a whole record of a step up to `last_step`.
 
     >>> _is_kept(b'{"step": 2, "loss": 1.5}\\n', 2), _is_kept(b'{"step": 3}\\n', 2), _is_kept(b'{"step": 1', 2)
     (True, False, False)
@@ -175,7 +175,7 @@ def _step(record: Record) -> float:
 
 
 def _train_tag(key: str) -> str:
-    """TensorBoard's tag of a key: speeds and times in one group, the rest in another.
+    """Return TensorBoard's tag of a key: speeds and times in one group, the rest in another.
 
     >>> _train_tag("loss"), _train_tag("tokens_per_s"), _train_tag("mfu_fraction")
     ('train/loss', 'speed/tokens_per_s', 'speed/mfu_fraction')
@@ -188,7 +188,7 @@ def _eval_tag(key: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Four decimals, or an exponent where they would show little.
+    """Return four decimals, or an exponent where they would show little.
 
     >>> _number(3.14159), _number(0.00012345)
     ('3.1416', '1.234e-04')
@@ -196,7 +196,7 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.3e}"
 
 
-# What the terminal shows of a record, in this order.
+# The text of each value of a record on the terminal, in this order.
 _SHOWN = {
     "loss": lambda value: f"loss {_number(value)}",
     "eval_loss": lambda value: f"eval_loss {_number(value)}",
@@ -214,7 +214,7 @@ _ON_BAR = ("loss", "tokens_per_s", "rows_per_s")
 
 
 def _shown(record: Record, keys: tuple[str, ...] = tuple(_SHOWN)) -> str:
-    """What the terminal shows of a record.
+    """Return the text of a record on the terminal.
 
     >>> _shown({"step": 10, "loss": 3.1416, "lr": 1e-3, "tokens_per_s": 12345.0, "step_time_s": 0.123})
     'loss 3.1416  lr 1.0e-03  12,345 tok/s  0.123 s/step'
@@ -223,7 +223,7 @@ def _shown(record: Record, keys: tuple[str, ...] = tuple(_SHOWN)) -> str:
 
 
 def _at(record: Record, step_time_s: float) -> Record:
-    """A record as if its step had taken so long.
+    """Return a record as if its step had taken so long.
 
     >>> _at({"loss": 1.5, "tokens_per_s": 100.0, "step_time_s": 2.0}, 4.0)
     {'loss': 1.5, 'tokens_per_s': 50.0, 'step_time_s': 4.0}

@@ -1,4 +1,4 @@
-"""The processes of one training run: they compare what was asked of them, and none leaves another hanging.
+"""The process group of one training run: its processes compare their settings, and none leaves another hanging.
 
 A process that fails says so with its number, and the others follow it. One that is gone without a word (killed, or its
 machine lost) is named by JAX's coordination service after run.heartbeat_s.
@@ -25,12 +25,12 @@ from ppctl.config import Config
 from ppctl.errors import AgreedError, CheckpointError, ConfigError, ElsewhereError, LostError, PpctlError
 from ppctl.executors.mesh import all_devices
 from ppctl.launch import distributed, xla_stderr
-from ppctl.training.heartbeat import Watch
+from ppctl.training.heartbeat import Heartbeat
 from ppctl.training.loop import writing
 
 # settings that may differ between processes
 LOCAL = ("run.process_id", "run.coordinator", "data.cache_dir", "costs.cache_dir")
-FAR = re.compile(  # in errors of collectives, and of the service, where the other side is gone
+LOST_CONTACT = re.compile(  # in errors of collectives, and of the service, where the other side is gone
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|coordination|another task|barrier"
     r"|UNAVAILABLE|DEADLINE_EXCEEDED",
     re.IGNORECASE,
@@ -38,46 +38,46 @@ FAR = re.compile(  # in errors of collectives, and of the service, where the oth
 
 
 @contextmanager
-def membership(config: Config) -> Iterator[Watch]:
-    """The watch of this process among those of the run, while the body trains; JAX has been started.
+def process_group(config: Config) -> Iterator[Heartbeat]:
+    """Join the process group of a run, and yield this process's heartbeat while the body trains; JAX has been started.
 
-    Where the run has several, they are compared first: AgreedError on process 0, ElsewhereError on the others. An error
-    of the body gets the process's number, and lets the others leave.
+    Settings and versions are compared first: AgreedError on process 0, ElsewhereError on the others where they differ.
+    An error of the body gets the process's number, and lets the others leave.
     """
     if config.run.distributed == "off":
-        yield Watch()
+        yield Heartbeat()
         return
     all_devices()  # a ConfigError where there are none
     process, count = jax.process_index(), jax.process_count()
-    watch = Watch(process=process)
+    heartbeat = Heartbeat(process=process)
     try:
         compare(settings(config) | {f"the version of {name}": version(name) for name in ("ppctl", "jax")})
         _check_divisible(config, count)
         directory, slow_after_s = _shared_directory(config), config.run.slow_after_s
-        watch = Watch(directory, process=process, num_processes=count, slow_after_s=slow_after_s, say=_say)
-        watch.start()
-        yield watch
-        distributed.gather("")  # watched until all are done
-        watch.stop()
+        heartbeat = Heartbeat(directory, process=process, num_processes=count, slow_after_s=slow_after_s, say=_say)
+        heartbeat.start()
+        yield heartbeat
+        distributed.gather("")  # until all are done
+        heartbeat.stop()
         distributed.gather("")
     except (AgreedError, ElsewhereError, CheckpointError) as error:  # which all processes raise at the same point
-        watch.stop()
-        distributed.leave()  # all do: none must lose contact before it could tell why
-        _clear(watch)
+        heartbeat.stop()
+        distributed.leave()  # all do: none must lose contact before it could say why
+        _clear(heartbeat)
         if process == 0 or not isinstance(error, CheckpointError):
             raise
         elsewhere = ElsewhereError()
         elsewhere.exit_code = error.exit_code
         raise elsewhere from error
     except Exception as error:
-        raise _told(error, config, watch) from error
+        raise _with_process_number(error, config, heartbeat) from error
     distributed.leave()
-    _clear(watch)
+    _clear(heartbeat)
 
 
-def _clear(watch: Watch) -> None:
-    if watch.directory is not None and watch.process == 0:
-        shutil.rmtree(watch.directory, ignore_errors=True)
+def _clear(heartbeat: Heartbeat) -> None:
+    if heartbeat.directory is not None and heartbeat.process == 0:
+        shutil.rmtree(heartbeat.directory, ignore_errors=True)
 
 
 def _say(text: str) -> None:
@@ -85,27 +85,27 @@ def _say(text: str) -> None:
 
 
 def compare(facts: Mapping[str, Any]) -> None:
-    """Nothing where all processes hold the same facts (JSON values).
+    """Check that all processes hold the same facts (JSON values); alone, nothing is compared.
 
-    Where they do not, AgreedError on process 0 and ElsewhereError on the others. Alone, nothing is compared.
+    Where they do not, AgreedError on process 0 and ElsewhereError on the others.
     """
     if not distributed.is_joined():
         return
-    found = [json.loads(text) for text in distributed.gather(json.dumps(dict(facts)))]
-    for process, theirs in enumerate(found):
-        for key in [*found[0], *theirs]:
-            ours, other = (json.dumps(each[key]) if key in each else "not set" for each in (found[0], theirs))
-            if ours != other:
+    first, *others = (json.loads(text) for text in distributed.gather(json.dumps(dict(facts))))
+    for process, theirs in enumerate(others, 1):
+        for key in [*first, *theirs]:
+            expected, actual = (json.dumps(each[key]) if key in each else "not set" for each in (first, theirs))
+            if expected != actual:
                 if not distributed.is_lead():
                     raise ElsewhereError
                 raise AgreedError(
-                    f"{key} is {ours} on process 0 and {other} on process {process}. All processes need the same "
+                    f"{key} is {expected} on process 0 and {actual} on process {process}. All processes need the same "
                     "settings, data and versions."
                 )
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Every setting that all processes must share, by its key."""
+    """Return every setting that all processes must share, by its key."""
     found: dict[str, Any] = {}
 
     def walk(values: Mapping[str, Any], prefix: str) -> None:
@@ -128,12 +128,12 @@ def _check_divisible(config: Config, count: int) -> None:
 
 
 def _of_all(message: str) -> PpctlError:
-    """The error that every process finds alike: one of them tells it."""
+    """Return the error that every process finds alike: process 0 gives the message, the others leave."""
     return AgreedError(message) if distributed.is_lead() else ElsewhereError()
 
 
 def _shared_directory(config: Config) -> Path:
-    """`processes` below run.dir, empty. ConfigError if some process does not see what process 0 writes there."""
+    """Return `processes` below run.dir, empty. ConfigError if some process does not see what process 0 writes there."""
     directory = Path(config.run.dir) / "processes"
     problem, token = "", uuid.uuid4().hex
     if distributed.is_lead():
@@ -158,29 +158,32 @@ def _shared_directory(config: Config) -> Path:
     return directory
 
 
-def _told(error: Exception, config: Config, watch: Watch) -> Exception:
-    """The error with the process's number, after the others were told of it."""
+def _with_process_number(error: Exception, config: Config, heartbeat: Heartbeat) -> Exception:
+    """Return the error with the process's number, after the heartbeat has let the others know."""
     reason = _lost_contact(error)
     if reason is not None:
-        what = f"lost contact with another process while {watch.text} ({reason})"
+        what = f"lost contact with another process while {heartbeat.text} ({reason})"
         xla_stderr.tell_lost(what)
-        time.sleep(config.run.heartbeat_s + 5)  # by then the service names it and ends this process, or another told
-        return LostError(f"process {watch.process}: {what}.")
+        time.sleep(config.run.heartbeat_s + 5)  # by then the service names it and ends this process, or another failed
+        return LostError(f"process {heartbeat.process}: {what}.")
     if not isinstance(error, PpctlError):
-        watch.fail(f"{type(error).__name__}: {one_line(error)}")
-        return RuntimeError(f"process {watch.process}: {type(error).__name__}: {one_line(error)}")
-    is_first = watch.fail(one_line(error))  # what all find alike, such as numbers that are not finite, is told once
-    told = PpctlError(f"process {watch.process}: {error}") if is_first or watch.process == 0 else ElsewhereError()
-    told.exit_code = error.exit_code
-    return told
+        heartbeat.fail(f"{type(error).__name__}: {one_line(error)}")
+        return RuntimeError(f"process {heartbeat.process}: {type(error).__name__}: {one_line(error)}")
+    is_first = heartbeat.fail(
+        one_line(error)
+    )  # what all find alike, such as numbers that are not finite, is printed once
+    is_printed = is_first or heartbeat.process == 0
+    numbered = PpctlError(f"process {heartbeat.process}: {error}") if is_printed else ElsewhereError()
+    numbered.exit_code = error.exit_code
+    return numbered
 
 
 def _lost_contact(error: BaseException) -> str | None:
-    """The reason, if an error comes of another process being gone, else None."""
+    """Return the reason, if an error comes of another process being gone, else None."""
     link: BaseException | None = error
     while link is not None:
         text = str(link)
-        if not isinstance(link, PpctlError) and FAR.search(text):
+        if not isinstance(link, PpctlError) and LOST_CONTACT.search(text):
             return one_line(link)[:150].rstrip(".")
         link = link.__cause__
     return None

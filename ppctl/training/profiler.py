@@ -31,7 +31,7 @@ class Window:
         self.running = False
 
     def step(self, step: int) -> Any:
-        """A context for the dispatch of one step (0-based)."""
+        """Return a context for the dispatch of one step (0-based)."""
         if step == self.start:
             self.directory.mkdir(parents=True, exist_ok=True)
             jax.profiler.start_trace(str(self.directory), create_perfetto_trace=True)
@@ -39,11 +39,11 @@ class Window:
         return jax.profiler.StepTraceAnnotation("train", step_num=step) if self.running else nullcontext()
 
     def is_due(self, num_finished: int) -> bool:
-        """Whether the trace should end now, all its steps having finished."""
+        """Return whether the trace should end now, all its steps having finished."""
         return self.running and self.start is not None and num_finished >= self.start + self.num_steps
 
     def finish(self) -> Path:
-        """The directory, once the trace is written."""
+        """Write the trace, and return its directory."""
         jax.profiler.stop_trace()
         self.running = False
         return self.directory
@@ -51,7 +51,7 @@ class Window:
 
 @contextmanager
 def traced(window: Window) -> Iterator[Window]:
-    """`window`, with a trace that is still running at the end (an interrupted run) written as it is."""
+    """Yield `window`; a trace that still runs at the end (of an interrupted run) is written as it is."""
     try:
         yield window
     finally:
@@ -60,7 +60,7 @@ def traced(window: Window) -> Iterator[Window]:
 
 
 def write_tasks(directory: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Path | None:
-    """A Perfetto trace with a track for each rank and an event for each task, from the newest trace in `directory`.
+    """Write a Perfetto trace with a track for each rank and an event for each task, from the newest in `directory`.
 
     None where the backend's trace does not tell operations by device and tick (so far only CPU does). An event runs
     from the first to the last operation of its task; ids in `args` are those of the schedule.
@@ -85,7 +85,7 @@ def write_tasks(directory: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -
 
 
 def _places(mesh: Mesh) -> dict[int, dict[str, int]]:
-    """For each device id its coordinate along every mesh axis."""
+    """Return for each device id its coordinate along every mesh axis."""
     return {
         device.id: dict(zip(mesh.axis_names, map(int, index), strict=True))
         for index, device in np.ndenumerate(mesh.devices)
@@ -93,10 +93,10 @@ def _places(mesh: Mesh) -> dict[int, dict[str, int]]:
 
 
 def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """Name, device, start and duration (microseconds) of every task in the trace.
+    """Yield name, device, start and duration (microseconds) of every task in the trace.
 
     A device runs one branch for each kind of task in every tick, so the n-th time it enters a branch is tick n. The
-    operations of the branch, told by their scope in the compiled program, then bound the task.
+    operations of the branch, known by their scope in the compiled program, then bound the task.
     """
     operations, entries = _scopes(compiled_text)
     module = compiled_text.removeprefix("HloModule ").split(",", 1)[0]
@@ -135,7 +135,7 @@ def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh) -> Ite
 
 
 def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
-    """What a rank runs in a branch of a tick; None where it skips the branch."""
+    """Return the task that a rank runs in a branch of a tick; None where it skips the branch."""
     line = ticks.table[tick][rank]
     for task, column in zip(ticks.cells[tick][rank], ("f", "b"), strict=True):
         is_run = line[ticks.columns.index(column if ticks.program == "fb" else "kind")]
@@ -145,7 +145,7 @@ def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
 
 
 def _scopes(compiled_text: str) -> tuple[dict[str, str], set[str]]:
-    """For each operation of a tick's tasks its scope, and the operations that enter one."""
+    """Return for each operation of a tick's tasks its scope, and the operations that enter one."""
     operations: dict[str, str] = {}
     entries: set[str] = set()
     pattern = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*? metadata=\{.*?op_name="([^"]*)"')

@@ -1,4 +1,4 @@
-"""`ppctl train`: from a request to a run, and all that a run leaves behind.
+"""`ppctl train`: from a request to a run, and all that a run leaves behind. Read `_train` first: it is the whole story.
 
 A run directory holds config.yaml, status.jsonl, metrics.jsonl, eval.jsonl, tensorboard/, profile/ and
 checkpoints/<step>/.
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +36,26 @@ from ppctl.schedule.timeline import timeline_at
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import environment
-from ppctl.training.heartbeat import Watch
+from ppctl.training.heartbeat import Heartbeat
 from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble, partition_text
 from ppctl.training.loop import Loop, writing
 from ppctl.training.metrics import Metrics, NoMetrics
 from ppctl.training.prediction import StepPrediction
-from ppctl.training.process_group import compare, membership
+from ppctl.training.process_group import compare, process_group
 from ppctl.training.start import start_jax
-from ppctl.training.tensorboard import Board
+from ppctl.training.tensorboard import TensorBoardLog
 
 Tree = Any
 Predict = Callable[[TrainingJob], StepPrediction]  # of a step, before anything is compiled
 LOCKSTEP_NOTICE = 1.05  # say so when lockstep ticks stretch the schedule by more than this
 
 
-def train(config: Config, words: Sequence[str], *, predict: Predict, as_json: bool) -> int:
-    """The exit code: 0 trained to run.num_steps, 130 or 143 interrupted after saving.
+def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json: bool) -> int:
+    """Train a config, and return the exit code: 0 trained to run.num_steps, 130 or 143 interrupted after saving.
 
-    words: what the run was started with, as typed. predict: step time and memory before anything is compiled.
+    overrides: those that the run was started with, as typed. predict: step time and memory before anything is compiled.
 
-    Raises PpctlError for what the user asked wrong, NonFiniteError when the loss or a gradient is not finite.
+    Raises PpctlError for requests that cannot be served, NonFiniteError when the loss or a gradient is not finite.
     """
     other = held_by(Path(config.run.dir))
     if other is not None:  # it would lose the save that it is writing
@@ -63,105 +64,113 @@ def train(config: Config, words: Sequence[str], *, predict: Predict, as_json: bo
             f"kill -INT {other}, which saves."
         )
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
-    with membership(config) as watch:
-        return _train(config, words, watch, predict, as_json=as_json)
+    with process_group(config) as heartbeat:
+        return _train(config, overrides, heartbeat, predict, as_json=as_json)
 
 
-def _train(
-    config: Config,
-    words: Sequence[str],
-    watch: Watch,
-    predict: Predict,
-    *,
-    as_json: bool,
-) -> int:
-    is_lead = distributed.is_lead()
+def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predict: Predict, *, as_json: bool) -> int:
+    is_lead, run_dir = distributed.is_lead(), Path(config.run.dir)
     console = Console(stderr=as_json, quiet=not is_lead)
-    say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     job = assemble(config)
-    run_dir = Path(config.run.dir)
-    keep, timeout_s = config.run.checkpoint.keep, config.run.checkpoint.timeout_s
-    directory, gather = run_dir / "checkpoints", distributed.gather
-    with Checkpoints(directory, keep=keep, timeout_s=timeout_s, gather=gather) as checkpoints:
-        if config.run.eval_every is not None:
-            job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+    if config.run.eval_every is not None:
+        job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+    with _checkpoints(config) as checkpoints:
         start, restored = resume(config, job, checkpoints, say)
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
             if as_json and is_lead:
-                print(json.dumps({"status": "finished", "run_dir": config.run.dir, "step": start}))
+                print(json.dumps({"status": FINISHED, "run_dir": config.run.dir, "step": start}))
             return 0
         prediction = predict(job)
         for line in (*describe(job, start), prediction.line()):
             say(line)
         where = environment(job.pipe.mesh)
-        with _recorded(config, start, {**where, OVERRIDES: [*words]}) if is_lead else NoRunStatus() as standing:
+        with _record_start(config, start, overrides, where) as status:
             footprint, compile_time_s = compile_steps(job, console)
             say(f"compiled in {compile_time_s:.1f} s")
-            if is_lead:
-                with writing(run_dir):
-                    memory = {"step": start, "ranks": job.pipe.memory()}
-                    replace_file(run_dir / MEMORY_FILE, json.dumps(memory) + "\n")
-            watch.note("start", start)
+            _write_memory(run_dir, job, start)
+            heartbeat.note("start", start)
             compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
             state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
             del restored
-            shown = {}
-            if config.run.show_placement:
-                placed = placement.placement(job.pipe.engine.parameters(state), job.pipe.layout, distributed.gather)
-                placement.print_placement(console, placed)
-                shown = {"placement": asdict(placed)}
-            with _metrics(config, start, console) if is_lead else NoMetrics() as metrics:
-                if metrics.board is not None:
-                    show_start(metrics.board, job, words, where, footprint, prediction)
-                loop = Loop(job, footprint, compile_time_s, checkpoints, metrics, watch, prediction)
-                with _stop_requests(console) as asked_to_leave:
-                    exit_code = loop.run(state, start, asked_to_leave)
-                if metrics.board is not None:
-                    metrics.board.step_times(loop.step_times_s, loop.last["step"])
+            placed = _show_placement(job, state, console) if config.run.show_placement else {}
+            with _metrics(config, start, console) as metrics:
+                show_start(metrics.tensorboard, job, overrides, where, footprint, prediction)
+                loop = Loop(job, footprint, compile_time_s, checkpoints, metrics, heartbeat, prediction)
+                with _stop_requests(console) as stop_requested:
+                    exit_code = loop.run(state, start, stop_requested)
+                if metrics.tensorboard is not None:
+                    metrics.tensorboard.step_times(loop.step_times_s, loop.last["step"])
             with writing(run_dir):
-                standing.end(**_ending(exit_code, loop.last["step"]))
+                status.end(**_ending(exit_code, loop.last["step"]))
     summary = loop.summary(exit_code)
     if loop.step_times_s:
         say(prediction.compared(loop.step_times_s, max(footprint.total_bytes)))
     say(f"{summary['status']} at step {summary['step']}; checkpoints, metrics and logs are in {run_dir}")
     if as_json and is_lead:
-        print(json.dumps(summary | shown))
+        print(json.dumps(summary | placed))
     return exit_code
 
 
-def _recorded(config: Config, start: int, where: Mapping[str, Any]) -> RunStatus:
-    """The record of this start of the run, beside the settings it starts with."""
+def _checkpoints(config: Config) -> Checkpoints:
+    keep, timeout_s = config.run.checkpoint.keep, config.run.checkpoint.timeout_s
+    directory = Path(config.run.dir) / "checkpoints"
+    return Checkpoints(directory, keep=keep, timeout_s=timeout_s, gather=distributed.gather)
+
+
+def _record_start(config: Config, start: int, overrides: Sequence[str], where: Mapping[str, Any]) -> RunStatus:
+    """Write the settings of this start of the run, and open the record of its status; the lead process alone does."""
+    if not distributed.is_lead():
+        return NoRunStatus()
     run_dir = Path(config.run.dir)
     with writing(run_dir):
         (run_dir / "config.yaml").write_text(as_yaml(config))
-        return RunStatus(run_dir, start, **where)
+        return RunStatus(run_dir, start, **{**where, OVERRIDES: [*overrides]})
 
 
 def as_yaml(config: Config) -> str:
+    """Return all settings of a config as YAML."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
+def _write_memory(run_dir: Path, job: TrainingJob, start: int) -> None:
+    """Write the memory breakdown of the compiled step; the lead process alone does."""
+    if distributed.is_lead():
+        with writing(run_dir):
+            memory = {"step": start, "ranks": job.pipe.memory()}
+            replace_file(run_dir / MEMORY_FILE, json.dumps(memory) + "\n")
+
+
+def _show_placement(job: TrainingJob, state: Tree, console: Console) -> dict[str, Any]:
+    """Print which device holds which parameters, and return the same as plain JSON."""
+    placed = placement.placement(job.pipe.engine.parameters(state), job.pipe.layout, distributed.gather)
+    placement.print_placement(console, placed)
+    return {"placement": asdict(placed)}
+
+
 def show_start(
-    board: Board,
+    log: TensorBoardLog | None,
     job: TrainingJob,
-    words: Sequence[str],
+    overrides: Sequence[str],
     where: Mapping[str, Any],
     footprint: Footprint,
     prediction: StepPrediction,
 ) -> None:
-    """Nothing; shows what is known of a start before its first step: request, place, schedule and memory."""
-    board.request(words, as_yaml(job.config), where)
-    board.memory(footprint.total_bytes, prediction.memory_bytes)
+    """Show in TensorBoard, if it is written, a start before its first step: request, place, schedule and memory."""
+    if log is None:
+        return
+    log.request(overrides, as_yaml(job.config), where)
+    log.memory(footprint.total_bytes, prediction.memory_bytes)
     pipe = job.pipe
     if pipe.execution.is_pipelined:
         schedule, costs = pipe.schedule, task_costs(pipe.execution.remat)
         draw = lambda: [drawing_of_timeline(f"{schedule.name}, predicted", timeline_at(schedule, pipe.ticks, costs))]  # noqa: E731
-        board.gantt("schedule/predicted", schedule, draw, board.first_step)
+        log.gantt("schedule/predicted", schedule, draw, log.first_step)
 
 
 def _ending(exit_code: int, step: int) -> dict[str, Any]:
-    """What is recorded of a run that ended in order.
+    """Return the record of a run that ended in order.
 
     >>> _ending(130, 7)
     {'status': 'interrupted', 'step': 7, 'reason': 'SIGINT'}
@@ -173,6 +182,8 @@ def _ending(exit_code: int, step: int) -> dict[str, Any]:
 
 def _metrics(config: Config, start: int, console: Console) -> Metrics:
     run = config.run
+    if not distributed.is_lead():
+        return NoMetrics()
     return Metrics(
         run.dir,
         num_steps=run.num_steps,
@@ -186,9 +197,9 @@ def _metrics(config: Config, start: int, console: Console) -> Metrics:
 def resume(
     config: Config, job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None]
 ) -> tuple[int, Tree | None]:
-    """The step to go on from and its state in natural order; 0 and None for a new run.
+    """Return the step to go on from and its state in natural order; 0 and None for a new run.
 
-    A damaged checkpoint is moved aside and the one before it taken, in every process alike.
+    A damaged checkpoint is moved aside for the one before it, in every process alike.
     """
     while True:
         try:
@@ -202,7 +213,7 @@ def resume(
 
 
 def resume_step(config: Config, job: TrainingJob, checkpoints: Checkpoints) -> int:
-    """The step to go on from, 0 for a new run. CheckpointError when that is not what run.resume asks for."""
+    """Return the step to go on from, 0 for a new run. CheckpointError where run.resume requests otherwise."""
     latest = checkpoints.latest()
     where = f"in {checkpoints.directory}"
     if latest is None:
@@ -243,7 +254,7 @@ def resume_step(config: Config, job: TrainingJob, checkpoints: Checkpoints) -> i
 
 
 def describe(job: TrainingJob, start: int) -> Iterator[str]:
-    """What is about to run, a line each."""
+    """Yield the lines that describe a run before it starts."""
     config, pipe = job.config, job.pipe
     schedule, ticks = pipe.schedule, pipe.ticks
     device = pipe.mesh.devices.flat[0]
@@ -279,7 +290,7 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
 
 
 def compile_steps(job: TrainingJob, console: Console) -> tuple[Footprint, float]:
-    """(what the compiled step takes, seconds of compiling), with a sign of life meanwhile."""
+    """Compile the step, and return (its footprint, seconds of compiling); the console shows that it goes on."""
     began = time.perf_counter()
     with _alive(console, "compiling"):
         footprint = job.pipe.engine.compile(evaluate=job.config.run.eval_every is not None)
@@ -288,7 +299,7 @@ def compile_steps(job: TrainingJob, console: Console) -> tuple[Footprint, float]
 
 @contextmanager
 def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]:
-    """Shows a spinner on a terminal, elsewhere a line now and then, while the body runs."""
+    """Show a spinner on a terminal, elsewhere a line now and then, while the body runs."""
     if console.is_interactive:
         with console.status(f"{what} ..."):
             yield
@@ -311,7 +322,7 @@ def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]
 
 @contextmanager
 def _stop_requests(console: Console) -> Iterator[Callable[[int], int | None]]:
-    """A function of the finished step: the signal that asks the run to end, or None.
+    """Yield a function of the finished step that returns the signal that requests the run to end, or None.
 
     The second signal of a kind ends the process at once. In a run of several processes JAX hears SIGTERM and brings all
     to the same step; SIGINT takes that road too.
@@ -326,11 +337,11 @@ def _stop_requests(console: Console) -> Iterator[Callable[[int], int | None]]:
         if is_joined:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def asked_to_leave(finished: int) -> int | None:
+    def stop_requested(finished: int) -> int | None:
         if is_joined:
             return signal.SIGTERM if distributed.stop_requested(finished) else None
         return received[0] if received else None
 
     numbers = (signal.SIGINT,) if is_joined else STOP_SIGNALS
     with handling(numbers, handle):
-        yield asked_to_leave
+        yield stop_requested

@@ -1,4 +1,4 @@
-"""What a run shows in TensorBoard: scalars of each step, and as text and figures what `ppctl report` shows beside."""
+"""TensorBoard's log of a run: scalars of each step; as text and figures, what `ppctl report` shows too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_BARS = 64
 MIB = 1 << 20
 
 
-class Board:
+class TensorBoardLog:
     """The events of one start of a run, in a directory. What is drawn belongs to a step, as scalars do.
 
     Args:
@@ -37,21 +37,21 @@ class Board:
         )
 
     def scalars(self, values: Mapping[str, float | None], step: int, tag: Callable[[str], str]) -> None:
-        """Nothing; adds each value that is known, by the tag of its key."""
+        """Add each value that is known, by the tag of its key."""
         for key, value in values.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(tag(key), value, step)
 
-    def request(self, asked: Sequence[str], config_yaml: str, where: Mapping[str, Any]) -> None:
-        """Nothing; adds as text what differs from the defaults, the whole config, and what this start runs on."""
-        self._text("run/asked", _block("\n".join(asked) or "nothing beside the defaults"))
+    def request(self, overrides: Sequence[str], config_yaml: str, environment: Mapping[str, Any]) -> None:
+        """Add as text the overrides, the whole config, and the machine and versions of this start."""
+        self._text("run/asked", _block("\n".join(overrides) or "nothing but the defaults"))  # a tag: as in older logs
         self._text("run/config", _block(config_yaml))
-        versions = {f"version of {name}": version for name, version in where.get("versions", {}).items()}
-        facts = {name: value for name, value in where.items() if name != "versions"} | versions
+        versions = {f"version of {name}": version for name, version in environment.get("versions", {}).items()}
+        facts = {name: value for name, value in environment.items() if name != "versions"} | versions
         self._text("run/environment", _table(("", ""), facts.items()))
 
     def gantt(self, tag: str, schedule: Schedule, draw: Callable[[], Sequence[Drawing]], step: int) -> None:
-        """Nothing; adds a figure of what `draw` gives, below each other, or text where the tasks are too many."""
+        """Add a figure of the drawings that `draw` returns, below each other, or text where the tasks are too many."""
         num_tasks = sum(map(len, schedule.ranks))
         if num_tasks > MOST_TASKS:
             self._text(f"{tag}_text", f"{num_tasks:,} tasks are too many for a figure: see `ppctl report`.", step)
@@ -59,7 +59,7 @@ class Board:
         self._writer.add_image(tag, gantt_pixels(draw()), step, dataformats="HWC")
 
     def memory(self, of_ranks: Sequence[int], predicted_bytes: int) -> None:
-        """Nothing; adds bars of what a device of each rank takes as compiled, 0 where nobody here knows."""
+        """Add bars of the bytes that a device of each rank takes as compiled; 0: not known here, left out."""
         known = [(f"rank {rank}", size / MIB) for rank, size in enumerate(of_ranks) if size]
         if not known:
             return
@@ -70,11 +70,11 @@ class Board:
         self._writer.add_image("memory/ranks", pixels, self.first_step, dataformats="HWC")
 
     def step_times(self, seconds: Sequence[float], step: int) -> None:
-        """Nothing; adds a histogram of the seconds that steps took."""
+        """Add a histogram of step times."""
         self._writer.add_histogram("speed/step_times_s", np.asarray(list(seconds)), step)
 
     def close(self) -> None:
-        """Nothing, once all is written."""
+        """Write all that is pending, and close the file."""
         self._writer.close()
 
     def _text(self, tag: str, text: str, step: int | None = None) -> None:
@@ -82,11 +82,11 @@ class Board:
 
 
 def _block(text: str) -> str:
-    """Text that Markdown leaves as it is."""
+    """Return text that Markdown leaves as it is."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _table(head: Sequence[str], rows: Any) -> str:
-    """A table of Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
+def _table(head: Sequence[str], entries: Any) -> str:
+    """Return a table of Markdown."""
+    lines = [head, ["---"] * len(head), *entries]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

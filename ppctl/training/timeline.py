@@ -23,7 +23,7 @@ Tree = Any
 
 
 def timed_step(engine: TimedEngine, schedule: Schedule, state: Tree, batch: Tree) -> tuple[Tree, Tree, Timeline]:
-    """(next state, metrics, measured timeline) of a step that nothing else runs beside. Waits until it is done."""
+    """Run one step alone, and return (next state, metrics, measured timeline). Waits until it is done."""
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder)
         try:
@@ -40,7 +40,7 @@ def timed_step(engine: TimedEngine, schedule: Schedule, state: Tree, batch: Tree
 def traced_spans(
     directory: Path, programs: Sequence[Sequence[tuple[str, Task | None]]], devices: Sequence[int]
 ) -> dict[Task, Span] | None:
-    """The span of each task on its rank's first device, or None where the trace does not tell them.
+    """Return the span of each task on its rank's first device, or None where the trace does not tell them apart.
 
     A rank's programs of one name run in the order in which they were dispatched.
     """

@@ -16,7 +16,7 @@ LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
 
 
 def init_state(params: Tree, optimizer: optax.GradientTransformation) -> Tree:
-    """{"params", "optimizer", "step"}: all that a checkpoint must hold."""
+    """Return {"params", "optimizer", "step"}: all that a checkpoint must hold."""
     return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
 
@@ -40,7 +40,7 @@ def train_step(
 
 
 def apply_gradients(optimizer: optax.GradientTransformation, state: Tree, grads: Tree, norm: jax.Array) -> Tree:
-    """The next state of a model or of a part of it; `norm` is that of the whole model's gradients."""
+    """Return the next state of a model or of a part of it; `norm` is that of the whole model's gradients."""
     update = optax.with_extra_args_support(optimizer).update
     updates, optimizer_state = update(grads, state["optimizer"], state["params"], norm=norm)
     params = optax.apply_updates(state["params"], updates)

@@ -1,7 +1,7 @@
 """Models and data sets of the user's own: functions named by dotted paths, and whether what they return fits.
 
 They are looked for in the current directory first; those of ppctl's own recipes (recipes.documents...) also where
-these stand. What is wrong with them is said before anything is compiled.
+these stand. They are checked before anything is compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ppctl.model.network import Network
 from ppctl.model.stack import Stack
 
 T = TypeVar("T")
-ROWS = 2  # of the batch that a model is tried on
+NUM_TRIED = 2  # examples of the batch that a model is tried on
 
 
 def custom_stack(
@@ -43,20 +43,22 @@ def custom_stack(
     layers: str = "marks",
     compute: jnp.dtype | None = None,
 ) -> Stack:
-    """The model that model.target returns for (num_layers, dtype, data, **options), a network as a stack.
+    """Return the model that model.target returns for (num_layers, dtype, data, **options), a network as a stack.
 
-    dtype, compute: of parameters, and of compute with them. ConfigError where it cannot be called so, or where what it
-    returns takes no row of `data`, or cannot be cut.
+    dtype, compute: of parameters, and of compute with them. ConfigError where it cannot be called so, or where its
+    result takes no example of `data`, or cannot be cut.
     """
     key, auto = f"model.target={target}", layers == "auto"
-    stack = _made((Stack, Network), key, target, {"num_layers": num_layers, "dtype": dtype, "data": data}, options)
+    stack = _call_target(
+        (Stack, Network), key, target, {"num_layers": num_layers, "dtype": dtype, "data": data}, options
+    )
     if isinstance(stack, Network):
-        network, inputs = stack, data.read(np.arange(ROWS))["inputs"]
+        network, inputs = stack, data.read(np.arange(NUM_TRIED))["inputs"]
         shape = jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)
-        made = partial(
+        cut = partial(
             TracedNetwork, network, num_layers, auto=auto, inputs=shape, dtype=dtype, compute=compute or dtype
         )
-        stack = stack_of(_tried(key, "cutting it into layers", made))
+        stack = stack_of(_call_user_code(key, "cutting it into layers", cut))
     elif auto:
         raise ConfigError(f"{key} returns a Stack, which has its layers: model.layers=auto is for a ppctl.Network.")
     if stack.num_layers != num_layers:
@@ -64,46 +66,46 @@ def custom_stack(
             f"{key} returns a Stack of {stack.num_layers} layers, but model.num_layers={num_layers}. "
             "Let num_layers say how many there are."
         )
-    _try_on(key, stack, data.read(np.arange(ROWS)))
+    _check_stack(key, stack, data.read(np.arange(NUM_TRIED)))
     return stack
 
 
 def custom_data(
     target: str, batch_size: int, eval_fraction: float, options: Mapping[str, Any], *, seed: int
 ) -> DataSet:
-    """The data set that data.target returns for (batch_size, seed, eval_fraction, **options).
+    """Return the data set that data.target returns for (batch_size, seed, eval_fraction, **options).
 
-    ConfigError where it cannot be called so, or where what it returns is no data set of such batches.
+    ConfigError where it cannot be called so, or where its result is no data set of such batches.
     """
     key = f"data.target={target}"
     given = {"batch_size": batch_size, "seed": seed, "eval_fraction": eval_fraction}
-    data = _made(DataSet, key, target, given, options)
+    data = _call_target(DataSet, key, target, given, options)
     if data.batch_size != batch_size:
         raise ConfigError(f"{key} makes batches of {data.batch_size}, but data.batch_size={batch_size}.")
     if data.num_examples < batch_size:
         raise ConfigError(
             f"{key} has {data.num_examples} examples to train on, fewer than data.batch_size={batch_size}."
         )
-    _try_reading(key, data)
+    _check_reading(key, data)
     return data
 
 
 def source_digest(target: str) -> str:
-    """sha256 of the file that a target stands in: what was measured for it is of this text."""
+    """Return the sha256 of the file that a target stands in: its measurements are valid for this text."""
     file = getattr(sys.modules.get(target.rpartition(".")[0]), "__file__", None)
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _made(
+def _call_target(
     kind: type[T] | tuple[type[T], ...], key: str, target: str, given: Mapping[str, Any], options: Mapping[str, Any]
 ) -> T:
-    """What a target returns, which is of this kind; ConfigError where it is not."""
-    made = _called(key, _function(key, target), given, options)
-    if not isinstance(made, kind):
+    """Return the result of a target, which is of this kind; ConfigError where it is not."""
+    result = _call(key, _function(key, target), given, options)
+    if not isinstance(result, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
         expected = " or ".join(f"a {each.__module__}.{each.__qualname__}" for each in kinds)
-        raise ConfigError(f"{key} returns {_kind(made)}, not {expected}.")
-    return made
+        raise ConfigError(f"{key} returns {_kind(result)}, not {expected}.")
+    return result
 
 
 def _function(key: str, target: str) -> Callable[..., Any]:
@@ -118,9 +120,9 @@ def _function(key: str, target: str) -> Callable[..., Any]:
             raise ConfigError(
                 f"{key}: there is no module {error.name}, neither in {here} nor where Python looks for packages."
             ) from error
-        raise ConfigError(f"{key}: importing {module_name} fails: {_said(error)}") from error
+        raise ConfigError(f"{key}: importing {module_name} fails: {_error_text(error)}") from error
     except Exception as error:  # whatever the user's own lines raise
-        raise ConfigError(f"{key}: importing {module_name} fails: {_said(error)}") from error
+        raise ConfigError(f"{key}: importing {module_name} fails: {_error_text(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         found = sorted(n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module_name)
@@ -129,7 +131,7 @@ def _function(key: str, target: str) -> Callable[..., Any]:
 
 
 def _module(name: str) -> ModuleType:
-    """The module of this name; of recipes.*, what ppctl ships where there is no other. It need not be on the path."""
+    """Return the module of this name; of recipes.*, the one that ppctl ships where there is no other."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -145,11 +147,11 @@ def _module(name: str) -> ModuleType:
 
 
 def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
-    """Whether it is this module, or a package that it lies in, and not one that it imports."""
+    """Return whether it is this module that is missing, or a package that it lies in, and not one that it imports."""
     return error.name is not None and (name + ".").startswith(error.name + ".")
 
 
-def _called(key: str, function: Callable[..., Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def _call(key: str, function: Callable[..., Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     part = key.partition(".")[0]
     both = sorted(given.keys() & options.keys())
     if both:
@@ -161,21 +163,21 @@ def _called(key: str, function: Callable[..., Any], given: Mapping[str, Any], op
             f"{key} is called with {', '.join([*given, *options])}, which it does not take so: {error}. "
             f"Let it take {', '.join(given)} by name; the rest is +{part}.options.NAME=VALUE."
         ) from error
-    return _tried(key, "calling it", lambda: function(**given, **options))
+    return _call_user_code(key, "calling it", lambda: function(**given, **options))
 
 
-def _tried(key: str, what: str, call: Callable[[], Any]) -> Any:
-    """What `call` returns; ConfigError for whatever the user's own lines raise."""
+def _call_user_code(key: str, what: str, call: Callable[[], Any]) -> Any:
+    """Return the result of `call`; ConfigError for whatever the user's own lines raise."""
     try:
         return call()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{key}: {what} fails: {_said(error)}") from error
+        raise ConfigError(f"{key}: {what} fails: {_error_text(error)}") from error
 
 
-def _said(error: Exception) -> str:
-    """An error with the line that raised it, if that is not JAX's or ppctl's."""
+def _error_text(error: Exception) -> str:
+    """Return an error with the line that raised it, if that is not JAX's or ppctl's."""
     lines = [line for line in traceback.extract_tb(error.__traceback__) if not _is_of_a_library(line.filename)]
     if isinstance(error, SyntaxError) and error.filename is not None:
         where = f" ({Path(error.filename).name}:{error.lineno})"
@@ -192,14 +194,14 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _try_on(key: str, stack: Stack, rows: Batch) -> None:
-    """Nothing, or ConfigError where the functions of a stack do not fit each other, or these rows."""
-    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in rows.items()}
+def _check_stack(key: str, stack: Stack, batch: Batch) -> None:
+    """Raise ConfigError where the functions of a stack do not fit each other, or these examples."""
+    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}
     random = jax.eval_shape(lambda: jax.random.key(0))
 
     def shaped(what: str, *args: Any) -> Any:
         functions = stack.layer if what == "layer" and isinstance(stack.layer, tuple) else (getattr(stack, what),)
-        return [_tried(key, what, lambda f=f: jax.eval_shape(f, *args)) for f in functions][-1]
+        return [_call_user_code(key, what, lambda f=f: jax.eval_shape(f, *args)) for f in functions][-1]
 
     index = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
     ends, layer = shaped("init_ends", random), shaped("init_layer", random, index)
@@ -209,10 +211,10 @@ def _try_on(key: str, stack: Stack, rows: Batch) -> None:
                 name = f"{what}{jax.tree_util.keystr(path)}"
                 raise ConfigError(f"{key}: {name} is of {leaf.dtype}, and parameters are trained: use dtype.")
     x = shaped("embed", ends, shapes["inputs"])
-    if not isinstance(x, jax.ShapeDtypeStruct) or x.shape[:1] != (ROWS,):
+    if not isinstance(x, jax.ShapeDtypeStruct) or x.shape[:1] != (NUM_TRIED,):
         raise ConfigError(
-            f"{key}: embed makes {_shape(x)} of {ROWS} rows; it must make one array [rows, ...], which goes from stage "
-            "to stage."
+            f"{key}: embed makes {_shape(x)} of {NUM_TRIED} examples; it must make one array [examples, ...], which "
+            "goes from stage to stage."
         )
     y = shaped("layer", layer, x)
     if not isinstance(y, jax.ShapeDtypeStruct) or (y.shape, y.dtype) != (x.shape, x.dtype):
@@ -227,9 +229,9 @@ def _shape(tree: Any) -> str:
     return str(jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree)).replace("'", "")
 
 
-def _try_reading(key: str, data: DataSet) -> None:
-    """Nothing, or ConfigError where examples are not arrays that depend on their numbers alone."""
-    both: Batch = _tried(key, "reading examples 0 and 1", lambda: data.read(np.arange(2)))
+def _check_reading(key: str, data: DataSet) -> None:
+    """Raise ConfigError where examples are not arrays that depend on their numbers alone."""
+    both: Batch = _call_user_code(key, "reading examples 0 and 1", lambda: data.read(np.arange(2)))
     if not isinstance(both, dict) or not both.keys() >= {"inputs", "targets"}:
         names = ", ".join(both) if isinstance(both, dict) else _kind(both)
         raise ConfigError(f"{key} reads {names}; it must read a dict with inputs and targets.")
@@ -237,7 +239,7 @@ def _try_reading(key: str, data: DataSet) -> None:
         if not isinstance(array, np.ndarray) or array.shape[:1] != (2,):
             found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else _kind(array)
             raise ConfigError(f"{key} reads {name} of 2 examples as {found}; it must be a numpy array [2, ...].")
-    second: Batch = _tried(key, "reading example 1", lambda: data.read(np.arange(1, 2)))
+    second: Batch = _call_user_code(key, "reading example 1", lambda: data.read(np.arange(1, 2)))
     for name, array in both.items():
         if not np.array_equal(second[name][0], array[1]):
             raise ConfigError(

@@ -112,7 +112,7 @@ def test_tasks_communicate_nothing_and_gradients_are_reduced_once():
     engine, _ = make_engine(case_of("zb_h1", mesh=(2, 2, 2), num_layers=3))
     engine.compile(evaluate=True)
     found = defaultdict(set)
-    for (program, _), compiled in engine.machine.compiled.items():
+    for (program, _), compiled in engine.runtime.compiled.items():
         found[program.kind] |= {match[1] for match in COLLECTIVES.finditer(compiled.as_text())}
     assert {kind: found[kind] for kind in TASKS} == {kind: set() for kind in TASKS}
     assert found["prepare"] == {"all-gather"}
@@ -124,13 +124,13 @@ def test_tasks_communicate_nothing_and_gradients_are_reduced_once():
 def test_stages_alike_share_a_program_and_a_second_step_compiles_nothing():
     engine, batch = make_engine(case_of("1f1b", num_layers=8))
     engine.compile(evaluate=False)
-    lowered = [program.kind for program in engine.machine.lowered]
+    lowered = [program.kind for program in engine.runtime.lowered]
     assert lowered.count("F") == lowered.count("B") == 3  # first, last, and one for both in between
     state, placed = engine.new_state(), engine.put(batch)
-    before = dict(engine.machine.compiled)
+    before = dict(engine.runtime.compiled)
     for _ in range(2):
         state, _ = engine.step(state, placed)
-    assert engine.machine.compiled == before
+    assert engine.runtime.compiled == before
 
 
 def test_temporary_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches():
@@ -165,12 +165,12 @@ def test_the_host_waits_before_a_device_has_as_many_programs_under_way_as_xla_le
         def block_until_ready(self):
             assert under_way.pop(0) is self, "the first one is waited for"
 
-    machine = make_engine(case_of("1f1b", mesh=(2, 2, 1)))[0].machine
+    runtime = make_engine(case_of("1f1b", mesh=(2, 2, 1)))[0].runtime
     under_way = []
     for _ in range(200):
-        machine.pass_turn(1, Turn())
+        runtime.pass_turn(1, Turn())
         assert len(under_way) <= MOST_STARTED // 2
-    alone = make_engine(case_of("1f1b", mesh=(1, 2, 1)))[0].machine
+    alone = make_engine(case_of("1f1b", mesh=(1, 2, 1)))[0].runtime
     assert alone.under_way == [None, None], "XLA starts the programs of one device in the host's own thread"
 
 
@@ -181,5 +181,5 @@ def test_an_option_that_this_compiler_does_not_have_is_left_out(monkeypatch):
     once = {"xla_cpu_no_such_option": False, "xla_backend_optimization_level": 0}
     monkeypatch.setitem(compiler_preset.CPU_OPTIONS, "once", once)
     monkeypatch.setattr(compiler_preset, "NOT_EVERYWHERE", "xla_cpu_no_such_option")
-    engine.machine.options = {}
-    assert engine.machine._options(None) == {"xla_backend_optimization_level": 0}
+    engine.runtime.options = {}
+    assert engine.runtime._options(None) == {"xla_backend_optimization_level": 0}

@@ -15,7 +15,7 @@ from support.processes import BY_USER, WORDS, Process, processes
 from ppctl import cli
 from ppctl.launch.xla_stderr import LOST, readable
 from ppctl.reports.run_files import FAILED_FILE
-from ppctl.training.heartbeat import Watch, late_text
+from ppctl.training.heartbeat import Heartbeat, late_text
 
 TWO = ("mesh=1x2", "model.num_layers=2", "run.num_steps=1000000")
 
@@ -299,22 +299,22 @@ def test_nobody_is_slow_while_all_compile():
 
 
 def test_what_all_processes_find_wrong_is_told_by_the_first_to_find_it(tmp_path):
-    first, second, third = (Watch(tmp_path, process=i, num_processes=4, slow_after_s=60.0) for i in (1, 2, 3))
+    first, second, third = (Heartbeat(tmp_path, process=i, num_processes=4, slow_after_s=60.0) for i in (1, 2, 3))
     assert first.fail("loss=nan")
     assert not second.fail("loss=nan")
     assert third.fail("the disk is full")
     assert json.loads((tmp_path / FAILED_FILE).read_text()) == {"process": 1, "message": "loss=nan"}
 
 
-def test_a_watch_tells_at_growing_intervals_and_leaves_no_file(tmp_path):
-    said = []
-    watch = Watch(tmp_path, process=0, num_processes=2, slow_after_s=0.2, say=said.append)
-    watch.start()
-    watch.note("run", 3)
+def test_a_heartbeat_reports_at_growing_intervals_and_leaves_no_file(tmp_path):
+    lines = []
+    heartbeat = Heartbeat(tmp_path, process=0, num_processes=2, slow_after_s=0.2, say=lines.append)
+    heartbeat.start()
+    heartbeat.note("run", 3)
     time.sleep(2)
-    assert 2 <= len(said) <= 4, said
-    assert all(line.startswith("process 1 is slow: nothing yet") for line in said)
-    watch.note("run", 4)
-    assert watch.text == "running step 4"
-    watch.stop()
+    assert 2 <= len(lines) <= 4, lines
+    assert all(line.startswith("process 1 is slow: nothing yet") for line in lines)
+    heartbeat.note("run", 4)
+    assert heartbeat.text == "running step 4"
+    heartbeat.stop()
     assert list(tmp_path.iterdir()) == []

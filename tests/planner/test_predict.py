@@ -88,7 +88,7 @@ def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypat
 def test_lines_for_people():
     assert KNOWN.line() == "plan      0.5 s a step, 3.0 MiB a device predicted (costs=analytic, hardware=host)"
     assert KNOWN.compared([9.0, 0.25, 0.2], 4 * 2**20) == (
-        "plan      0.5 s a step predicted, 0.25 taken (2.00 times; costs=analytic, hardware=host); "
+        "plan      0.5 s a step predicted, 0.25 measured (2.00 times; costs=analytic, hardware=host); "
         "3.0 MiB a device predicted, 4.0 MiB compiled"
     )
     assert UNKNOWN.compared([0.25], 4 * 2**20) == (

@@ -60,16 +60,16 @@ def whole(tree, mesh):
 def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.05, post_validation=False):
     """What the test looks at, after three steps."""
     engine, batch = make_engine(case, clip_norm)
-    machine, mesh = engine.machine, engine.layout.mesh
+    runtime, mesh = engine.runtime, engine.layout.mesh
     used = PostValidated(engine, lambda norm: needs_no_clipping(norm, clip_norm)) if post_validation else engine
     placed = lambda batch: used.put({name: a[list(used.examples)] for name, a in batch.items()})  # noqa: E731
     used.compile(evaluate=evaluate)
-    ranks = {rank for _, rank in machine.compiled}
-    assert ranks == {r for r in engine.ranks if machine.is_mine[r]}, (ranks, machine.is_mine)
-    assert all(machine.is_mine[a] or machine.is_mine[b] for _, a, b in machine.crossings)
+    ranks = {rank for _, rank in runtime.compiled}
+    assert ranks == {r for r in engine.ranks if runtime.is_mine[r]}, (ranks, runtime.is_mine)
+    assert all(runtime.is_mine[a] or runtime.is_mine[b] for _, a, b in runtime.crossings)
     if slow:
         engine.walks |= {name: slowed(walk, INDEX) for name, walk in engine.walks.items()}
-    compiled = len(machine.compiled), len(machine.crossings)
+    compiled = len(runtime.compiled), len(runtime.crossings)
     multihost_utils.sync_global_devices("compiled")  # as a run does
     state, metrics = used.new_state(), []
     began = time.perf_counter()
@@ -77,7 +77,10 @@ def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.0
         state, numbers = used.step(state, placed(make_batch(case.model, case.batch_size, k)))
         metrics.append([numbers["loss"], numbers["grad_norm"]])
     found = {"metrics": np.array([list(map(float, each)) for each in metrics])}
-    print(f"{INDEX}: ranks {sorted(ranks)}, {len(used.examples)} rows, {time.perf_counter() - began:.2f} s", flush=True)
+    print(
+        f"{INDEX}: ranks {sorted(ranks)}, {len(used.examples)} examples, {time.perf_counter() - began:.2f} s",
+        flush=True,
+    )
     if evaluate:
         found["eval_loss"] = np.array(float(used.loss(state, placed(batch))))
     natural = used.to_natural(state)
@@ -85,7 +88,7 @@ def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.0
     if round_trip:
         again = whole(used.to_natural(used.from_natural(natural)), mesh)
         assert all(map(np.array_equal, again, leaves))
-    assert (len(machine.compiled), len(machine.crossings)) == compiled, "a step has compiled"
+    assert (len(runtime.compiled), len(runtime.crossings)) == compiled, "a step has compiled"
     return found | {f"state{i}": leaf for i, leaf in enumerate(leaves)}
 
 

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ppctl.errors import CheckpointError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.checksum import digest
 
 CONFIG = {"model": {"d_model": 8}, "schedule": {"name": "gpipe"}}
 
@@ -339,6 +340,7 @@ def test_a_save_that_fails_in_the_background_is_raised_later_and_once(tmp_path, 
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, state(), {})
     checkpoints.wait()
+    digest(noise)  # compiled while JAX's compilation cache can be written
     ask = {"wait": checkpoints.wait, "close": checkpoints.close, "save": lambda: checkpoints.save(3, noise, {})}
     with full_disk(limit_bytes):
         checkpoints.save(2, noise, {})
@@ -377,7 +379,7 @@ def test_saving_and_restoring_log_nothing(tmp_path, caplog):
 VICTIM = """
 import itertools, sys
 import jax, numpy
-from ppctl.training.checkpoint import Checkpoints
+from ppctl.training.checkpoint.checkpoint import Checkpoints
 with Checkpoints(sys.argv[1], keep=1) as checkpoints:
     for step in itertools.count(1):
         values = numpy.random.default_rng(step).random((4, 1 << 20), numpy.float32)  # 16 MB

@@ -29,7 +29,7 @@ BY_USER = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES
 VANISHING = """
 import shutil, sys
 from ppctl import cli
-from ppctl.training.checkpoint import Checkpoints
+from ppctl.training.checkpoint.checkpoint import Checkpoints
 
 def probe(self):
     if self.latest() is not None:
@@ -42,7 +42,7 @@ cli.console_script()
 SLOW_TO_SAVE = """
 import time
 from ppctl import cli
-from ppctl.training.checkpoint import Checkpoints
+from ppctl.training.checkpoint.checkpoint import Checkpoints
 
 Checkpoints.wait = lambda self: time.sleep(60)
 cli.console_script()

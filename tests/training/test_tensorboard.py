@@ -17,7 +17,7 @@ from ppctl.reports.charts.palette import COLOURS
 from ppctl.schedule import build
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.simulate import simulate
-from ppctl.training.tensorboard import MOST_TASKS, Board
+from ppctl.training.tensorboard import MOST_TASKS, TensorBoardLog
 
 WHERE = {"platform": "cpu", "num_devices": 2, "versions": {"jax": "0.99"}}
 
@@ -43,9 +43,9 @@ def wide(image, kind):
 
 
 def test_the_request_and_the_place_are_text_that_markdown_leaves_alone(tmp_path):
-    board = Board(tmp_path, 1)
-    board.request(["mesh=1x2", "run.name=a|b"], "run:\n  name: '*a*'\n", WHERE | {"system": "a|b"})
-    board.close()
+    log = TensorBoardLog(tmp_path, 1)
+    log.request(["mesh=1x2", "run.name=a|b"], "run:\n  name: '*a*'\n", WHERE | {"system": "a|b"})
+    log.close()
     events = read(tmp_path)
     assert text_of(events, "run/asked") == [(1, "    mesh=1x2\n    run.name=a|b")]
     assert text_of(events, "run/config") == [(1, "    run:\n      name: '*a*'")]
@@ -58,11 +58,11 @@ def test_drawings_of_a_figure_share_their_time_axis_and_memory_has_a_bar_a_rank(
     slow, fast = (
         drawing_of_timeline(f"{seconds}", simulate(schedule, Costs(*[seconds] * 3))) for seconds in (2.0, 1.0)
     )
-    board = Board(tmp_path, 7)
-    board.gantt("schedule/measured", schedule, lambda: [slow, fast], 9)
-    board.memory([3 << 20, 0, 1 << 20], 4 << 20)
-    board.step_times([0.5, 0.25, 0.5], 9)
-    board.close()
+    log = TensorBoardLog(tmp_path, 7)
+    log.gantt("schedule/measured", schedule, lambda: [slow, fast], 9)
+    log.memory([3 << 20, 0, 1 << 20], 4 << 20)
+    log.step_times([0.5, 0.25, 0.5], 9)
+    log.close()
     events = read(tmp_path)
     [drawn] = events.Images("schedule/measured")
     assert drawn.step == 9
@@ -84,13 +84,13 @@ def test_what_is_done_again_after_a_resume_is_there_once(tmp_path):
     schedule = build("gpipe", 1, 1)
     drawing = drawing_of_timeline("x", simulate(schedule, Costs()))
     for first, last in ((1, 6), (5, 8), (5, 9)):  # killed at 6 and at 8, with a checkpoint of step 4
-        board = Board(tmp_path, first)
-        board.request([f"from={first}"], "", {})
+        log = TensorBoardLog(tmp_path, first)
+        log.request([f"from={first}"], "", {})
         for step in range(first, last + 1):
-            board.scalars({"step": step, "loss": 1.0, "unknown": None}, step, lambda key: key)
-        board.gantt("schedule/measured", schedule, lambda: [drawing], first + 1)
-        board.step_times([1.0], last)
-        board.close()
+            log.scalars({"step": step, "loss": 1.0, "unknown": None}, step, lambda key: key)
+        log.gantt("schedule/measured", schedule, lambda: [drawing], first + 1)
+        log.step_times([1.0], last)
+        log.close()
         time.sleep(1.1)  # files are named by the second
     events = read(tmp_path)
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 10))
@@ -103,9 +103,9 @@ def test_what_is_done_again_after_a_resume_is_there_once(tmp_path):
 
 def test_a_schedule_of_many_tasks_is_not_drawn(tmp_path):
     schedule = build("gpipe", 1, MOST_TASKS)
-    board = Board(tmp_path, 1)
-    board.gantt("schedule/predicted", schedule, lambda: [][0], 1)
-    board.close()
+    log = TensorBoardLog(tmp_path, 1)
+    log.gantt("schedule/predicted", schedule, lambda: [][0], 1)
+    log.close()
     events = read(tmp_path)
     assert events.Tags()["images"] == []
     assert text_of(events, "schedule/predicted_text") == [

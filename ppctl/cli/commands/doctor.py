@@ -35,7 +35,7 @@ from ppctl.executors.links import AllReduce, MeasuredLink, device_pairs, measure
 from ppctl.launch import distributed
 from ppctl.reports.terminal import show_json, show_table
 from ppctl.training.job import DEFAULT_DTYPE, assemble
-from ppctl.training.process_group import membership
+from ppctl.training.process_group import process_group
 from ppctl.training.start import start_jax
 
 PROBE_BYTES = 16 << 20  # written to measure the speed of run.dir
@@ -57,7 +57,7 @@ def doctor(config: Config, *, as_json: bool) -> int:
     directory = Path(config.run.dir).absolute()
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
-    with membership(config):  # which refuses settings that differ, and a run.dir that is not the same for all
+    with process_group(config):  # which refuses settings that differ, and a run.dir that is not the same for all
         code = _doctor(config, as_json=as_json)
     if distributed.is_lead():
         with suppress(OSError):  # not empty: it is of use to others

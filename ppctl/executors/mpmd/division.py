@@ -45,20 +45,20 @@ class Division:
         return "other", tuple(range(len(self.submeshes)))
 
     def spec(self, path: tuple, shape: tuple[int, ...]) -> P:
-        """The spec of a leaf on a rank's submesh."""
-        what, _ = self._place(path)
-        if what == "layers":
+        """Return the spec of a leaf on a rank's submesh."""
+        kind, _ = self._place(path)
+        if kind == "layers":
             return P(None, None, None, *self.layout.over(shape[3:], ("fsdp",)))
-        return P(*self.layout.over(shape, ("fsdp",))) if what == "ends" else P()
+        return P(*self.layout.over(shape, ("fsdp",))) if kind == "ends" else P()
 
     def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
-        """(shapes, specs) of a rank's part of a staged tree, None where it has nothing. `above`: the tree's path."""
+        """Return (shapes, specs) of a rank's part of a staged tree, or None; above: the tree's path."""
 
         def shape(path: tuple, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
-            what, holders = self._place(path)
+            kind, holders = self._place(path)
             if rank not in holders:
                 return None
-            return jax.ShapeDtypeStruct((a.shape[0], 1, *a.shape[2:]) if what == "layers" else a.shape, a.dtype)
+            return jax.ShapeDtypeStruct((a.shape[0], 1, *a.shape[2:]) if kind == "layers" else a.shape, a.dtype)
 
         def spec(path: tuple, a: jax.ShapeDtypeStruct) -> P | None:
             return self.spec(path, a.shape) if rank in self._place(path)[1] else None
@@ -76,13 +76,13 @@ class Division:
         return tuple(jax.tree.unflatten(treedef, leaves) for leaves in zip(*by_leaf, strict=True))
 
     def _split(self, path: tuple, a: jax.Array) -> list[jax.Array | None]:
-        """A leaf for each rank."""
-        what, holders = self._place(path)
+        """Return a leaf for each rank."""
+        kind, holders = self._place(path)
         spec = self.spec(path, a.shape)
-        if what == "ends":
+        if kind == "ends":
             a = jax.block_until_ready(jax.device_put(a, NamedSharding(self.mesh, spec)))
         there = local_shards(a)
-        shape = (a.shape[0], 1, *a.shape[2:]) if what == "layers" else a.shape
+        shape = (a.shape[0], 1, *a.shape[2:]) if kind == "layers" else a.shape
         return [
             from_shards(shape, NamedSharding(submesh, spec), there) if rank in holders and is_mine(submesh) else None
             for rank, submesh in enumerate(self.submeshes)
@@ -94,11 +94,11 @@ class Division:
         leaves = [jax.tree.leaves(tree, is_leaf=lambda a: a is None) for tree in mine]
 
         def one(i: int, path: tuple, a: jax.ShapeDtypeStruct) -> jax.Array:
-            what, holders = self._place(path)
+            kind, holders = self._place(path)
             there = {
                 device: part for rank in leaves if rank[i] is not None for device, part in local_shards(rank[i]).items()
             }
-            if what != "ends":
+            if kind != "ends":
                 return from_shards(a.shape, a.sharding, there)
             spec = self.spec(path, a.shape)
             part = NamedSharding(self.mesh, spec).shard_shape(a.shape)

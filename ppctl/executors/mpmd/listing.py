@@ -18,11 +18,11 @@ class ListedEntry(NamedTuple):
     sender: int | None  # of a transfer
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    deletes: tuple[str, ...]  # what nothing reads afterwards
+    deletes: tuple[str, ...]  # values that nothing reads afterwards
 
 
 def listed_entries(plan: Iterable[tuple[PlanEntry, Sequence[Key]]]) -> list[ListedEntry]:
-    """The entries of a plan, each with the values that are freed after it."""
+    """Return the entries of a plan, each with the values that are freed after it."""
     found = []
     for number, (entry, freed) in enumerate(plan):
         what = (
@@ -34,7 +34,7 @@ def listed_entries(plan: Iterable[tuple[PlanEntry, Sequence[Key]]]) -> list[List
 
 
 def value_text(key: Key) -> str:
-    """A value by its name and numbers.
+    """Return a value's name and numbers.
 
     >>> value_text(("x", 1, 0)), value_text(("losses",))
     ('x(1,0)', 'losses')
@@ -44,7 +44,7 @@ def value_text(key: Key) -> str:
 
 
 def listing(found: Sequence[ListedEntry], stages_of: Sequence[Sequence[int]]) -> str:
-    """For each rank a heading and a line for each entry that it takes part in; a transfer stands at both ends."""
+    """Return for each rank a heading and a line for each entry of its own; a transfer stands at both ranks."""
     width = len(str(found[-1].number)) if found else 1
     lines = []
     for rank, stages in enumerate(stages_of):

@@ -19,7 +19,7 @@ from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.partition.partition import Partition
 
 TASKS = ("E", "F", "B", "I", "W")  # the programs of tasks; others run once a step
-Key = tuple  # (name, numbers that tell values of this name apart)
+Key = tuple  # (name, numbers by which values of this name differ)
 
 
 class ProgramId(NamedTuple):
@@ -28,7 +28,7 @@ class ProgramId(NamedTuple):
     kind: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    shape: Any  # whatever else tells programs of a kind apart, hashable
+    shape: Any  # all else by which programs of a kind differ, hashable
 
 
 class PlanEntry(NamedTuple):
@@ -43,7 +43,7 @@ class PlanEntry(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that take part."""
+        """The ranks that take part."""
         return (self.rank,) if self.sender is None else (self.sender, self.rank)
 
 
@@ -113,13 +113,13 @@ def task_entries(
 
     role: of each stage.
     A move comes before its sender's next task or its reader, whichever is first. `order` has tasks by their start, so
-    what the receiver begins while the value is still being made comes before the move and need not wait for it. A
+    tasks that the receiver begins while the value is still being made come before the move and need not wait for it. A
     schedule of forwards alone keeps nothing.
     """
     rank_of = schedule.rank_of
     has_backward = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
     entries: list[PlanEntry] = []
-    pending: list[PlanEntry] = []  # moves that are not in `ops` yet
+    pending: list[PlanEntry] = []  # moves that are not in `entries` yet
     for task in order:
         s, kind, m = task
         program = task_program(kind if has_backward else "E", role[s], keeps_input)

@@ -41,7 +41,7 @@ class RankRole:
 
 
 def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[RankRole, ...]:
-    """The role of each rank of a layout whose stages have these roles."""
+    """Return the role of each rank of a layout whose stages have these roles."""
     here: list[list[Role]] = [[] for _ in range(layout.mesh.shape["pp"])]
     for role, rank in zip(roles, layout.rank_of, strict=True):
         here[rank].append(role)
@@ -119,9 +119,9 @@ def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, 
 
 
 def finish_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, *values: Any) -> tuple:
-    """A rank's gradients, summed over its devices and sharded as its parameters; not yet divided by the number.
+    """Return a rank's gradients, summed over its devices and sharded as its parameters; not yet divided by the number.
 
-    The embedding's rank adds what the head's has of tied leaves; the head's leaves them None in its gradients.
+    The embedding's rank adds the head's sums of tied leaves; the head's leaves them None in its gradients.
     """
     v = dict(zip(program.reads, values, strict=True))
     accs = [value for name, value in zip(program.reads, values, strict=True) if name == "acc"]
@@ -145,7 +145,7 @@ def finish_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, *
 
 
 def with_tied(model: Model, ends: Tree, tied: list[Any]) -> Tree:
-    """`ends` with these values for the tied leaves."""
+    """Return `ends` (embedding and head) with these values for the tied leaves."""
     rest = iter(tied)
     leaves = [next(rest) if is_tied else a for a, is_tied in zip(_leaves(ends), model.tied, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(model.ends), leaves)
@@ -160,7 +160,7 @@ def _plus(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 
 
 def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
-    """The sums of a stage's layers, [num_layer_slots, ...], zero where it has fewer."""
+    """Return the sums of a stage's layers, [num_layer_slots, ...], zero where it has fewer."""
     if isinstance(acc, list):
         none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), model.layer)
         acc = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), none, *acc)
@@ -176,7 +176,7 @@ class GradientPrograms:
         self.model, self.param_specs = model, param_specs
 
     def specs(self, program: ProgramId, name: str) -> Tree:
-        """The spec of a value that a program reads or writes: a tree, or one for all its leaves."""
+        """Return the spec of a value that a program reads or writes: a tree, or one for all its leaves."""
         if name == "params":
             return self.param_specs[program.shape]
         if name == "grads":
@@ -203,7 +203,7 @@ class GradientPrograms:
         return task
 
     def donated(self, program: ProgramId) -> tuple[str, ...]:
-        """The values read whose memory a value written takes over."""
+        """Return the values read whose memory a value written takes over."""
         if program.kind in ("prepare", "finish"):
             return ()
         replaced = [name for name in program.reads if name in program.writes]

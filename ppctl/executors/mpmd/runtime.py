@@ -68,17 +68,15 @@ class Walk:
     given: tuple[Key, ...]
     kept: tuple[Key, ...]
     shapes: Mapping[Key, Tree]  # of what is kept
-    held: tuple[
-        Mapping[str, int], ...
-    ]  # for each rank what `Runtime.memory_breakdown` says; empty where this process has none
+    held: tuple[Mapping[str, int], ...]  # of each rank as `Runtime.memory_breakdown`; empty for other processes'
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """For each rank, on one device: values and temporaries, without what is given."""
+        """For each rank the bytes of one device: values and temporaries, without the values given."""
         return tuple(sum(held.values()) for held in self.held)
 
     def run(self, given: Mapping[Key, Tree]) -> dict[Key, Tree]:
-        """The values to keep, from those given. Returns when all is dispatched, not when it is done."""
+        """Return the values to keep, from those given; when all is dispatched, not when it is done."""
         values: list[Any] = [None] * len(self.slots)
         for key in self.given:
             values[self.slots[key]] = given[key]
@@ -92,7 +90,7 @@ class Walk:
         return {key: values[self.slots[key]] for key in self.kept}
 
     def timed(self, seconds: dict[Task, float]) -> Walk:
-        """The same walk, one program at a time; its runs put the seconds of each task into `seconds`."""
+        """Return the same walk, one program at a time; its runs put the seconds of each task into `seconds`."""
 
         def waiting(entry: PlanEntry, call: Callable[..., Sequence]) -> Callable[..., Sequence]:
             def run(*values: Tree) -> Sequence:
@@ -129,10 +127,10 @@ class Runtime:
         self.under_way: list[deque[jax.Array] | None] = [
             deque() if is_cpu and processes(submesh).count(mine) > 1 else None for submesh in submeshes
         ]
-        self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of what it writes
+        self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of the values that it writes
         self.lowered: dict[ProgramId, jax.stages.Lowered] = {}
         self.compiled: dict[tuple[ProgramId, int], jax.stages.Compiled] = {}
-        self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}  # what, sender, receiver
+        self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}  # parts, sender, receiver
         self.connected: set[tuple[int, ...]] = set()  # senders and receivers
 
     def number(self, value: int, rank: int) -> jax.Array | None:
@@ -170,7 +168,7 @@ class Runtime:
                 )
 
     def shape(self, tree: Tree, specs: Tree) -> Tree:
-        """Shapes with the shardings of `specs` (a tree, or a prefix of one) on a submesh."""
+        """Return shapes with the shardings of `specs` (a tree, or a prefix of one) on a submesh."""
 
         def one(spec: P, part: Tree) -> Tree:
             sharding = NamedSharding(self.abstract, spec)
@@ -179,11 +177,11 @@ class Runtime:
         return jax.tree.map(one, specs, tree, is_leaf=lambda a: isinstance(a, P))
 
     def on(self, rank: int, shapes: Tree) -> Tree:
-        """The shardings of `shapes` on the devices of a rank."""
+        """Return the shardings of `shapes` on the devices of a rank."""
         return jax.tree.map(lambda a: NamedSharding(self.submeshes[rank], a.sharding.spec), shapes)
 
     def compile(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree], kept: Collection[Key]) -> Walk:
-        """The walk over `ops`, from values of these shapes to those that are kept."""
+        """Compile a plan: return the walk over its entries, from values of these shapes to those that are kept."""
         shapes = self.shapes(entries, given)
         freed = last_uses(entries, {*kept, *given})
         here = [
@@ -209,7 +207,7 @@ class Runtime:
         kept: Collection[Key],
         temps: Sequence[int] | None = None,
     ) -> tuple[dict[str, int], ...]:
-        """For each rank, bytes of values by name at its peak, on one device, without what is given.
+        """Return for each rank the bytes of values by name at its peak, on one device, without the values given.
 
         temps: the "temporaries" of each entry; None: those of programs that are compiled. `ops` are traced only.
         """
@@ -231,7 +229,7 @@ class Runtime:
         return [0 if entry.program is None else found[entry.program] for entry in entries]
 
     def compiled_first(self, entries: Sequence[PlanEntry]) -> dict[ProgramId, jax.stages.Compiled]:
-        """Each program of `ops`, which were traced, as compiled for the first rank that runs it."""
+        """Return each program of these entries, which were traced, as compiled for the first rank that runs it."""
         first = {entry.program: entry for entry in reversed(entries) if entry.program is not None}
         self._compile(list(first.values()), {})
         return {program: self.compiled[program, entry.rank] for program, entry in first.items()}
@@ -244,14 +242,14 @@ class Runtime:
         return [0 if each is None else temp_bytes(each) for each in compiled]
 
     def lower(self, program: ProgramId) -> jax.stages.Lowered:
-        """A program that was traced, ready to compile."""
+        """Return a program that was traced, lowered for these devices."""
         if program not in self.lowered:
             traced, _ = self.traced[program]
             self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
         return self.lowered[program]
 
     def shapes(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
-        """The shapes of all values of a plan."""
+        """Return the shapes of all values of a plan."""
         shapes: dict[Key, Tree] = dict(given)
         for entry in entries:
             reads = tuple(shapes[key] for key in entry.reads)
@@ -261,7 +259,7 @@ class Runtime:
         return shapes
 
     def _trace(self, program: ProgramId, reads: tuple) -> tuple:
-        """Shapes of what a program writes; traces it the first time, with a turn before what it reads and writes."""
+        """Return the shapes that a program writes; trace it the first time, with a turn before its reads and writes."""
         if program not in self.traced:
             specs = [self.programs.specs(program, name) for name in program.reads]
             out_specs = [self.programs.specs(program, name) for name in program.writes]
@@ -290,14 +288,14 @@ class Runtime:
         return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
     def _options(self, program: ProgramId | None) -> dict[str, Any]:
-        """Of the compiler, for a program or a crossing: those given come before ours."""
+        """Return the compiler's options for a program or a crossing: those given come before ours."""
         if self._platform != "cpu":
             return self.options
         return cpu_options("once" if program is None else self.programs.preset(program)) | self.options
 
     def _crosses(self, entry: PlanEntry) -> bool:
-        """Whether a move is between processes."""
-        assert entry.sender is not None, "only moves are asked"
+        """Return whether a move is between processes."""
+        assert entry.sender is not None, "of moves alone"
         return processes(self.submeshes[entry.sender]) != processes(self.submeshes[entry.rank])
 
     def _compile(self, entries: Sequence[PlanEntry], shapes: Mapping[Key, Tree]) -> None:

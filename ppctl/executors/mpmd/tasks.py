@@ -44,7 +44,7 @@ class Model:
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:
-        """Shape of what passes between layers."""
+        """Shape of the activation that passes between layers."""
         return jax.eval_shape(self.stack.embed, self._computed(self.ends), self.microbatch["inputs"])
 
     @cached_property
@@ -53,14 +53,14 @@ class Model:
 
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """For each leaf of the ends, whether the embedding uses it and whether the head does. Each is used by one."""
+        """For each leaf of embedding and head, whether the embedding uses it, and whether the head does; one does."""
         leaves, treedef = jax.tree.flatten(self._computed(self.ends))
 
         def used(function: Any, *args: Any) -> list[bool]:
             call = lambda leaves, args: function(jax.tree.unflatten(treedef, leaves), *args)  # noqa: E731
             jaxpr = jax.make_jaxpr(call)(leaves, args).jaxpr
-            taken = {id(v) for equation in jaxpr.eqns for v in equation.invars} | {id(v) for v in jaxpr.outvars}
-            return [id(v) in taken for v in jaxpr.invars[: len(leaves)]]
+            read = {id(v) for equation in jaxpr.eqns for v in equation.invars} | {id(v) for v in jaxpr.outvars}
+            return [id(v) in read for v in jaxpr.invars[: len(leaves)]]
 
         by_embedding = used(self.stack.embed, self.microbatch["inputs"])
         by_head = used(self.stack.head, self.x, self.microbatch["targets"])
@@ -69,20 +69,20 @@ class Model:
 
     @property
     def tied(self) -> tuple[bool, ...]:
-        """For each leaf of the ends, whether embedding and head share it."""
+        """For each leaf of embedding and head, whether they share it."""
         return tuple(a and b for a, b in zip(*self.uses, strict=True))
 
     def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
-        """For each leaf of the ends, whether a rank with the first or the last stage holds it."""
+        """Return for each leaf of embedding and head whether a rank with the first or the last stage holds it."""
         return tuple((is_first and a) or (is_last and b) for a, b in zip(*self.uses, strict=True))
 
     def keep(self, ends: Tree, used: tuple[bool, ...]) -> Tree:
-        """`ends` with None for leaves not used."""
+        """Return `ends` with None for leaves not used."""
         leaves, treedef = jax.tree.flatten(ends, is_leaf=is_none)
         return jax.tree.unflatten(treedef, [leaf if use else None for leaf, use in zip(leaves, used, strict=True)])
 
     def fill(self, ends: Tree) -> Tree:
-        """Ends with zeros for leaves that are None, which nothing uses."""
+        """Return `ends` with zeros for leaves that are None, which nothing uses."""
         leaves, treedef = jax.tree.flatten(self.ends)
         found = jax.tree.leaves(ends, is_leaf=is_none)
         zeros = (jnp.zeros(a.shape, self.dtype) for a in leaves)
@@ -101,19 +101,19 @@ class Model:
         return self.stack.embed(self.fill(v["ends_in"]), self.microbatch_of(v["inputs"], v["m"]))
 
     def embed_grad(self, v: dict[str, Any], gx: jax.Array) -> Tree:
-        """acc_in with the gradient of the embedding added."""
+        """Return acc_in with the gradient of the embedding added."""
         inputs = self.microbatch_of(v["inputs"], v["m"])
         embed = lambda ends, inputs: self.stack.embed(self.fill(ends), inputs)  # noqa: E731
         return add_to_sums(v["acc_in"], embedding_grad(embed, v["ends_in"], inputs, gx))
 
     def loss(self, v: dict[str, Any], y: jax.Array) -> Tree:
-        """losses with the loss of y added."""
+        """Return losses with the loss of y added."""
         return add_to_sums(
             v["losses"], self.stack.head(self.fill(v["ends_out"]), y, self.microbatch_of(v["targets"], v["m"]))
         )
 
     def head(self, v: dict[str, Any], y: jax.Array) -> tuple[jax.Array, tuple[Tree, Tree]]:
-        """(gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
+        """Return (gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
         targets = self.microbatch_of(v["targets"], v["m"])
         head = lambda ends, y, targets: self.stack.head(self.fill(ends), y, targets)  # noqa: E731
         gy, ends, loss, number = head_grads(head, v["ends_out"], y, targets)
@@ -121,7 +121,7 @@ class Model:
 
 
 def add_to_sums(total: Tree, update: Tree) -> Tree:
-    """A sum with its leading axis, after `update`, which has none, was added."""
+    """Add `update` to a sum, which alone has a leading axis."""
     return jax.tree.map(lambda t, u: t + u.astype(t.dtype)[None], total, update)
 
 

@@ -1,7 +1,7 @@
-"""Arrays as what each device holds of them: how values pass between submeshes of several processes.
+"""Arrays by each device's part of them: how values pass between submeshes of several processes.
 
 A process sees its own devices' shards only. To let devices of different submeshes, or ranks that hold different things,
-take part in one program, each gives what it holds as its copy of an array that counts as replicated: inside shard_map a
+take part in one program, each gives its part as its copy of an array that counts as replicated: inside shard_map a
 device sees its own, whatever the others have.
 """
 
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 Tree = Any
 Device = Any
-Part = tuple[tuple[int, ...], np.dtype]  # shape and dtype of what a device holds of an array
+Part = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a device's part of an array
 PAIR = "pair"  # the axis of a sender's and a receiver's submesh
 TURN: Part = (), np.dtype("int32")
 
@@ -37,7 +37,7 @@ def from_shards(shape: tuple[int, ...], sharding: NamedSharding, parts: Mapping[
 
 
 def each_its_own(mesh: Mesh, parts: Mapping[Device, jax.Array]) -> jax.Array:
-    """An argument of a program on `mesh` of which each device has its own part, all of one shape."""
+    """Return an argument of a program on `mesh` of which each device has its own part, all of one shape."""
     return from_shards(next(iter(parts.values())).shape, NamedSharding(mesh, P()), parts)
 
 
@@ -48,12 +48,12 @@ def local_zeros(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> dict[Device, 
 
 
 def processes(mesh: Mesh) -> list[int]:
-    """The process of each device."""
+    """Return the process of each device."""
     return [device.process_index for device in mesh.devices.flat]
 
 
 def is_mine(mesh: Mesh) -> bool:
-    """Whether a device is this process's."""
+    """Return whether a device is this process's."""
     return jax.process_index() in processes(mesh)
 
 
@@ -61,13 +61,13 @@ def is_mine(mesh: Mesh) -> bool:
 
 
 def pair_mesh(sender: Mesh, receiver: Mesh) -> Mesh:
-    """Both as one, [2, *shape]."""
+    """Return both meshes as one, [2, *shape]."""
     devices = np.stack([sender.devices, receiver.devices])
     return Mesh(devices, (PAIR, *sender.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
 
 
 def copy_across(sender: Mesh, receiver: Mesh, there: Tree, value: Tree) -> tuple[Tree]:
-    """A value at the receiver, where each device's counterpart is of the same process: every process copies its own."""
+    """Copy a value to a receiver whose devices have counterparts of the same process: every process copies its own."""
     counterpart = dict(zip(sender.devices.flat, receiver.devices.flat, strict=True))
 
     def one(a: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -84,7 +84,7 @@ def parts_of(shapes: Tree) -> tuple[Part, ...]:
 
 @cache
 def lower_crossing(submesh: AbstractMesh, parts: tuple[Part, ...], platform: str) -> jax.stages.Lowered:
-    """The program (turn, *parts) -> (next turn, *parts) that gives each receiver what the sender in its place holds."""
+    """Return the program (turn, *parts) -> (next turn, *parts) that gives each receiver its sender's parts."""
     types = (AxisType.Auto,) * (1 + len(submesh.axis_names))
     pair = AbstractMesh((2, *submesh.axis_sizes), (PAIR, *submesh.axis_names), axis_types=types)
 
@@ -100,9 +100,9 @@ def lower_crossing(submesh: AbstractMesh, parts: tuple[Part, ...], platform: str
 def crossing(
     compiled: Callable[..., Sequence], sender: Mesh, receiver: Mesh, shapes: Tree, there: Tree
 ) -> Callable[..., tuple]:
-    """The call (turn of the sender, of the receiver, value) -> (their next turns, value there) of such a program.
+    """Return the call (turns of sender and receiver, value) -> (their next turns, value there) of such a program.
 
-    `there`: shardings at the receiver. What this process has no devices of is None.
+    `there`: shardings at the receiver. None where this process has no devices.
     """
     pair, sends, receives = pair_mesh(sender, receiver), is_mine(sender), is_mine(receiver)
     parts = parts_of(shapes)

@@ -40,7 +40,7 @@ class Options:
 
 
 class Place(NamedTuple):
-    """Where a task stands, as its rank's table says: scalars of the program."""
+    """The place of a task, from its rank's table: scalars of the program."""
 
     chunk: jax.Array
     microbatch: jax.Array
@@ -90,7 +90,7 @@ class Device:
         return jax.tree.map(lambda a: a.astype(self.options.dtype), tree)
 
     def _gathered(self, layers: Tree) -> list[Any]:
-        """The layers of each chunk, whole and in the compute dtype: a list of layers, or stacked for a scan."""
+        """Return the layers of each chunk, whole and in the compute dtype: a list of layers, or stacked for a scan."""
         whole = self._compute(gather_shards(layers, self.specs["layers"]))  # [V, 1, K, ...]
         num_chunks, _, num_layers = jax.tree.leaves(whole)[0].shape[:3]
         take = lambda *index: jax.tree.map(lambda a: a[index], whole)  # noqa: E731
@@ -107,29 +107,29 @@ class Device:
         return layers, self.layer_slots[v]
 
     def on_chunk(self, chunk: jax.Array, run: Callable[[int], Any]) -> Any:
-        """run(v) for the chunk that a tick names."""
+        """Return run(v) for the chunk that a tick names."""
         if self.num_chunks == 1:
             return run(0)
         return jax.lax.switch(chunk, [partial(run, v) for v in range(self.num_chunks)])
 
     def microbatch(self, name: str, m: Any) -> Tree:
-        """The inputs or targets of microbatch m."""
+        """Return the inputs or targets of microbatch m."""
         return read_slot(self.microbatches[name], m)
 
     # slots and sums
 
     def slots_of_x(self, kind: str) -> jax.Array:
-        """Empty slots for activations or gradients."""
+        """Return empty slots for activations or gradients."""
         return _slots(self.ticks.num_slots[kind], self.x)
 
     def stash_slots(self) -> Tree:
-        """Empty slots for what forwards keep; None where that is their input."""
+        """Return empty slots for the stashes of forwards; None where a stash is the stage's input."""
         if not self.ticks.num_slots["stash"]:
             return None
         return _slots(self.ticks.num_slots["stash"], self.stage.stash_shapes(*self.chunk(0)))
 
     def pending_slots(self) -> Tree:
-        """Empty slots for what input gradients hand to weight gradients; None where none is split."""
+        """Return empty slots for `pending`, from input gradients to weight gradients; None where none is split."""
         if not self.ticks.num_slots["pending"]:
             return None
         return _slots(self.ticks.num_slots["pending"], self.stage.pending_shapes(*self.chunk(0)))
@@ -142,7 +142,7 @@ class Device:
         return (*zeros_like(head), *gradients)
 
     def results(self, sums: Tree) -> tuple[jax.Array, jax.Array, Tree]:
-        """(sum of losses, number of losses, sums of gradients as parameters are laid out) of this device."""
+        """Return (sum of losses, number of losses, sums of gradients as parameters are laid out) of this device."""
         loss, number, ends, layers = sums
         if not self.ticks.has_backward:
             return loss, number, None
@@ -154,16 +154,16 @@ class Device:
     # embedding and head
 
     def input(self, place: Place, slots: jax.Array, slot: jax.Array) -> jax.Array:
-        """The input of a stage: embedded tokens on the first, else the activation that arrived."""
+        """Return the input of a stage: embedded tokens on the first, else the activation that arrived."""
         embed = lambda: self.stack.embed(self.ends, self.microbatch("inputs", place.microbatch))  # noqa: E731
         if slots.shape[0] == 0:
             return embed()
         return jax.lax.cond(place.first, embed, lambda: read_slot(slots, slot))
 
     def head(self, place: Place, y: jax.Array, otherwise: Callable | None, sums: Tree) -> tuple[jax.Array, Tree]:
-        """(gradient of the loss, sums with the loss) on the last stage, else (otherwise(), sums).
+        """Return (gradient of the loss, sums with the loss) on the last stage, else (otherwise(), sums).
 
-        None: the stage is the only one.
+        otherwise=None: the stage is the only one.
         """
 
         def run(sums: Tree) -> tuple[jax.Array, Tree]:
@@ -176,7 +176,7 @@ class Device:
         return jax.lax.cond(place.last, run, lambda sums: (otherwise(), sums), sums)
 
     def loss(self, place: Place, y: jax.Array, sums: Tree) -> Tree:
-        """Sums with the loss of y added if the stage is the last one; for forwards alone."""
+        """Return the sums with the loss of y added if the stage is the last one; for forwards alone."""
 
         def run(sums: Tree) -> Tree:
             loss, number = self.stack.head(self.ends, y, self.microbatch("targets", place.microbatch))
@@ -185,7 +185,7 @@ class Device:
         return jax.lax.cond(place.last, run, lambda sums: sums, sums)
 
     def embedded(self, place: Place, gx: jax.Array, sums: Tree) -> Tree:
-        """Sums with the embedding's gradient added if the stage is the first one."""
+        """Return the sums with the embedding's gradient added if the stage is the first one."""
 
         def run(total: Tree) -> Tree:
             inputs = self.microbatch("inputs", place.microbatch)
@@ -225,12 +225,12 @@ class Device:
         return gx, self.embedded(place, gx, sums)
 
     def hop(self, value: jax.Array, step: int) -> jax.Array:
-        """The value of the rank that is `step` ranks before this one, round the ring."""
+        """Return the value of the rank that is `step` ranks before this one, round the ring."""
         return jax.lax.ppermute(value, "pp", [(r, (r + step) % self.num_ranks) for r in range(self.num_ranks)])
 
 
 def add_layers(sums: Tree, v: int, dw: Tree) -> Tree:
-    """Sums with the gradients of chunk v's layers added."""
+    """Return the sums with the gradients of chunk v's layers added."""
     return (*sums[:3], [add_trees(total, dw) if i == v else total for i, total in enumerate(sums[3])])
 
 
@@ -247,7 +247,7 @@ def write_slot(slots: Tree, slot: jax.Array, value: Tree) -> Tree:
 
 
 def write_arrival(slots: jax.Array, slot: jax.Array, value: jax.Array, arrives: jax.Array) -> jax.Array:
-    """Slots with `value` written where `arrives`."""
+    """Return the slots with `value` written where `arrives`."""
     return write_slot(slots, slot, jnp.where(arrives, value, read_slot(slots, slot)))
 
 

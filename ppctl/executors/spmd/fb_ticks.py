@@ -24,7 +24,7 @@ def run_fb_ticks(device: Device, table: jax.Array) -> Tree:
     """Return the sums of a device after all ticks; table [tick, column].
 
     Carried from tick to tick: `acts` and `grads`, slots for values that arrive from a neighbour; `stash`, slots for
-    what forwards keep (empty with remat=full); `sums`.
+    the stashes of forwards (empty with remat=full); `sums`.
     """
     program = _ForwardBackwardTicks(device)
     carry = {
@@ -34,7 +34,7 @@ def run_fb_ticks(device: Device, table: jax.Array) -> Tree:
         "sums": device.zero_sums(),
     }
     names = {name: column for column, name in enumerate(device.ticks.columns)}
-    # what is masked costs as much as a task: warm-up and cool-down apart
+    # a masked task costs as much as a task: warm-up and cool-down apart
     for which, forward, backward in device.ticks.segments(apart=not device.options.skip_idle):
         tick = partial(program.tick, forward, backward, names)
         carry, _ = jax.lax.scan(tick, carry, table[which.start : which.stop])
@@ -51,9 +51,9 @@ class _ForwardBackwardTicks:
     def __init__(self, device: Device):
         self.device, self.stage = device, device.stage
 
-    def tick(self, forward: bool, backward: bool, names: dict[str, int], carry: Tree, row: jax.Array) -> tuple:
-        """One tick: a forward, a backward, a hop each way. The flags say whether any rank has one in this scan."""
-        at = {name: row[column] for name, column in names.items()}
+    def tick(self, forward: bool, backward: bool, names: dict[str, int], carry: Tree, columns: jax.Array) -> tuple:
+        """Run one tick: a forward, a backward, a hop each way. The flags say whether any rank has one in this scan."""
+        at = {name: columns[column] for name, column in names.items()}
         zero = y = gx = zeros_like(self.device.x)
         if forward:
             with jax.named_scope(SCOPES["F"]):
@@ -72,13 +72,13 @@ class _ForwardBackwardTicks:
         return jax.lax.cond(active, run, idle, carry) if self.device.options.skip_idle else run(carry)
 
     def _if_active(self, active: jax.Array, new: Tree, old: Tree) -> Tree:
-        """`new`, masked by `active` where idle ranks compute too."""
+        """Return `new`, masked by `active` where idle ranks compute too."""
         if self.device.options.skip_idle:
             return new
         return jax.tree.map(lambda n, o: jnp.where(active, n, o), new, old)
 
     def _arrive(self, slots: jax.Array, value: jax.Array, step: int, arrives: jax.Array, slot: jax.Array) -> jax.Array:
-        """Slots after `value` of every rank moved `step` ranks round the ring."""
+        """Return the slots after `value` of every rank moved `step` ranks round the ring."""
         return write_arrival(slots, slot, self.device.hop(value, step), arrives) if slots.shape[0] else slots
 
     def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:

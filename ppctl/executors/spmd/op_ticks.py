@@ -26,17 +26,17 @@ Tree = Any
 def run_op_ticks(device: Device, table: jax.Array) -> Tree:
     """Return the sums of a device after all ticks; table [tick, column].
 
-    Carried from tick to tick: `values`, slots for activations and gradients that arrive; `stash`, slots for what
-    forwards keep (None with remat=full); `pending`, slots for what input gradients hand to weight gradients; `sums`.
+    Carried from tick to tick: `values`, slots for activations and gradients that arrive; `stash`, slots for the
+    stashes of forwards (None with remat=full); `pending`, slots from input gradients to weight gradients; `sums`.
     """
     names = {name: column for column, name in enumerate(device.ticks.columns)}
-    occurring = {name: {line[column] for row in device.ticks.table for line in row} for name, column in names.items()}
+    occurring = {name: {line[column] for tick in device.ticks.table for line in tick} for name, column in names.items()}
     kinds: dict[Kind, int] = {kind: number for number, kind in enumerate(KINDS, start=1) if number in occurring["kind"]}
     hops = {hop: step for hop, step in HOPS.items() if 1 in occurring[f"{hop}_arrives"]}
     tasks = _SingleOpTicks(device).tasks
 
-    def tick(carry: Tree, row: jax.Array) -> tuple[Tree, None]:
-        at = {name: row[column] for name, column in names.items()}
+    def tick(carry: Tree, columns: jax.Array) -> tuple[Tree, None]:
+        at = {name: columns[column] for name, column in names.items()}
         out = zeros_like(device.x)
         for kind, number in kinds.items():
             with jax.named_scope(SCOPES[kind]):

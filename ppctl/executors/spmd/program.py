@@ -40,22 +40,7 @@ def spmd(
     ConfigError, before anything is traced, where the ticks were lowered for another remat than the options have, or
     for another placement than the layout's, and for options that the program of these ticks does not have.
     """
-    if ticks.remat is not options.remat:
-        raise ConfigError(
-            f"the ticks were lowered for remat={ticks.remat}, but options.remat={options.remat}. Lower the schedule "
-            f'with ticks(schedule, costs, remat="{options.remat}"), or use Options(remat="{ticks.remat}").'
-        )
-    if ticks.schedule.rank_of != layout.rank_of:
-        raise ConfigError(
-            f"the ticks were lowered for stages on ranks {_ranks_text(ticks.schedule.rank_of)}, but the layout puts "
-            f"them on ranks {_ranks_text(layout.rank_of)}. Use Layout(mesh, partition, schedule.rank_of) of the "
-            f"schedule that was lowered, {ticks.schedule.name}."
-        )
-    if ticks.program == "op" and not options.skip_idle:
-        raise ConfigError(
-            f"executor.idle=compute masks what idle ranks compute in ticks of an F, then a B; {ticks.schedule.name} "
-            "runs in ticks of one task of any kind. Use executor.idle=skip, or schedule=interleaved."
-        )
+    _check_options(layout, ticks, options)
     run = run_fb_ticks if ticks.program == "fb" else run_op_ticks
     num_microbatches = ticks.schedule.num_microbatches
     table = np.asarray(ticks.table, np.int32).transpose(1, 0, 2)  # [rank, tick, column]
@@ -90,6 +75,26 @@ def spmd(
         )(params, batch, jnp.asarray(table), jnp.asarray(layout.counts), jnp.asarray(layout.numbers))
 
     return loss_and_grads
+
+
+def _check_options(layout: Layout, ticks: Ticks, options: Options) -> None:
+    """Raise ConfigError where ticks do not fit the layout or the options."""
+    if ticks.remat is not options.remat:
+        raise ConfigError(
+            f"the ticks were lowered for remat={ticks.remat}, but options.remat={options.remat}. Lower the schedule "
+            f'with ticks(schedule, costs, remat="{options.remat}"), or use Options(remat="{ticks.remat}").'
+        )
+    if ticks.schedule.rank_of != layout.rank_of:
+        raise ConfigError(
+            f"the ticks were lowered for stages on ranks {_ranks_text(ticks.schedule.rank_of)}, but the layout puts "
+            f"them on ranks {_ranks_text(layout.rank_of)}. Use Layout(mesh, partition, schedule.rank_of) of the "
+            f"schedule that was lowered, {ticks.schedule.name}."
+        )
+    if ticks.program == "op" and not options.skip_idle:
+        raise ConfigError(
+            f"executor.idle=compute masks what idle ranks compute in ticks of an F, then a B; {ticks.schedule.name} "
+            "runs in ticks of one task of any kind. Use executor.idle=skip, or schedule=interleaved."
+        )
 
 
 def _ranks_text(rank_of: tuple[int, ...]) -> str:

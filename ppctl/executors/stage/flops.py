@@ -89,7 +89,7 @@ def _flops(jaxpr: core.Jaxpr) -> int:
 
 
 def equation_flops(equation: core.JaxprEqn) -> int:
-    """FLOPs of the matrix products that an equation is or holds, convolutions included."""
+    """Return the FLOPs of the matrix products that an equation is or holds, convolutions included."""
     if equation.primitive.name in PRODUCTS:
         return product_flops(equation)
     inner = [_flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
@@ -99,7 +99,7 @@ def equation_flops(equation: core.JaxprEqn) -> int:
 
 
 def product_flops(equation: core.JaxprEqn) -> int:
-    """FLOPs of one of PRODUCTS. A convolution is a product with each position of its kernel."""
+    """Return the FLOPs of one of PRODUCTS. A convolution is a product with each position of its kernel."""
     left, right = (v.aval.shape for v in equation.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
     out: Any = equation.outvars[0].aval
     if equation.primitive.name == "dot_general":
@@ -110,7 +110,7 @@ def product_flops(equation: core.JaxprEqn) -> int:
 
 
 def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The programs that an equation holds."""
+    """Return the programs that an equation holds."""
     values = [v for value in equation.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
     closed = (v.jaxpr if isinstance(v, core.ClosedJaxpr) else v for v in values)
     return [v for v in closed if isinstance(v, core.Jaxpr)]

@@ -20,7 +20,7 @@ BARRIER = "optimization_barrier"
 
 
 def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same program without calls and casts that change nothing, in the bodies of its scans too."""
+    """Return the same program without calls and casts that change nothing, in the bodies of its scans too."""
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
     return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*shapes)
 
@@ -44,7 +44,7 @@ def _inline(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> li
 
 
 def run_jaxpr(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> list[Any]:
-    """The outputs that are wanted, the others None. Inputs that these do not need may be anything."""
+    """Return the outputs that are wanted, the others None. Inputs that these do not need may be anything."""
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     masks, _ = demand(jaxpr, wanted)
@@ -62,7 +62,7 @@ def bind_eqn(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[
 
 
 def demand(jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()) -> tuple[dict[int, Mask], Mask]:
-    """(which results of which equations the outputs `outs` need, which inputs), with the equations `always`."""
+    """Return (by equation the results that the outputs `outs` need, the inputs); equations `always` are needed too."""
     need, masks = select_variables(jaxpr.outvars, outs), {}
     for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
         whole = bool(eqn.effects) or i in always
@@ -85,7 +85,7 @@ def demand(jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()) 
 
 
 def depending_only(jaxpr: core.Jaxpr, inputs: Mask) -> set[core.Var]:
-    """The variables that depend on no input but the chosen ones."""
+    """Return the variables that depend on no input but the chosen ones."""
     found = {*jaxpr.constvars, *select_variables(jaxpr.invars, inputs)}
     for eqn in jaxpr.eqns:
         if not eqn.effects and all(is_literal(v) or v in found for v in eqn.invars):
@@ -110,7 +110,7 @@ def is_scan(eqn: core.JaxprEqn) -> bool:
 
 
 def extents(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """(number of constants, number of carries) among the inputs of a scan; the others are scanned over."""
+    """Return (number of constants, number of carries) among the inputs of a scan; the others are scanned over."""
     params = eqn.params
     if "ft_in" in params:  # jax 0.12
         consts, carry, _ = (len(list(part)) for part in params["ft_in"].update(eqn.invars).unpack())

@@ -56,12 +56,12 @@ class Residuals:
         return y, leaves
 
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """The layer's output and its residuals."""
+        """Return the layer's output and its residuals."""
         y, *leaves = run_jaxpr(self.program, [*jax.tree.leaves(w), x], [True, *self.is_saved])
         return y, [leaf for leaf, saved in zip(leaves, self.is_saved, strict=True) if saved]
 
     def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
-        """Gradients of the layer's input and parameters, from saved residuals."""
+        """Return the gradients of the layer's input and parameters, from saved residuals."""
         w_leaves, rest = jax.tree.leaves(w), iter(saved)
         _, *leaves = run_jaxpr(self.program, [None] * (len(w_leaves) + 1), [False, *self.is_constant])
         for i, (source, is_saved) in enumerate(zip(self.sources, self.is_saved, strict=True)):
@@ -93,7 +93,7 @@ class LayerPrograms:
 
     @cached_property
     def split(self) -> Split:
-        """The two halves of the backward. ConfigError where it has none."""
+        """The two halves of the backward. ConfigError where it cannot be split."""
         w, x = self._shapes
         return split(self.residuals.pull, w, self.residuals.shapes, x)
 
@@ -108,29 +108,29 @@ class LayerPrograms:
         return self.split.pending
 
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """(the output, what the backward needs)."""
+        """Return (the output, the arrays that the backward needs)."""
         return self.residuals.save(w, x)
 
     def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
-        """Gradients of the input and of w, from what was saved."""
+        """Return the gradients of the input and of w, from the saved arrays."""
         return self.residuals.pull(w, saved, gy)
 
     def redo(self, w: Tree, x: jax.Array, gy: jax.Array) -> tuple[jax.Array, Tree]:
-        """The same from the input."""
+        """Return the gradients of the input and of w, from the input alone."""
         dw, gx = jax.vjp(self.run, w, x)[1](gy)
         return gx, dw
 
     def input_grad(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """(gradient of the input, what `weight_grad` needs)."""
+        """Return (gradient of the input, the arrays that `weight_grad` needs)."""
         return self.split.input_grad(w, saved, gy)
 
     def weight_grad(self, w: Tree, pending: list[jax.Array]) -> Tree:
-        """The gradient of w."""
+        """Return the gradient of w."""
         return self.split.weight_grad(w, pending)
 
 
 class SwitchPackings:
-    """How what waits of any layer is packed: what it keeps for its backward, and what its I hands to W."""
+    """The packings of the arrays that wait of any layer: those kept for its backward, and those that I hands to W."""
 
     def __init__(self, layers: Sequence[LayerPrograms]):
         self.layers = layers
@@ -145,7 +145,7 @@ class SwitchPackings:
 
 
 class LayerSwitch:
-    """`LayerPrograms` of layer `number`, which is traced and one of `among`; what waits is packed as all layers' is.
+    """`LayerPrograms` of layer `number`, which is traced and one of `among`; arrays wait packed as all layers' are.
 
     Every branch is in the program. `saved` and `pending` are packed: a device keeps the largest layer's for each.
     """
@@ -191,7 +191,7 @@ class LayerSwitch:
         return self._switch(run, w, pending)
 
     def _switch(self, run: Callable[..., Any], *args: Any) -> Any:
-        """run(layer, *args) of the layer that `number` is."""
+        """Return run(layer, *args) of the layer that `number` is."""
         place = np.zeros(max(self.among) + 1, np.int32)
         place[list(self.among)] = range(len(self.among))
         return jax.lax.switch(jnp.asarray(place)[self.number], [partial(run, layer) for layer in self.layers], *args)
@@ -208,17 +208,17 @@ class FlatPacking:
         self.shapes = [Shape((sizes[dtype],), dtype) for dtype in sorted(sizes, key=str)]
 
     def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arrays one behind the other, then zeros."""
+        """Return the arrays one behind the other, then zeros."""
         return [pack_flat([a for a in arrays if a.dtype == to.dtype], to) for to in self.shapes]
 
     def unpack(self, packed: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
-        """Arrays of these shapes, as `pack` put them."""
+        """Return arrays of these shapes, as `pack` put them."""
         of_dtype = {a.dtype: iter(unpack_flat([s for s in shapes if s.dtype == a.dtype], a)) for a in packed}
         return [next(of_dtype[shape.dtype]) for shape in shapes]
 
 
 def pack_flat(arrays: Sequence[jax.Array], to: Shape) -> jax.Array:
-    """Arrays one behind the other along the last axis of `to`, then zeros; the axes before it are shared."""
+    """Return arrays one behind the other along the last axis of `to`, then zeros; the axes before it are shared."""
     *shared, size = to.shape
     parts = [a.reshape(*shared, -1).astype(to.dtype) for a in arrays]
     rest = size - sum(part.shape[-1] for part in parts)
@@ -227,7 +227,7 @@ def pack_flat(arrays: Sequence[jax.Array], to: Shape) -> jax.Array:
 
 
 def unpack_flat(shapes: Sequence[Shape], packed: jax.Array) -> list[jax.Array]:
-    """The arrays that `pack_flat` put behind each other, in the dtype of `packed`."""
+    """Return the arrays that `pack_flat` put behind each other, in the dtype of `packed`."""
     num_shared = packed.size // packed.shape[-1] if packed.size else 1
     sizes = [shape.size // num_shared for shape in shapes]
     rest = packed.shape[-1] - sum(sizes)

@@ -38,7 +38,7 @@ FOREIGN = ("ffi_call", "pure_callback", "io_callback")  # nobody can see which r
 
 @dataclass(frozen=True)
 class Split:
-    """I and W of a layer. `pending`: the shapes of what `input_grad` hands to `weight_grad`."""
+    """I and W of a layer. `pending`: the shapes of the arrays that `input_grad` hands to `weight_grad`."""
 
     input_grad: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, list[jax.Array]]]  # w, saved, gy -> gx, pending
     weight_grad: Callable[[Tree, list[jax.Array]], Tree]  # w, pending -> dw
@@ -46,7 +46,7 @@ class Split:
 
 
 def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
-    """The two halves of gx, dw = pull(w, saved, gy). The arguments give shapes and dtypes.
+    """Return the two halves of gx, dw = pull(w, saved, gy). The arguments give shapes and dtypes.
 
     ConfigError where one operation that cannot be taken apart yields both gx and dw.
     """
@@ -72,14 +72,14 @@ def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
 
 
 def _cheapest(cut: Callable[[frozenset[int]], _Cut]) -> _Cut:
-    """The cut with the least bytes that moving one equation after the other finds."""
+    """Return the cut with the least bytes that moving one equation after the other finds."""
     best, moved = cut(frozenset()), frozenset[int]()
     for i in range(len(best.jaxpr.eqns)):  # an equal cut may lead to a better one
         if best.can_move(i):
             other = cut(moved | {i})
             if other.num_bytes <= best.num_bytes:
                 best, moved = other, moved | {i}
-    for i in sorted(moved, reverse=True):  # what moved in vain stays in W
+    for i in sorted(moved, reverse=True):  # an equation that moved in vain stays in W
         other = cut(moved - {i})
         if other.num_bytes <= best.num_bytes:
             best, moved = other, moved - {i}
@@ -147,11 +147,11 @@ class _Cut:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what crosses."""
+        """Bytes of the values that cross."""
         return sum(map(_num_bytes, self.crossing.values()))
 
     def can_move(self, i: int) -> bool:
-        """Whether equation i is cheap work of `second` that needs nothing else of it."""
+        """Return whether equation i is cheap work of `second` that needs nothing else of it."""
         eqn = self.jaxpr.eqns[i]
         if i in self.masks or (i, None) not in self.second_steps or eqn.primitive.name in PRODUCTS or _is_opaque(eqn):
             return False
@@ -159,7 +159,7 @@ class _Cut:
         return not any(v in later for v in eqn.invars if not is_literal(v))
 
     def first(self, args: Sequence[Any]) -> tuple[list[Any], list[jax.Array]]:
-        """(outputs, what crosses) of inputs."""
+        """Return (outputs, values that cross) of inputs."""
         env: dict[Any, Any] = {**self.consts, **dict(zip(self.jaxpr.invars, args, strict=True))}
         for i in sorted(self.masks):
             eqn = self.jaxpr.eqns[i]
@@ -170,7 +170,7 @@ class _Cut:
         return outs, [env[key] for key in self.crossing]
 
     def second(self, args: Sequence[Any], crossing: Sequence[jax.Array]) -> list[Any]:
-        """The late outputs, from the inputs that are not handed and from what crossed."""
+        """Return the late outputs, from the inputs that are not handed and from what crossed."""
         env: dict[Any, Any] = {**self.consts, **dict(zip(self.jaxpr.invars, args, strict=True))}
         env |= dict(zip(self.crossing, crossing, strict=True))
         for i, scan in reversed(self.second_steps):
@@ -185,7 +185,7 @@ class _Cut:
 
 
 class _ScanCut:
-    """A scan in two: a loop for the results `early`, and a loop over what its iterations hand on, for `late`."""
+    """A scan in two: a loop for the results `early`, and a loop over the values that it hands on, for `late`."""
 
     def __init__(self, eqn: core.JaxprEqn, early: Mask, late: Mask, constant: set[core.Var]):
         params = eqn.params
@@ -209,7 +209,7 @@ class _ScanCut:
         self.crossing = [jax.ShapeDtypeStruct((length, *s.shape), s.dtype) for s in self.cut.crossing.values()]
 
     def _run(self, step: Callable, mask: Mask, values: list[Any], handed: Sequence[jax.Array]) -> tuple[list[Any], Any]:
-        """(results, what crosses) of the loop over outs, crossing = step(inputs, what was handed on)."""
+        """Return (results, values that cross) of the loop over outs, crossing = step(inputs, values handed on)."""
         consts, start = values[: self.num_consts], values[self.num_consts :]
         carry = [value if m else None for value, m in zip(start, mask[: self.num_carry], strict=False)]
 
@@ -240,14 +240,14 @@ def _is_constant(eqn: core.JaxprEqn, constant: set[core.Var]) -> bool:
 
 
 def _is_view(eqn: core.JaxprEqn) -> bool:
-    """Whether the result is cheap to make again from an operand that is no larger."""
+    """Return whether the result is cheap to make again from an operand that is no larger."""
     size = lambda v: _num_bytes(_shape(v))  # noqa: E731
     is_view = eqn.primitive.name in (*VIEWS, BARRIER)
     return is_view and sum(map(size, eqn.invars)) <= sum(map(size, eqn.outvars))
 
 
 def _is_opaque(eqn: core.JaxprEqn) -> bool:
-    """Whether the equation is more than one operation: a loop, a branch, a kernel."""
+    """Return whether the equation is more than one operation: a loop, a branch, a kernel."""
     params = [p for value in eqn.params.values() for p in (value if isinstance(value, tuple | list) else (value,))]
     return eqn.primitive.name in FOREIGN or any(isinstance(p, core.Jaxpr | core.ClosedJaxpr) for p in params)
 

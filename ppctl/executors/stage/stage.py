@@ -1,4 +1,4 @@
-"""One stage: its layers forward, what it keeps, and its layers backward, for each remat setting.
+"""One stage: its layers forward, its stash, and its layers backward, for each remat setting.
 
 A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree (scanned). `fold` hides the
 difference. `LayerSlots` says which layers they are, where that matters: slots of padding pass x through, and where
@@ -10,7 +10,7 @@ layer  | the input of each layer                                    | one layer 
 full   | the stage's input                                          | the stage
 
 The backward runs whole (`backward`), or as `input_grad`, which recomputes the same, and later `weight_grad`, which
-recomputes nothing: what it needs was handed to it as `pending`, and the stash is free from then on.
+recomputes nothing: its inputs were handed to it as `pending`, and the stash is free from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Backward = tuple[jax.Array, Any, Any]
 
 
 def fold(body: Callable, carry: Tree, xs: Any, *, reverse: bool = False) -> tuple[Tree, Any]:
-    """(last carry, per-layer results) of `carry, y = body(carry, x)`; unrolled when xs is a list of trees."""
+    """Return (last carry, per-layer results) of `carry, y = body(carry, x)`; unrolled when xs is a list of trees."""
     if not isinstance(xs, list):
         return jax.lax.scan(body, carry, xs, reverse=reverse)
     ys: list = []
@@ -42,7 +42,7 @@ def fold(body: Callable, carry: Tree, xs: Any, *, reverse: bool = False) -> tupl
 
 
 def numbered(w: Any, *others: Any) -> Any:
-    """xs for `fold`: (layer number, parameters, ...) of each layer."""
+    """Return xs for `fold`: (layer number, parameters, ...) of each layer."""
     if isinstance(w, list):
         return list(zip(range(len(w)), w, *others, strict=True))
     return (jnp.arange(jax.tree.leaves(w)[0].shape[0]), w, *others)
@@ -95,7 +95,7 @@ class Stage:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether the stash is the stage's input, so that it can stay in the slot where it arrived."""
+        """True where the stash is the stage's input, so that it can stay in the slot where it arrived."""
         return self.remat.keeps_input_only
 
     def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
@@ -104,7 +104,7 @@ class Stage:
         return jax.eval_shape(lambda w, x: self.forward(w, slots, x)[1], w, self.x)
 
     def pending_shapes(self, w: Any, slots: LayerSlots | None = None) -> Any:
-        """Shapes of what `input_grad` hands on."""
+        """Return the shapes of the arrays that `input_grad` hands on."""
         slots = slots or self._any(w)
 
         def hand_on(w: Any, stash: Tree, gy: jax.Array) -> Any:
@@ -120,7 +120,7 @@ class Stage:
         return LayerSlots(numbers=jnp.zeros(count, jnp.int32), among=(tuple(range(len(self.layers))),) * count)
 
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
-        """The stage's output and its stash."""
+        """Return the stage's output and its stash."""
         if self.remat.keeps_residuals:
             return self._save(w, slots, x)
 
@@ -135,7 +135,7 @@ class Stage:
     def backward(
         self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable
     ) -> tuple[jax.Array, Any, Any]:
-        """(gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
+        """Return (gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
 
         y is the stage's output where the backward recomputes all of it (remat=full), else None.
         """
@@ -160,7 +160,7 @@ class Stage:
     def input_grad(
         self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable
     ) -> tuple[jax.Array, Any, Any]:
-        """(gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
+        """Return (gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
         y, kept = self._save(w, slots, stash) if self.remat.keeps_input_only else (None, stash)
         gy, aux = cotangent(y)
 
@@ -179,7 +179,7 @@ class Stage:
         return gx, pending, aux
 
     def weight_grad(self, w: Any, slots: LayerSlots | None, pending: Any) -> Any:
-        """Gradients of w, from what `input_grad` handed on."""
+        """Return the gradients of w, from the arrays that `input_grad` handed on."""
 
         def body(_: None, item: tuple) -> tuple[None, Tree]:
             k, layer_w, layer_pending = item

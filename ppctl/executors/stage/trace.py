@@ -37,7 +37,7 @@ class Trace:
         self.outvars = jaxpr.outvars
         self.ops: list[core.JaxprEqn] = []
         self.marks: list[int] = []  # the number of operations before each
-        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # of what is no operation
+        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # of values that no operation makes
         self._read: list[set[core.Var]] = []  # by each operation: leaves, the input and results of operations
         reads: dict[core.Var, set[core.Var]] = {v: {v} for v in jaxpr.invars}
         leaves_set = set(self.leaves)
@@ -84,12 +84,12 @@ class Trace:
         return {v: found[::-1] for v, found in uses.items()}
 
     def users(self, leaf: int) -> list[int]:
-        """The operations that need a leaf; `num_ops` stands for the outputs."""
+        """Return the operations that need a leaf; `num_ops` stands for the outputs."""
         return self._uses.get(self.leaves[leaf], [])
 
     @cached_property
     def _crossing(self) -> list[list[core.Var]]:
-        """For each place 0..num_ops what is made before it and needed behind it."""
+        """For each place 0..num_ops the values that are made before it and needed behind it."""
         found: list[list[core.Var]] = [[] for _ in range(self.num_ops + 1)]
         results = [(self.input, 0), *((v, i + 1) for i, eqn in enumerate(self.ops) for v in eqn.outvars)]
         for v, first in results:
@@ -98,7 +98,7 @@ class Trace:
         return found
 
     def crossing(self, place: int) -> list[Shape]:
-        """The values that are made before operation `place`, or given, and needed by it or behind it."""
+        """Return the values that are made before operation `place`, or given, and needed by it or behind it."""
         return [Shape(v.aval.shape, v.aval.dtype) for v in self._crossing[place]]  # pyright: ignore[reportAttributeAccessIssue] of arrays
 
     def run(self, start: int, stop: int, values: Sequence[Any], leaves: Mapping[int, Any]) -> list[Any]:
@@ -121,7 +121,7 @@ class Trace:
         return env
 
     def _value(self, env: dict[Any, Any], v: Any) -> Any:
-        """The value of v, made now where that is no operation's."""
+        """Return the value of v, made now where that is no operation's."""
         if not is_literal(v) and v not in env:
             eqn = self.made_by[v]
             env |= dict(zip(eqn.outvars, bind_eqn(eqn, [self._value(env, each) for each in eqn.invars]), strict=True))
@@ -129,7 +129,7 @@ class Trace:
 
 
 def is_mark(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation is a call of stage_boundary."""
+    """Return whether an equation is a call of stage_boundary."""
     return eqn.primitive.name in JITS and eqn.params["name"] == MARK
 
 

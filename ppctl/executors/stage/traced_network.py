@@ -26,7 +26,7 @@ from ppctl.schedule.partition.clusters import clusters
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
-NUM_EXAMPLES = (2, 3)  # of the batches by which a network is cut: what crosses has to grow with them
+NUM_EXAMPLES = (2, 3)  # of the batches by which a network is cut: values that cross have to grow with them
 MULTIPLE = 64  # of the length of a layer's parameters, so that they can be sharded
 WIDE = 2  # times the widest boundary: wider outputs are the head's
 
@@ -75,7 +75,7 @@ class TracedNetwork:
         return self.network.apply(jax.tree.unflatten(self.treedef, leaves), inputs)
 
     def _bounds(self, trace: Trace) -> tuple[int, ...]:
-        """The operations at which each layer starts, and the head."""
+        """Return the operations at which each layer starts, and the head."""
         last = trace.num_ops
         first = next((place for place in range(last + 1) if not _integers(trace, place)), last + 1)
         if self.auto:
@@ -106,17 +106,17 @@ class TracedNetwork:
         return tuple(first + place for place in clusters(trace.costs[first:last], passing, self.num_layers))
 
     def _tied(self, trace: Trace, first: int) -> int:
-        """The first operation of those behind the embedding that shares parameters with it, or the end."""
+        """Return the first operation of those behind the embedding that shares parameters with it, or the end."""
         users = map(trace.users, range(len(self.shapes)))
         return min([trace.num_ops, *(u for found in users if found and found[0] < first for u in found if u >= first)])
 
     def _torn(self, trace: Trace, first: int) -> set[int]:
-        """The places on both sides of which a parameter is used that the embedding does not use."""
+        """Return the places on both sides of which a parameter is used that the embedding does not use."""
         users = map(trace.users, range(len(self.shapes)))
         return {place for found in users if found and found[0] >= first for place in range(found[0] + 1, found[-1] + 1)}
 
     def _head(self, trace: Trace, bounds: Sequence[int]) -> int:
-        """The operation at which the head starts, in the last layer."""
+        """Return the operation at which the head starts, in the last layer."""
         widest = max(_size(trace.crossing(place)) for place in bounds[:-1])
         if _size(trace.crossing(bounds[-1])) <= WIDE * widest:
             return bounds[-1]
@@ -125,12 +125,12 @@ class TracedNetwork:
         return next((p for p in places if _size(trace.crossing(p)) <= widest), bounds[-1])
 
     def _places(self, trace: Trace) -> list[int | None]:
-        """For each leaf the layer that uses it; None: an end does."""
+        """Return for each leaf the layer that uses it; None: embedding or head does."""
         places: list[int | None] = []
         for i, name in enumerate(self.names):
-            users = {self._layer(user) for user in trace.users(i)} or {0}  # what nobody uses has to be somewhere
+            users = {self._layer(user) for user in trace.users(i)} or {0}  # a leaf that nobody uses has to be somewhere
             if len(users) > 1:
-                which = ", ".join("an end" if l is None else f"layer {l}" for l in sorted(users, key=str))
+                which = ", ".join("embedding/head" if l is None else f"layer {l}" for l in sorted(users, key=str))
                 raise ConfigError(
                     f"parameter {name} is used by {which}, but a parameter lives in one layer. Give each an array of "
                     "its own, or move the boundaries."
@@ -163,7 +163,7 @@ class TracedNetwork:
 
     @cached_property
     def x(self) -> tuple[int, Any]:
-        """(width, dtype) of what passes between layers: that of the widest boundary, and of the most exact value."""
+        """(width, dtype) of x: the width of the widest boundary, the dtype of the most exact value."""
         dtypes = [a.dtype for place in self.bounds for a in self.at(NUM_EXAMPLES[0]).crossing(place) if _is_floating(a)]
         return max(1, *self.widths), jnp.result_type(self.compute, *dtypes)
 
@@ -184,7 +184,7 @@ class TracedNetwork:
         return {name: leaves for name, leaves in found.items() if name == "kernel" or any(leaves)}
 
     def _group(self, leaf: int) -> str:
-        """Whether weight decay is for a leaf: for matrices, unless they are called as what it is not for."""
+        """Return "kernel" for a leaf that weight decay is for, a matrix whose name is not in NO_DECAY, else "bias"."""
         is_vector = len(self.shapes[leaf]) < 2 or self.names[leaf].rpartition("/")[2] in NO_DECAY
         return "bias" if is_vector else "kernel"
 
@@ -196,12 +196,12 @@ class TracedNetwork:
 
     @cached_property
     def tag(self) -> str:
-        """Names where each parameter lies, so that a checkpoint of another cut is never taken for one of this."""
+        """A name by where each parameter lies, so that a checkpoint of another cut is never taken for one of this."""
         lies = list(zip(self.names, self.shapes, self.places, strict=True))
         return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
     def to_parts(self, params: Tree) -> Tree:
-        """A stack's parameters, of the network's."""
+        """Return a stack's parameters, of the network's."""
         leaves = [leaf.astype(self.dtype) for leaf in jax.tree.leaves(params)]
         ends = {self.names[i]: {self._group(i): leaves[i]} for i, place in enumerate(self.places) if place is None}
         layers = {
@@ -213,8 +213,8 @@ class TracedNetwork:
         return {"ends": ends, "layers": {self.tag: layers}}
 
     def from_parts(self, parts: Tree) -> Tree:
-        """The network's parameters, of a stack's in natural order."""
-        leaves: dict[int, Any] = self._leaves_of_ends(parts["ends"])
+        """Return the network's parameters, of a stack's in natural order."""
+        leaves: dict[int, Any] = self._unpacked_ends(parts["ends"])
         for l in range(self.num_layers):
             leaves |= self._leaves_of(l, jax.tree.map(lambda a, l=l: a[l], parts["layers"]))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
@@ -226,7 +226,7 @@ class TracedNetwork:
             found |= dict(zip(layers[l], unpack_flat(shapes, layer[name]), strict=True)) if shapes else {}
         return found
 
-    def _leaves_of_ends(self, ends: Tree) -> dict[int, jax.Array]:
+    def _unpacked_ends(self, ends: Tree) -> dict[int, jax.Array]:
         return {self.names.index(name): leaf for name, group in ends.items() for leaf in group.values()}
 
     def _computed(self, leaves: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
@@ -235,7 +235,7 @@ class TracedNetwork:
     # the functions of a stack
 
     def embed(self, ends: Tree, inputs: jax.Array) -> jax.Array:
-        trace, leaves = self.at(len(inputs)), self._computed(self._leaves_of_ends(ends))
+        trace, leaves = self.at(len(inputs)), self._computed(self._unpacked_ends(ends))
         inputs = inputs.astype(self.compute) if _is_floating(self.inputs) else inputs
         given = [inputs] * len(trace.crossing(0))  # none, should nothing depend on it
         return self._packed(trace.run(0, self.bounds[0], given, leaves), len(inputs))
@@ -246,7 +246,7 @@ class TracedNetwork:
         return self._packed(self.at(len(x)).run(start, stop, self._unpacked(x, start), leaves), len(x))
 
     def head(self, ends: Tree, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        start, leaves = self.bounds[-1], self._computed(self._leaves_of_ends(ends))
+        start, leaves = self.bounds[-1], self._computed(self._unpacked_ends(ends))
         return self.network.loss(self.at(len(x)).outputs(start, self._unpacked(x, start), leaves), targets)
 
 

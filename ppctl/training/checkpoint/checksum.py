@@ -33,7 +33,7 @@ class Digest(NamedTuple):
 
 
 def digest(tree: Tree) -> Digest:
-    """The checksums of the arrays of a tree and whether all is finite; one program, which every process must call.
+    """Return the checksums of the arrays of a tree and whether all is finite; every process must call it.
 
     >>> digest({"w": jnp.arange(3), "b": jnp.zeros(())}).checksums.keys()
     dict_keys(['b', 'w'])
@@ -46,14 +46,14 @@ def digest(tree: Tree) -> Digest:
 
 
 def names(tree: Tree) -> list[str]:
-    """The name of each array: the keys that lead to it, joined by /."""
+    """Return the name of each array: the keys that lead to it, joined by /."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
 
 
 @functools.cache
 def _program(everywhere: NamedSharding | None) -> Any:
-    """The compiled part. Its results are whole on every device of the mesh, so that every process can read them."""
+    """Return the compiled part, whose results are whole on every device of the mesh: every process can read them."""
     return jax.jit(_sums, out_shardings=everywhere)
 
 
@@ -65,12 +65,12 @@ def _sums(tree: Tree) -> tuple[jax.Array, jax.Array]:
 
 
 def _numbers(leaf: jax.Array) -> jax.Array:
-    """The leaf, with the integers behind a random key in its place."""
+    """Return the leaf, with the integers behind a random key in its place."""
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def _words(a: jax.Array) -> jax.Array:
-    """The bits of an array as uint32, with one more dim for 64-bit numbers. x64 may be off."""
+    """Return the bits of an array as uint32, with one more dim for 64-bit numbers. x64 may be off."""
     if jnp.issubdtype(a.dtype, jnp.complexfloating):
         a = jnp.stack([a.real, a.imag], axis=-1)
     if a.dtype == jnp.bool_:
@@ -81,7 +81,7 @@ def _words(a: jax.Array) -> jax.Array:
 
 
 def _checksum(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether all is finite; [2] uint32. One reduction: three took 3 times the time and twice that to compile."""
+    """Return (is all finite, [2] uint32) by one reduction: three took 3 times the time and twice that to compile."""
     words = _words(a)
     k = jnp.zeros(words.shape, jnp.uint32)
     for dim in range(words.ndim):
@@ -100,7 +100,7 @@ def _checksum(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mix(x: jax.Array, h: tuple[int, ...]) -> jax.Array:
-    """A bijection of 32-bit words: xor with a right shift and multiplication by an odd number can be undone."""
+    """Apply a bijection of 32-bit words: xor with a right shift and multiplication by an odd number can be undone."""
     for shift, factor in zip(h[0::2], (*h[1::2], None), strict=True):
         x = x ^ (x >> np.uint32(shift))
         x = x if factor is None else x * np.uint32(factor)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: step, arrays, checksums, what the run told it, and a hash of all that."""
+"""The manifest of a checkpoint: step, arrays, their checksums, the metadata of the run, and a hash of all that."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import numpy as np
 from ppctl.training.checkpoint.checksum import names
 
 
-class Sealed(NamedTuple):
+class Manifest(NamedTuple):
     step: int
     arrays: dict[str, str]  # dtype and shape by name
     checksums: dict[str, str]  # by name
     meta: dict[str, Any]  # as it was given to `Checkpoints.save`
 
 
-def seal(sealed: Sealed) -> dict[str, Any]:
-    """Plain JSON of what is sealed, with a hash of all of it."""
-    content = json.loads(json.dumps(sealed._asdict(), allow_nan=False))
+def to_json(manifest: Manifest) -> dict[str, Any]:
+    """Return the manifest as plain JSON, with a hash of all of it."""
+    content = json.loads(json.dumps(manifest._asdict(), allow_nan=False))
     return {**content, "sha256": _hash(content)}
 
 
-def unseal(record: Any, step: int) -> Sealed:
-    """What was sealed for `step`. ValueError if that is not what the record says, or not all of it."""
-    if not isinstance(record, dict) or set(record) != {*Sealed._fields, "sha256"}:
+def from_json(record: Any, step: int) -> Manifest:
+    """Return the manifest of the checkpoint of `step`. ValueError if the record is of another one, or not complete."""
+    if not isinstance(record, dict) or set(record) != {*Manifest._fields, "sha256"}:
         raise ValueError("meta/data.json is not what ppctl writes")
     content = {name: value for name, value in record.items() if name != "sha256"}
     if record["sha256"] != _hash(content):
         raise ValueError("meta/data.json does not have the hash stored in it")
     if content["step"] != step:
         raise ValueError(f"it was saved as step {content['step']}")
-    return Sealed(**content)
+    return Manifest(**content)
 
 
-def described(tree: Any) -> dict[str, str]:
-    """Dtype and shape by name of each array of a state.
+def array_types(tree: Any) -> dict[str, str]:
+    """Return dtype and shape by name of each array of a state.
 
-    >>> described({"w": jax.ShapeDtypeStruct((2, 3), "float32")})
+    >>> array_types({"w": jax.ShapeDtypeStruct((2, 3), "float32")})
     {'w': 'float32[2,3]'}
     """
     leaves = []
@@ -53,7 +53,7 @@ def described(tree: Any) -> dict[str, str]:
 
 
 def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """One phrase for each array that is not stored as wanted.
+    """Return a phrase for each array that is not stored as wanted.
 
     >>> differences({"w": "float32[2,3]"}, {"w": "float32[4,3]"})
     ['w is stored as float32[2,3], wanted float32[4,3]']

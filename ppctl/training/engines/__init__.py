@@ -16,7 +16,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the compiled programs of a step take, beside state and batch."""
+    """The memory that the compiled programs of a step take in addition to state and batch."""
 
     temp_bytes: int  # of one device, the one that needs most
     total_bytes: tuple[int, ...]  # of one device of each rank, state and batch included; 0 for ranks of other processes

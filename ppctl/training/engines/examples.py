@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 
 def examples_of(sharding: NamedSharding, batch_size: int) -> tuple[int, ...]:
-    """The examples, ascending, that this process's devices hold of a batch sharded along its first dimension."""
+    """Return the examples, ascending, that this process's devices hold of a batch sharded along its first dimension."""
     held = sharding.addressable_devices_indices_map((batch_size,)).values()
     return tuple(sorted({example for index in held if index for example in range(batch_size)[index[0]]}))
 
@@ -18,7 +18,7 @@ def examples_of(sharding: NamedSharding, batch_size: int) -> tuple[int, ...]:
 def put_examples(
     shardings: Mapping[str, NamedSharding], examples: Sequence[int], batch: Mapping[str, np.ndarray], batch_size: int
 ) -> dict[str, jax.Array]:
-    """Global arrays [batch_size, ...] of `batch`, which holds these examples alone, [len(examples), ...]."""
+    """Return global arrays [batch_size, ...] of `batch`, which holds these examples alone, [len(examples), ...]."""
     place = {example: i for i, example in enumerate(examples)}
 
     def one(values: np.ndarray, sharding: NamedSharding) -> jax.Array:

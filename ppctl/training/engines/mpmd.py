@@ -2,7 +2,7 @@
 
 The global norm is formed across ranks: each sums the squares of its gradients, the last rank adds them up and sends the
 norm back, with the other numbers of the step. The state is a tuple with a tree for each rank, of None where the rank is
-other processes'; a tied leaf of the ends is on two ranks and gets the same update on both.
+other processes'; a tied leaf of embedding and head is on two ranks and gets the same update on both.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Mpmd:
         used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
         holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.tied))]
         self.division = Division(layout, model.ends, holders)
-        self.machine = Runtime(self.division.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
-        self.read_at = next(r for r in (self.last, *self.ranks) if self.machine.is_mine[r])  # the numbers of a step
+        self.runtime = Runtime(self.division.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
+        self.read_at = next(r for r in (self.last, *self.ranks) if self.runtime.is_mine[r])  # the numbers of a step
         self.walks: dict[str, Walk] = {}
 
     # states
@@ -79,9 +79,9 @@ class Mpmd:
         return self._alone(lambda: self.division.split(jax.block_until_ready(self.states.to_staged(state))))
 
     def _alone(self, whole: Callable[[], Tree]) -> Tree:
-        """What `whole` returns: programs of the whole mesh take no turns, so nothing else may run beside them."""
-        self.machine.wait()
-        self.machine.connect()
+        """Return the result of `whole`, run alone: programs of the whole mesh take no turns with others."""
+        self.runtime.wait()
+        self.runtime.connect()
         return jax.block_until_ready(whole())
 
     def parameters(self, state: Tree) -> Sequence[Tree]:
@@ -118,29 +118,29 @@ class Mpmd:
         return self.footprint(step)
 
     def footprint(self, step: Walk) -> Footprint:
-        """What a compiled plan of a step takes."""
+        """Return the footprint of a compiled plan of a step."""
         total = [sum(held.values()) for held in self.given_bytes]
-        total = [(a + b) * mine for a, b, mine in zip(total, step.peak_bytes, self.machine.is_mine, strict=True)]
+        total = [(a + b) * mine for a, b, mine in zip(total, step.peak_bytes, self.runtime.is_mine, strict=True)]
         return Footprint(max(step.peak_bytes), tuple(total), "")
 
     def memory(self, what: str = "step") -> tuple[dict[str, int], ...]:
         return self._memory(what, None)
 
     def estimate_memory(self, what: str = "step") -> tuple[dict[str, int], ...]:
-        return self._memory(what, self.machine.estimate_temporaries(self.plan(what)[0], self.given_shapes()))
+        return self._memory(what, self.runtime.estimate_temporaries(self.plan(what)[0], self.given_shapes()))
 
     def _memory(self, what: str, temps: Sequence[int] | None) -> tuple[dict[str, int], ...]:
-        """For each rank bytes by part at the peak of a plan; temps: of each op, None: of what is compiled, if any."""
+        """Return for each rank bytes by part at a plan's peak; temps: of each op, None: of those compiled, if any."""
         ops, kept = self.plan(what)
-        held = self.machine.memory_breakdown(ops, self.given_shapes(), kept, temps)
+        held = self.runtime.memory_breakdown(ops, self.given_shapes(), kept, temps)
         return tuple(by_part(given | of_rank) for given, of_rank in zip(self.given_bytes, held, strict=True))
 
     def programs(self, choose: Choose | None = None, what: str = "step") -> StepPrograms:
-        return dispatched_programs(self.machine, self.plan(what), self.given_shapes(), choose)
+        return dispatched_programs(self.runtime, self.plan(what), self.given_shapes(), choose)
 
     @property
     def given_bytes(self) -> list[dict[str, int]]:
-        """For each rank, bytes of one device of its state and of its part of the batch, by name."""
+        """For each rank, the bytes of one device of its state and of its part of the batch, by name."""
         found: list[dict[str, int]] = [{} for _ in self.ranks]
         places = {"inputs": self.first, "targets": self.last}
         for (name, *where), shapes in self.given_shapes().items():
@@ -164,11 +164,11 @@ class Mpmd:
         return [submesh.devices.flat[0].id for submesh in self.division.submeshes]
 
     def state_of(self, found: Mapping[Key, Tree], prefix: str = "") -> Tree:
-        """The state in what a walk has left; `try` leaves it as next_params and so on."""
+        """Return the state among the values that a walk has left; `try` leaves it as next_params and so on."""
         return tuple({name: found[prefix + name, r] for name in STATE} for r in self.ranks)
 
     def metrics_of(self, found: Mapping[Key, Tree]) -> dict[str, jax.Array]:
-        """The metrics of a step in what its walk has left, readable in this process."""
+        """Return the metrics among the values that a step's walk has left, readable in this process."""
         return {name: found["numbers", self.read_at][name] for name in self.metric_names}
 
     def loss(self, state: Tree, batch: Tree) -> jax.Array:
@@ -181,7 +181,7 @@ class Mpmd:
         return found["loss", self.read_at], self._alone(lambda: jax.jit(self.layout.to_natural)(staged()))
 
     def walk(self, what: str) -> Walk:
-        """The compiled plan of that name."""
+        """Return the compiled plan of that name."""
         if what not in self.walks:
             given = self.given_shapes()
             if what == "redo":
@@ -190,11 +190,11 @@ class Mpmd:
                     key: tried[key] for key in self.outcome
                 }
             ops, kept = self.plan(what)
-            self.walks[what] = self.machine.compile(ops, given, kept)
+            self.walks[what] = self.runtime.compile(ops, given, kept)
         return self.walks[what]
 
     def plan(self, what: str) -> tuple[list[PlanEntry], list[Key]]:
-        """(a plan, what it leaves).
+        """Return (a plan, the keys of the values that it leaves).
 
         step: a train step. loss: that of a batch, from forwards alone. grads: loss and gradients. try: a step in which
         each rank updates as soon as its gradients are ready, unclipped, and the norm is formed afterwards. redo: the
@@ -225,11 +225,11 @@ class Mpmd:
 
     @property
     def outcome(self) -> list[Key]:
-        """What `redo` needs of a step that was tried."""
+        """The values of a tried step that `redo` reads."""
         return [key for r in self.ranks for key in (*self._grads(r), ("numbers", r))]
 
     def _norm(self) -> list[PlanEntry]:
-        """From gradients to the numbers of a step: each rank's sum of squares goes to the last one, which adds them."""
+        """Return entries from gradients to a step's numbers: the last rank adds the sums of squares of all."""
         ops = [self._op("squares", r, [("grads", r)], [("squares", r)]) for r in self.ranks]
         ops += [
             transfer_entry(r, ("squares", r), self.last, ("squares_there", r)) for r in self.ranks if r != self.last
@@ -250,30 +250,30 @@ class Mpmd:
         return rank_entry(kind, self.roles[rank], rank, reads, writes)
 
     def _sent(self, name: str) -> list[PlanEntry]:
-        """Moves of a value of the last rank to all, as (name, rank)."""
+        """Return the moves of a value of the last rank to all, as (name, rank)."""
         return [transfer_entry(self.last, (name,), r, (name, r)) for r in self.ranks]
 
     def _grads(self, rank: int) -> list[Key]:
-        """All of a rank's gradients: those of tied leaves come back from the rank that adds them up."""
+        """Return the keys of a rank's gradients: those of tied leaves come back from the rank that adds them up."""
         return [("grads", rank)] + [("tied", rank)] * (self.roles[rank].tied == "head")
 
-    # what a plan is given
+    # values that a plan starts from
 
     @cached_property
     def _numbers(self) -> dict[Key, jax.Array | None]:
         """The number of each microbatch, on the ranks that look it up."""
         many = range(self.model.num_microbatches)
-        return {("m", r, m): self.machine.number(m, r) for r in {self.first, self.last} for m in many}
+        return {("m", r, m): self.runtime.number(m, r) for r in {self.first, self.last} for m in many}
 
     def given(self, state: Tree, batch: Tree) -> dict[Key, Tree]:
-        """The values that plans start from."""
+        """Return the values that plans start from."""
         return {(name,): array for name, array in batch.items()} | self.given_state(state) | self._numbers
 
     def given_state(self, state: Tree) -> dict[Key, Tree]:
         return {(name, r): tree for r, of_rank in enumerate(state) for name, tree in of_rank.items()}
 
     def given_shapes(self) -> dict[Key, Tree]:
-        shape = self.machine.shape
+        shape = self.runtime.shape
         shapes: dict[Key, Tree] = {(name,): shape(a, P(DATA_AXES)) for name, a in self.batch_shapes.items()}
         for name, tree in self.states.staged.items():
             path = (jax.tree_util.DictKey(name),)
@@ -330,7 +330,7 @@ class _Programs:
         return loss / number, number
 
     def _scaled(self, grads: Tree, number: jax.Array, tied: Sequence[Tree]) -> Tree:
-        """Gradients of the mean loss, with those of tied leaves where they came back from another rank."""
+        """Return gradients of the mean loss, with those of tied leaves where they came back from another rank."""
         if tied:
             grads = grads | {"ends": with_tied(self.engine.model, grads["ends"], *tied)}
         return jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
@@ -361,7 +361,7 @@ class _Programs:
     def _try(
         self, program: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree
     ) -> tuple:
-        """The update as it is where the norm turns out to need no clipping."""
+        """Return the update that holds where the norm turns out to need no clipping."""
         *tied, number = rest
         numbers = {"number": number, "grad_norm": jnp.zeros_like(number)}
         return self._update(program, params, optimizer, step, grads, *tied, numbers)

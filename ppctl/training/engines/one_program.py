@@ -81,13 +81,13 @@ class OneProgram:
         return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
 
     def trace_train_step(self) -> jax.stages.Traced:
-        """The train step (state, batch) -> (state, metrics), state donated."""
+        """Trace the train step (state, batch) -> (state, metrics), state donated."""
         out = (shardings_of(self.states.staged), NamedSharding(self.states.layout.mesh, P()))
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
         return step.trace(self.states.staged, self.placed_batch)
 
     def lower_train_step(self) -> jax.stages.Lowered:
-        """The same, ready to compile."""
+        """Return the train step lowered, ready to compile."""
         return self.trace_train_step().lower()
 
     def compile(self, *, evaluate: bool) -> Footprint:
@@ -106,7 +106,7 @@ class OneProgram:
         return self._memory(total_bytes(self.lower_train_step().compile(cpu_options("once"))))
 
     def _memory(self, total: int | None) -> tuple[dict[str, int], ...]:
-        """Bytes by part, the same for every rank; temporaries are what `total` has beyond the other parts."""
+        """Return bytes by part, the same for every rank; temporaries are what `total` has beyond the other parts."""
         staged = self.states.staged
         of_rank = {"parameters": shard_bytes(staged["params"]), "optimizer": shard_bytes(staged["optimizer"])}
         of_rank |= {**self.held, "batch": shard_bytes(self.placed_batch)}

@@ -40,7 +40,7 @@ class Attempt:
 
 
 class PostValidated:
-    """An `Engine`. needs_no_clipping(norm): whether the unclipped update is the right one; asked of finite norms."""
+    """An `Engine`. needs_no_clipping(norm): whether the unclipped update is the right one; called with finite norms."""
 
     def __init__(self, engine: Mpmd, needs_no_clipping: Callable[[float], bool]):
         self.engine, self.needs_no_clipping = engine, needs_no_clipping
@@ -94,7 +94,7 @@ class PostValidated:
         return self.engine.loss_and_grads(self.settled(state), batch)
 
     def settled(self, attempt: Attempt) -> Tree:
-        """The right state; waits for the norm."""
+        """Return the right state; waits for the norm."""
         if attempt.before is not None:
             assert attempt.norm is not None, "a step has one"
             assert attempt.outcome is not None, "a step has one"

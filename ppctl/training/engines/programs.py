@@ -122,12 +122,12 @@ def dispatched_programs(
     for op, _ in listed:
         if op.sender is not None and op.sender != op.rank:
             sent.setdefault((op.sender, op.rank), []).append(shard_bytes(shapes[op.reads[0]]))
-    transfers = [Transfers(*ends, len(sizes), sum(sizes)) for ends, sizes in sorted(sent.items())]
+    transfers = [Transfers(*ranks, len(sizes), sum(sizes)) for ranks, sizes in sorted(sent.items())]
     return StepPrograms(programs, listed_entries(listed), transfers)
 
 
 def _name(ops: Sequence[PlanEntry]) -> str:
-    """Return what tells a program from others: its kind, and the stages or ranks that run it."""
+    """Return a program's kind, and the stages or ranks that run it: no other program has both."""
     op = ops[0]
     assert op.program is not None, "a move has no program"
     if op.task is not None:

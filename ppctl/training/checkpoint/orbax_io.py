@@ -1,0 +1,91 @@
+"""Orbax as checkpoints use it: settings to write and to read, its errors in one line, its logging kept quiet."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+# Of the machine as it is now, not of the files: reading may succeed another time.
+PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
+PASSING_TEXTS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "Permission denied", "Too many open files", "ut of memory")
+
+
+def contexts(timeout_s: int) -> tuple[ocp.Context, ocp.Context]:
+    """Return Orbax's settings to write and to read, with `meta` as a JSON file: left alone, Orbax takes it for arrays.
+
+    Each process reads by itself: otherwise one that meets a damaged file leaves the others waiting for minutes.
+    """
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
+    writing, reading = ocp.Context(), ocp.Context()
+    writing.checkpointables.registry = reading.checkpointables.registry = registry
+    writing.asynchronous.timeout_secs = timeout_s
+    if jax.process_count() > 1:
+        reading.multiprocessing.primary_host = jax.process_index()
+        reading.multiprocessing.active_processes = {jax.process_index()}
+    return writing, reading
+
+
+def error_reason(error: BaseException) -> str:
+    """Return the cause of an error of Orbax or of the file system, in one line."""
+    error = _root_cause(error)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else text  # else in quotes
+    text = " ".join(text.split(" [tensorstore_spec=")[0].split())  # the file's whole layout, of no use to a reader
+    text = text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"  # what failed comes first or last
+    return text.rstrip(".") or type(error).__name__
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether reading failed for want of rights or room, which says nothing of the files."""
+    cause = _root_cause(error)
+    if isinstance(cause, OSError) and cause.errno in PASSING:
+        return True
+    return isinstance(cause, MemoryError) or any(text in str(cause) for text in PASSING_TEXTS)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether Orbax gave up waiting, here or at a barrier of all processes."""
+    return isinstance(error, TimeoutError) or "imeout waiting at barrier" in str(_root_cause(error))
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """Return the error that says what went wrong, which Orbax hides behind one about handlers, as its cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def silence_orbax() -> None:
+    """Keep off the terminal what Orbax prints besides raising: each failure reaches the caller as CheckpointError."""
+    logging.getLogger("absl").addFilter(_not_of_orbax)
+    logging.getLogger("asyncio").addFilter(_not_of_tensorstore)
+    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)  # of a file that is missing
+    if getattr(sys.unraisablehook, "func", None) is not _unless_straggler:
+        sys.unraisablehook = functools.partial(_unless_straggler, sys.unraisablehook)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+# When one array fails to load, Orbax raises that and closes its event loop while it still reads the others. Those end
+# in asyncio's log, or as exceptions in threads that nobody can catch.
+def _not_of_tensorstore(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "[tensorstore_spec=" in str(record.exc_info[1]))
+
+
+def _unless_straggler(hook: Callable[[Any], Any], unraisable: Any) -> None:
+    code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
+    of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
+    if not of_orbax and str(unraisable.exc_value) != "Event loop is closed":
+        hook(unraisable)
