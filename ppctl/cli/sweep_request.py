@@ -1,4 +1,4 @@
-"""What makes a job of a sweep from its overrides."""
+"""The jobs of a sweep, made from its overrides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Check = Callable[[Composed], Config]
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What makes a job of its overrides."""
+    """A sweep as composed, which makes jobs of overrides."""
 
     loader: ConfigLoader
     common: DictConfig

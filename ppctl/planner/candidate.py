@@ -77,7 +77,7 @@ class LayoutPredictor:
 
         Cheapest check first: time of its work, memory by its order, time by simulation, memory of its slots.
         """
-        (dp, pp, fsdp), microbatch, is_spmd = bounds.mesh, bounds.microbatch, bounds.space.executor == "spmd"
+        (dp, pp, fsdp), microbatch, is_spmd = bounds.mesh, bounds.microbatch, bounds.space.in_ticks
         peak = peak_formula(family, pp, microbatch.number, **knobs_of(family, chunks))
         share = least_share(bounds, family)
         if peak is not None and not self.has_room(bounds.with_stashes(peak * share)):
@@ -134,7 +134,7 @@ class LayoutPredictor:
 def least_share(bounds: Bounds, family: str) -> float:
     """Return the share of a stash that stays until W at least: with executor=spmd only what I hands on."""
     stash, remat = bounds.work.stash_bytes[bounds.microbatch.remat], bounds.microbatch.remat
-    if bounds.space.executor != "spmd" or not FAMILIES[family].is_split or not stash:
+    if not bounds.space.in_ticks or not FAMILIES[family].is_split or not stash:
         return 1.0
     return min(1.0, bounds.work.pending_bytes[remat] / stash)
 

@@ -26,7 +26,7 @@ class Space:
     num_layers: int
     batch_size: int
     example_bytes: int  # of the data: inputs and targets
-    executor: str = "spmd"
+    in_ticks: bool = True  # executor=spmd: ranks in lockstep
     gathers_each_tick: bool = False  # executor.gather=tick
     families: tuple[str, ...] = PREFERRED
     remats: tuple[str, ...] = tuple(map(str, Remat))
@@ -59,7 +59,7 @@ class Space:
         """Yield (family, stages a rank) of the schedules for pp ranks."""
         for name in self.families if pp > 1 else [name for name in self.families if name == BASELINE]:
             family = FAMILIES[name]
-            if self.executor == "spmd" and not family.runs_on_ring:
+            if self.in_ticks and not family.runs_on_ring:
                 continue
             chunks = CHUNKS if family.knobs_for(1) else [family.num_chunks]
             yield from ((name, v) for v in chunks if v * pp <= self.num_layers and v <= max(1, self.max_chunks))

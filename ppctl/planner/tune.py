@@ -75,7 +75,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         stack.num_layers,
         data.batch_size,
         example_bytes=tree_bytes(example),
-        executor=config.executor.name,
+        in_ticks=config.executor.IN_TICKS,
         gathers_each_tick=isinstance(config.executor, Spmd) and config.executor.gather == "tick",
         families=tuple(config.tune.schedules or PREFERRED),
         remats=tuple(config.tune.remat or config.tune.REMAT),

@@ -14,7 +14,7 @@ OfStages = float | tuple[float, ...]  # of one microbatch through 1/p of the mod
 
 @dataclass(frozen=True)
 class Costs:
-    """What one microbatch costs. The defaults are the unit of the pipeline papers: F = I = W = 1, free transfers.
+    """The costs of one microbatch. The defaults are the unit of the pipeline papers: F = I = W = 1, free transfers.
 
     Each of the first four is a number, for one microbatch through 1/p of the model (of which each of a rank's V chunks
     costs 1/V), or a tuple with the cost of each stage in model order.

@@ -1,4 +1,4 @@
-"""What a backward recomputes, and so what its forward keeps: none, layer or full."""
+"""The choice of what a backward recomputes, and so of what its forward keeps: none, layer or full."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Pipeline:
 
     @cached_property
     def relative_costs(self) -> RelativeCosts:
-        """What each layer, the embedding and the head cost, in layers, by FLOPs."""
+        """The cost of each layer, of the embedding and of the head, in layers, by FLOPs."""
         return relative_costs(self.stack, self.batch_shapes, recompute=self.execution.remat.recomputes)
 
     # training

@@ -1,4 +1,4 @@
-"""What a request for a pipeline must be: schedule, batch, partition and model, checked before anything is compiled."""
+"""The checks of a request for a pipeline: schedule, batch, partition and model, before anything is compiled."""
 
 from __future__ import annotations
 

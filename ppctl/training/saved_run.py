@@ -1,4 +1,4 @@
-"""What a run left, for scripts and notebooks: its settings, its numbers, and the parameters of its checkpoints."""
+"""The record of a run, for scripts and notebooks: its settings, its numbers, and the parameters of its checkpoints."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def some(seed):
     )
     size = choose.choice([4, 8])
     executor = choose.choice(["spmd", "mpmd"])
-    space = Space(size, choose.randint(6, 9), 2 * size, example_bytes=8, executor=executor)
+    space = Space(size, choose.randint(6, 9), 2 * size, example_bytes=8, in_ticks=executor == "spmd")
     return replace(space, gathers_each_tick=executor == "spmd" and seed % 4 == 0), work, params, machine
 
 
@@ -131,7 +131,7 @@ def test_bounds_are_not_above_what_they_bound(seed):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_split(family, monkeypatch):
     space, work, params, machine = some(0)
-    space = replace(space, num_layers=16, executor="mpmd", families=(family,))
+    space = replace(space, num_layers=16, in_ticks=False, families=(family,))
     bounds = Bounds(space, work, params, machine, (1, 4, 1), Microbatch(1, 8, space.example_bytes, "layer"))
     splits = []
 
@@ -200,7 +200,7 @@ def test_the_collector_is_as_it_was():
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "looped_bfs", "interleaved", "zb_h2", "zb_v", "dualpipe_v"])
 def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, monkeypatch):
     space, work, params, machine = some({"spmd": 0, "mpmd": 1}[executor])
-    space = replace(space, num_devices=4, num_layers=9, batch_size=256, executor=executor, families=(family,))
+    space = replace(space, num_devices=4, num_layers=9, batch_size=256, in_ticks=executor == "spmd", families=(family,))
     layouts = [(mesh, m) for mesh, m in space.microbatches if mesh[1] > 1 and m.number > 6 * mesh[1]]
     assert {m.remat for _, m in layouts} == set(space.remats)
     for mesh, microbatch in layouts:

@@ -47,7 +47,7 @@ MOST_STARTED = 32  # programs of a device that XLA has under way on CPU
 
 
 class ProgramLibrary(Protocol):
-    """What a runtime must know of programs: functions, PartitionSpecs, donated arguments, compiler presets."""
+    """The programs as a runtime must know them: functions, PartitionSpecs, donated arguments, compiler presets."""
 
     def function(self, program: ProgramId) -> Callable[..., tuple]: ...
     def specs(self, program: ProgramId, name: str) -> Tree: ...
