@@ -10,6 +10,7 @@ from ppctl.config import Mpmd, Reference, Spmd
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import AXES
 from ppctl.schedule.remat import Remat
+from ppctl.schedule.ticks import Ticks
 
 EXECUTORS = {each.name: each for each in (Spmd, Mpmd, Reference)}
 
@@ -24,12 +25,12 @@ class Execution:
     known, and again if that was wrong.
     """
 
-    executor: str = Spmd.name
-    remat: Remat = Remat.NONE
-    unroll: int = Spmd.unroll
-    idle: str = Spmd.idle
-    gather: str = Spmd.gather
-    post_validation: bool = Mpmd.post_validation
+    executor: str
+    remat: Remat
+    unroll: int
+    idle: str
+    gather: str
+    post_validation: bool
 
     @property
     def is_pipelined(self) -> bool:
@@ -68,4 +69,17 @@ def check_execution(execution: Execution, mesh: Mesh) -> None:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but the mesh has {mesh.size}. Use "
             "ppctl.mesh(), executor=spmd or executor=mpmd."
+        )
+
+
+def check_lowering(lowered: Ticks, execution: Execution) -> None:
+    """Raise ConfigError for ticks that this execution does not run."""
+    if not execution.in_ticks:
+        raise ConfigError(
+            f"Ticks are run by executor=spmd, not by executor={execution.executor}. Give it the schedule."
+        )
+    if lowered.remat is not execution.remat:
+        raise ConfigError(
+            f"The ticks were lowered for remat={lowered.remat}, but remat={execution.remat}. Use "
+            f'remat="{lowered.remat}", or give the schedule itself.'
         )

@@ -34,7 +34,7 @@ from ppctl.training.engines import Engine, Footprint
 from ppctl.training.engines.make import make_engine, model_of
 from ppctl.training.engines.programs import StepPrograms
 from ppctl.training.engines.states import States
-from ppctl.training.execution import Execution, check_execution
+from ppctl.training.execution import Execution, check_execution, check_lowering
 from ppctl.training.request import (
     check_batch,
     check_batch_size,
@@ -183,8 +183,8 @@ def pipeline(
     num_microbatches: int | None = None,
     batch: Tree,
     optimizer: optax.GradientTransformation,
-    executor: str = Execution.executor,
-    remat: str = Execution.remat,
+    executor: str = "spmd",
+    remat: str = "none",
     partition: str | Sequence[int] = "uniform",
     dtype: Any = jnp.float32,
     clip_norm: float | None = None,
@@ -192,10 +192,10 @@ def pipeline(
     seed: int = 0,
     num_layers: int | None = None,
     layers: str = "marks",
-    unroll: int = Execution.unroll,
-    idle: str = Execution.idle,
-    gather: str = Execution.gather,
-    post_validation: bool = Execution.post_validation,
+    unroll: int = 16,
+    idle: str = "skip",
+    gather: str = "step",
+    post_validation: bool = False,
     **knobs: float,
 ) -> Pipeline:
     """Return a model pipelined over a mesh.
@@ -229,6 +229,8 @@ def pipeline(
     check_execution(execution, mesh)
     shapes = shapes_of(batch)
     lowered = schedule if isinstance(schedule, Ticks) else None
+    if lowered is not None:
+        check_lowering(lowered, execution)
     plan = schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
     check_batch_size(shapes, plan.num_microbatches, mesh)
     dtype = jnp.dtype(dtype)

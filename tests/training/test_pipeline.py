@@ -1,6 +1,7 @@
 """The Python API: pipelines of any model equal the reference, and what cannot be is refused in a line."""
 
-from dataclasses import replace
+import inspect
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from orbax.checkpoint import v1 as ocp
 from support.cases import difference
 
 import ppctl
-from ppctl.config import Config, Mesh, Run, Schedule, Synthetic, Transformer
+from ppctl.config import Config, Mesh, Mpmd, Run, Schedule, Spmd, Synthetic, Transformer
 from ppctl.schedule.ticks import ticks
 from ppctl.training.job import assemble
 
@@ -142,6 +143,14 @@ def test_a_schedule_of_ones_own_is_validated_and_run():
         make(schedule=broken)
 
 
+@pytest.mark.parametrize("cls", [Spmd, Mpmd])
+def test_defaults_are_those_of_the_command_line(cls):
+    given = inspect.signature(ppctl.pipeline).parameters
+    settings = {field.name: field.default for field in fields(cls) if field.name != "name"}
+    assert {name: given[name].default for name in settings} == settings
+    assert given["executor"].default == Spmd.name
+
+
 def of(num_ranks):
     return ppctl.build_schedule("1f1b", num_ranks=num_ranks, num_microbatches=4)
 
@@ -159,6 +168,14 @@ def of(num_ranks):
         ({"schedule": of(4)}, "The mesh has pp=2, but the schedule has 4 ranks. Use pp=4."),
         ({"schedule": of(2), "num_microbatches": 8}, "num_microbatches=8, but the schedule has 4. Leave it out."),
         ({"schedule": of(2), "num_chunks": 2}, "num_chunks: knobs of a named schedule, .*"),
+        (
+            {"schedule": ticks(of(2), ppctl.Costs(), "layer")},
+            "The ticks were lowered for remat=layer, but remat=none. .*",
+        ),
+        (
+            {"schedule": ticks(of(2), ppctl.Costs(), "none"), "executor": "mpmd"},
+            "Ticks are run by executor=spmd, not .*",
+        ),
         ({"executor": "xla"}, "executor=xla is not one of spmd, mpmd, reference."),
         (
             {"executor": "reference"},
