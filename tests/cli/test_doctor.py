@@ -117,7 +117,7 @@ def test_an_exchange_that_loses_a_message_is_not_right(monkeypatch):
 
 def test_a_link_without_an_answer_ends_the_process_with_a_line():
     text = (
-        "import time\nfrom ppctl import doctor\ndoctor.ANSWER_WITHIN_S = 0.2\n"
+        "import time\nfrom ppctl.cli.commands import doctor\ndoctor.ANSWER_WITHIN_S = 0.2\n"
         "with doctor._answering('exchange of device 0 and 1'):\n    time.sleep(60)\n"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)

@@ -84,7 +84,7 @@ def test_the_terminal_shows_the_summary_then_the_table(capsys):
 def test_gathers_in_a_branch_run_at_most_so_often(capsys):
     words = "mesh=1x2x2 schedule=gpipe executor.gather=tick executor.remat=full inspect.what=summary --json"
     said = json.loads(ask(capsys, words))
-    ticks = job_of(words.removesuffix(" --json")).ticks
+    ticks = job_of(words.removesuffix(" --json")).pipe.ticks
     gathers = [each for each in said["programs"][0]["collectives"] if each["kind"] == "all-gather"]
     assert {(each["times"], each["is_at_most"]) for each in gathers} == {(1, False), (ticks.num_ticks, True)}
     assert "ticks" not in said
@@ -225,4 +225,4 @@ def test_files_are_not_overwritten(tmp_path, capsys):
 @pytest.mark.parametrize("command", ["train", "plan", "verify"])
 def test_other_commands_refuse_its_settings(command, capsys):
     assert cli.main([command, "inspect.what=hlo"]) == 2
-    assert "inspect.what=hlo: only `ppctl inspect` heeds this" in capsys.readouterr().err
+    assert "inspect.what=hlo: applies to `ppctl inspect` only" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.stage.flops import matmul_flops
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.transformer import transformer
+from ppctl.schedule.remat import Remat
 
 WIDTH = 16
 
@@ -122,7 +123,7 @@ class Halves:
         if stacked:
             self.w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *self.w)
         x, gy = (jnp.asarray(a, dtype) for a in np.random.default_rng(1).standard_normal((2, *shape)))
-        self.stage = stage = Stage(layer, remat, w0, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        self.stage = stage = Stage(layer, Remat.of(remat), w0, jax.ShapeDtypeStruct(x.shape, x.dtype))
         rows = None if count is None else LayerSlots(jnp.int32(count))
         cotangent = lambda gy: lambda y: (gy, y)  # noqa: E731
         self.stash = jax.jit(lambda w: stage.forward(w, rows, x)[1])(self.w)
@@ -174,7 +175,7 @@ def split_of(name):
     """(whole backward, its split, arguments of the whole) of a block, as functions of saved residuals."""
     layer, w, shape = BLOCKS[name]()
     x = jnp.ones(shape)
-    programs = Stage(layer, "none", w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0]
+    programs = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0]
     return programs.pull, programs.split, (w, programs.saved, x)
 
 
@@ -182,7 +183,7 @@ def split_of(name):
 def test_a_backward_that_recomputes_nothing_runs_no_matrix_product_of_the_forward(model):
     layer, w, shape = of_model(model)
     x = jax.ShapeDtypeStruct(shape, jnp.float64)
-    residuals = Stage(layer, "none", w, x).layers[0].residuals
+    residuals = Stage(layer, Remat.NONE, w, x).layers[0].residuals
     assert matmul_flops(residuals.pull, w, residuals.shapes, x) == 2 * matmul_flops(layer, w, x)
 
 
@@ -190,7 +191,7 @@ def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once(
     layer, w, shape = of_model("untied gelu")
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape))
     B, T, D = shape
-    residuals = Stage(layer, "none", w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0].residuals
+    residuals = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0].residuals
     hidden = 2 * D  # of the MLP
     # x; query, key, value, what they mix to, its projection; the hidden values; the weights of 4 heads
     expected = [(B, T, D), *5 * [(B * T, D)], (B * T, hidden), (B, 4, T, T)]
@@ -203,7 +204,7 @@ def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once(
 @pytest.mark.parametrize(("dtype", "rounds"), [("float32", False), ("float64", False), ("bfloat16", True)])
 def test_residuals_are_rounded_where_a_compiler_would_keep_more_of_them(dtype, rounds):
     w, x = {"a": jnp.ones((WIDTH, WIDTH), dtype), "b": jnp.ones((WIDTH, WIDTH), dtype)}, jnp.ones((8, WIDTH), dtype)
-    residuals = Stage(dense, "none", w, jax.ShapeDtypeStruct(x.shape, x.dtype)).layers[0].residuals
+    residuals = Stage(dense, Remat.NONE, w, jax.ShapeDtypeStruct(x.shape, x.dtype)).layers[0].residuals
     assert ("reduce_precision" in str(jax.make_jaxpr(residuals.save)(w, x))) is rounds
 
 
@@ -279,7 +280,7 @@ INSEPARABLE = {
 def test_an_operation_that_gives_both_gradients_is_refused(name):
     backward, results = INSEPARABLE[name]
     layer, w, shape = synthetic(with_backward(backward))
-    stage = Stage(layer, "none", w, jax.ShapeDtypeStruct(shape, jnp.float64))
+    stage = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, jnp.float64))
     with pytest.raises(ConfigError) as error:
         _ = stage.layers[0].split
     assert str(error.value) == (

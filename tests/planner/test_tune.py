@@ -271,7 +271,7 @@ REFUSED = {
     "tune.devices=0": "tune.devices=0 must be",
     "tune.max_chunks=0": "tune.max_chunks=0 must be",
     "tune.memory_gib=0": "tune.memory_gib=0.* must be",
-    "plan.memory_gib=1": "plan.memory_gib=1.0: only `ppctl plan` heeds this",
+    "plan.memory_gib=1": "plan.memory_gib=1.0: applies to `ppctl plan` only",
     "hardware=h100 run.dtype=float64": "hardware=h100 states no peak for float64",
 }
 
