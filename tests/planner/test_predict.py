@@ -68,7 +68,7 @@ def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_com
     source = r"\(costs=analytic, hardware=host\)"
     assert re.fullmatch(rf"plan      [\d.e-]+ s a step, .* a device predicted {source}", first)
     assert re.fullmatch(
-        r"plan      \S+ s a step predicted, \S+ taken \([\d.]+ times; costs=analytic, hardware=host\); "
+        r"plan      \S+ s a step predicted, \S+ measured \([\d.]+ times; costs=analytic, hardware=host\); "
         r"\S+ \w+ a device predicted, \S+ \w+ compiled",
         last,
     )
