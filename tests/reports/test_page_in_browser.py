@@ -137,7 +137,7 @@ def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
     assert len(said["boxes"]) == len(sizes)
     scale = sum(said["boxes"]) / sum(sizes)
     for wide, size in zip(said["boxes"], sizes, strict=True):
-        assert wide == pytest.approx(size * scale, abs=0.1)
+        assert wide == pytest.approx(size * scale, abs=0.2)  # coordinates of an svg are rounded to a tenth
 
 
 @pytest.mark.parametrize("width", [500, 1200])
