@@ -151,7 +151,7 @@ TWO = textwrap.dedent(
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, index, shutdown_timeout_seconds=5)
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    from ppctl.training.checkpoint import Checkpoints
+    from ppctl.training.checkpoint.checkpoint import Checkpoints
     from ppctl.launch.distributed import gather
     from ppctl.errors import DamagedError, SaveError
 
