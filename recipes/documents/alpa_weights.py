@@ -16,10 +16,10 @@ from ppctl.training.job import assemble
 
 def weights(run_dir, *overrides):
     """The parameters of the newest checkpoint; overrides: what was asked of the run besides the recipe."""
-    parts = assemble(compose(["recipes=alpa_mlp", *overrides], [], ["train"]))
+    job = assemble(compose(["recipes=alpa_mlp", *overrides], [], ["train"]))
     with Checkpoints(Path(run_dir) / "checkpoints", keep=None) as checkpoints:
-        state = checkpoints.restore(checkpoints.latest(), parts.states.natural)
-    return parts.stack.export(state["params"])
+        state = checkpoints.restore(checkpoints.latest(), job.pipe.states.natural)
+    return job.pipe.stack.export(state["params"])
 
 
 if __name__ == "__main__":

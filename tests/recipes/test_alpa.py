@@ -81,7 +81,7 @@ def test_layers_by_clustering_and_another_mesh_in_the_middle():
     second = assemble(compose([*SMALL, *words, "mesh=2x4", "executor=spmd", "schedule=gpipe"], [], ["train"]))
     batches = first.data.batches()
     state = stepped(second, stepped(first, None, next(batches)), next(batches))
-    assert furthest(second.stack.export(state["params"]), plain_steps(first, 2)) < 1e-10
+    assert furthest(second.pipe.stack.export(state["params"]), plain_steps(first, 2)) < 1e-10
 
 
 def test_a_checkpoint_of_another_cut_is_not_taken_for_this_one():
