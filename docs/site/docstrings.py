@@ -1,4 +1,4 @@
-"""What mkdocstrings shows of ppctl's docstrings: doctests as code, and the comments behind fields."""
+"""The docstrings of ppctl as mkdocstrings shows them: doctests as code, and the comments behind fields."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What is impossible about a config or about a command's use of it, without composing it."""
+"""Requests that are impossible, of a config or of a command, refused without composing them."""
 
 from __future__ import annotations
 
