@@ -15,6 +15,7 @@ os.environ["XLA_FLAGS"] = (
 )
 
 collect_ignore = ["support/mpmd_worker.py"]  # a program; the search for doctests would import it
+collect_ignore_glob = ["*conftest.py"]  # the search for doctests would import each as the one module `conftest`
 
 
 def keep_compiled_programs() -> None:

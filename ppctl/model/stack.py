@@ -48,7 +48,7 @@ class Stack:
 
     @property
     def are_alike(self) -> bool:
-        """Whether all layers are the same function."""
+        """Return whether all layers are the same function."""
         return not isinstance(self.layer, tuple)
 
     def layer_of(self, l: int) -> Callable[[Tree, jax.Array], jax.Array]:

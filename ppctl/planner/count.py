@@ -19,6 +19,7 @@ from jax.extend import core
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees
 from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
 from ppctl.executors.stage.flops import PRODUCTS, product_flops
 from ppctl.executors.stage.jaxprs import flatten
 from ppctl.executors.stage.stage import LayerSlots, Stage
@@ -114,11 +115,10 @@ def _tasks(model: Model, piece: str, l: int = 0) -> tuple[list[Op], ...]:
         return stack.embed(model.fill(ends), inputs)
 
     def embed_grad(ends: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
-        return add_trees(acc, jax.vjp(lambda ends: embed(ends, inputs), ends)[1](gx)[0])
+        return add_trees(acc, embedding_grad(embed, ends, inputs, gx))
 
     def head(ends: Tree, y: jax.Array, targets: Any, acc: Tree) -> Tree:
-        loss, pull, _ = jax.vjp(lambda e, y: stack.head(model.fill(e), y, targets), ends, y, has_aux=True)
-        grads, gy = pull(jnp.ones_like(loss))
+        gy, grads, *_ = head_grads(lambda e, y, t: stack.head(model.fill(e), y, t), ends, y, targets)
         return gy, add_trees(acc, grads)
 
     if piece == "embed":

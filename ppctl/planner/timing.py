@@ -20,6 +20,7 @@ from ppctl.executors.layout import Layout, gather_shards, scatter_sums
 from ppctl.executors.mesh import AXES, DATA_AXES
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees, read_slot, write_arrival, write_slot
+from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
 from ppctl.model.stack import Stack
 
 Tree = Any
@@ -139,12 +140,11 @@ def embed_head_bodies(model: Model) -> dict[str, tuple[Body, Tree, Tree]]:
 
     def embed_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         inputs = read_slot(stays[1]["inputs"], i % SLOTS)
-        return add_trees(goes, jax.vjp(lambda ends: stack.embed(ends, inputs), stays[0])[1](stays[2])[0])
+        return add_trees(goes, embedding_grad(stack.embed, stays[0], inputs, stays[2]))
 
     def head(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         targets = read_slot(stays[1]["targets"], i % SLOTS)
-        loss, pull, _ = jax.vjp(lambda e, y: stack.head(e, y, targets), stays[0], goes[0], has_aux=True)
-        ends, gy = pull(jnp.ones_like(loss))
+        gy, ends, *_ = head_grads(stack.head, stays[0], goes[0], targets)
         return gy, add_trees(goes[1], ends)
 
     return {

@@ -124,5 +124,5 @@ class Schedule:
 
     @property
     def is_split(self) -> bool:
-        """Whether any backward is split into I and W."""
+        """Return whether any backward is split into I and W."""
         return any(kind == "I" for rank in self.counts for kind, _, _ in rank)

@@ -62,7 +62,7 @@ def pack(schedule: Schedule, shape: TickShape) -> tuple[tuple[TickCell, ...], ..
     written = [never] * rule.num_values  # the tick
 
     def runs(task: Task, tick: int) -> bool:
-        """Whether all that a task reads is there; what it writes then is, too."""
+        """Return whether all that a task reads is there; what it writes then is, too."""
         stage, kind, m = task
         needs, makes = values[kind][stage]
         for base, after in needs:

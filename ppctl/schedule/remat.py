@@ -38,22 +38,22 @@ class Remat(StrEnum):
 
     @property
     def recomputes(self) -> bool:
-        """Whether a backward runs its layers' forwards again."""
+        """Return whether a backward runs its layers' forwards again."""
         return self is not Remat.NONE
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether a forward keeps what the backward of each layer reads."""
+        """Return whether a forward keeps what the backward of each layer reads."""
         return self is Remat.NONE
 
     @property
     def keeps_layer_inputs(self) -> bool:
-        """Whether a forward keeps the input of each layer."""
+        """Return whether a forward keeps the input of each layer."""
         return self is Remat.LAYER
 
     @property
     def keeps_input_only(self) -> bool:
-        """Whether a forward keeps its stage's input alone.
+        """Return whether a forward keeps its stage's input alone.
 
         Then the input may stay in the slot where it arrived, and the last stage's forward is left to its backward,
         which would run it again.

@@ -60,7 +60,7 @@ class Ticks:
 
     @property
     def has_backward(self) -> bool:
-        """Whether any task is more than a forward."""
+        """Return whether any task is more than a forward."""
         return has_backward(self.schedule)
 
     @property
@@ -70,7 +70,7 @@ class Ticks:
 
     @property
     def shape(self) -> TickShape:
-        """Whether a rank may run two tasks in a tick, an F and then a B (fb), or one (op)."""
+        """Return whether a rank may run two tasks in a tick, an F and then a B (fb), or one (op)."""
         return self.packing.shape
 
     @property
@@ -107,7 +107,7 @@ class Ticks:
 
 
 def has_backward(schedule: Schedule) -> bool:
-    """Whether any task is more than a forward."""
+    """Return whether any task is more than a forward."""
     return any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
 
 
@@ -118,12 +118,12 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def runs_on_ring(schedule: Schedule) -> bool:
-    """Whether `ticks` can lower `schedule`, that is whether the spmd executor can run it."""
+    """Return whether `ticks` can lower `schedule`, that is whether the spmd executor can run it."""
     return op_ticks.why_not(schedule) is None
 
 
 def runs_in_fb_ticks(schedule: Schedule) -> bool:
-    """Whether placement is looped and every backward whole, so that a tick may run an F, then a B."""
+    """Return whether placement is looped and every backward whole, so that a tick may run an F, then a B."""
     hops = zip(schedule.rank_of, schedule.rank_of[1:], strict=False)
     is_loop = all(there == (here + 1) % schedule.num_ranks for here, there in hops)
     return is_loop and all(task.kind in "FB" for tasks in schedule.ranks for task in tasks)

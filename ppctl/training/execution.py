@@ -38,12 +38,12 @@ class Execution:
 
     @property
     def in_ticks(self) -> bool:
-        """Whether ranks run in lockstep, and a rank keeps all its stages padded to the largest."""
+        """Return whether ranks run in lockstep, and a rank keeps all its stages padded to the largest."""
         return EXECUTORS[self.executor].IN_TICKS
 
     @property
     def dispatches_tasks(self) -> bool:
-        """Whether each task is a program of its own that the host dispatches."""
+        """Return whether each task is a program of its own that the host dispatches."""
         return EXECUTORS[self.executor].DISPATCHES_TASKS
 
 

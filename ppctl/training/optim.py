@@ -106,7 +106,7 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 
 def needs_no_clipping(norm: float, max_norm: float | None) -> bool:
-    """Whether `clip_by_norm` leaves gradients of this norm as they are. None: there is no clipping."""
+    """Return whether `clip_by_norm` leaves gradients of this norm as they are. None: there is no clipping."""
     return max_norm is None or norm < max_norm
 
 

@@ -80,17 +80,17 @@ class Family:
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether any backward is split into I and W."""
+        """Return whether any backward is split into I and W."""
         return self.sample.is_split
 
     @cached_property
     def runs_on_ring(self) -> bool:
-        """Whether executor=spmd can run it."""
+        """Return whether executor=spmd can run it."""
         return runs_on_ring(self.sample)
 
     @cached_property
     def runs_forward_backward(self) -> bool:
-        """Whether executor=spmd runs it in forward-backward ticks: looped placement and whole backwards."""
+        """Return whether executor=spmd runs it in forward-backward ticks: looped placement and whole backwards."""
         return runs_in_fb_ticks(self.sample)
 
     def makespan_s(self, num_ranks: int, num_microbatches: int, costs: Costs, **knobs: Any) -> float | None:

@@ -45,12 +45,12 @@ class FormulaInputs:
 
     @property
     def is_free(self) -> bool:
-        """Whether transfers cost nothing."""
+        """Return whether transfers cost nothing."""
         return self.costs.hop_s == 0
 
     @property
     def is_equal(self) -> bool:
-        """Whether F = I = W and transfers cost nothing."""
+        """Return whether F = I = W and transfers cost nothing."""
         f, i, w = self.fiw
         return self.is_free and f == i == w
 

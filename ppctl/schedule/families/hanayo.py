@@ -58,7 +58,7 @@ def interleaved_is_faster(schedule: Schedule, costs: Costs) -> str | None:
 
 
 def _has_backwards_of_a_forward(s: FormulaInputs) -> bool:
-    """Whether F = B, transfers are free and rounds of p microbatches are full."""
+    """Return whether F = B, transfers are free and rounds of p microbatches are full."""
     f, i, w = s.fiw
     return s.is_free and f == i + w and s.m % s.p == 0
 

@@ -65,7 +65,10 @@ class CoupledSearch:
         return self.num_states < MAX_STATES
 
     def _weigh(self) -> bool:
-        """Whether weights leave open what fits. Sets them, `found`, and `guide`: bounds with the least excess seen."""
+        """Return whether weights leave open what fits.
+
+        Sets them, `found`, and `guide`: bounds with the least excess seen.
+        """
         work = self._work
         scale = [max(limit, 1.0) for limit in self._limits]
         shares = [0.0 if limit == inf else 1.0 for limit in self._limits]
@@ -156,7 +159,7 @@ class CoupledSearch:
         return most
 
     def _place(self, i: int) -> bool:
-        """Whether the bounds from the i-th step on can be placed."""
+        """Return whether the bounds from the i-th step on can be placed."""
         if i == len(self._steps):
             return True
         bounds, step = self._bounds, self._steps[i]
@@ -177,7 +180,10 @@ class CoupledSearch:
         return False
 
     def _is_open(self, i: int, step: _Step) -> bool:
-        """Whether nothing speaks against what is placed. From now on it counts as failed: success ends the search."""
+        """Return whether nothing speaks against what is placed.
+
+        From now on it counts as failed: success ends the search.
+        """
         bounds = self._bounds
         for rank, stages, least in step.closes:
             if self._held(stages) + least > self._limits[rank]:

@@ -72,7 +72,7 @@ class Choice:
 
     @property
     def is_proven(self) -> bool:
-        """Whether nothing on these placements can be shorter."""
+        """Return whether nothing on these placements can be shorter."""
         return self.gap_fraction <= NO_GAP
 
     @property
@@ -166,7 +166,7 @@ class _Search:
 
     @property
     def is_proven(self) -> bool:
-        """Whether nothing can be shorter than what was found."""
+        """Return whether nothing can be shorter than what was found."""
         return bool(self.found) and min(s.length_s for s in self.found) <= min(self.bounds_s) * (1 + NO_GAP)
 
     def add_published(self, label: str, schedule: Schedule) -> None:

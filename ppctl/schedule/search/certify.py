@@ -36,7 +36,7 @@ class Certificate:
 
     @property
     def is_proven(self) -> bool:
-        """Whether `schedule` is as short as any."""
+        """Return whether `schedule` is as short as any."""
         return self.shortest_s <= self.lower_bound_s * (1 + 1e-9)
 
 

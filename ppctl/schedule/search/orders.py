@@ -99,7 +99,7 @@ class Jobs:
         return None if left else TimedOrders(latest_s, start_s, end_s, waits_for)
 
     def fits(self, order: Sequence[int], cap: int) -> bool:
-        """Whether a rank that runs its tasks in this order never holds more than `cap` stashes."""
+        """Return whether a rank that runs its tasks in this order never holds more than `cap` stashes."""
         live = 0
         for task in order:
             live += self.change[task]

@@ -149,6 +149,9 @@ class _Rank:
         return task
 
     def _has_room(self) -> bool:
-        """Whether a microbatch may enter early: all that are in must find room for their way up, and so must it."""
+        """Return whether a microbatch may enter early.
+
+        All that are in must find room for their way up, and so must it.
+        """
         coming_back = self.at[F_DOWN] - self.at[F_UP]
         return self.live + coming_back + 2 <= self.cap
