@@ -30,6 +30,7 @@ from ppctl.training.engines.states import States
 from ppctl.training.execution import Execution
 
 Tree = Any
+LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]  # (params, batch) -> (loss, gradients or None)
 
 
 def make_engine(
@@ -44,10 +45,20 @@ def make_engine(
     clip_norm: float | None,
 ) -> Engine:
     """Return the engine that runs a schedule; shapes: of a global batch; clip_norm: of the optimizer's clipping."""
-    how = shapes, optimizer, lr_schedule, execution
     if execution.dispatches_tasks:
-        return _mpmd(model, states, schedule, *how, clip_norm)
-    return _one_program(model, states, schedule, lowered, *how)
+        training, evaluation = (
+            (each, dispatch_order(each, execution.remat)) for each in (schedule, forward_only(schedule))
+        )
+        engine = Mpmd(states, shapes, model, (training, evaluation), optimizer, lr_schedule)
+        if not execution.post_validation:
+            return engine
+        return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))
+    if lowered is None:
+        gradients, loss = _by_reference(model, states.layout, execution)
+        return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule)
+    gradients, loss = _in_ticks(model, states.layout, schedule, lowered, execution)
+    held = spmd_bytes(model, states.layout, lowered)
+    return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held)
 
 
 def model_of(
@@ -61,73 +72,43 @@ def model_of(
     return Model(stack, params["ends"], layer, microbatch, num_microbatches, execution.remat, execution.unroll, dtype)
 
 
-def _one_program(
-    model: Model,
-    states: States,
-    schedule: Schedule,
-    lowered: Ticks | None,
-    shapes: Tree,
-    optimizer: optax.GradientTransformation,
-    lr_schedule: optax.Schedule | None,
-    execution: Execution,
-) -> OneProgram:
-    """Return the engine of executor=spmd, and of executor=reference."""
-    stack, dtype, layout = model.stack, model.dtype, states.layout
-    if lowered is None:
-        of = partial(
-            reference,
-            stack,
-            num_microbatches=schedule.num_microbatches,
-            remat=execution.remat,
-            unroll=execution.unroll,
-            dtype=dtype,
-        )
-        gradients, loss = (_on_staged(of(with_grads=flag), layout) for flag in (True, False))
-        return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule)
+def _by_reference(model: Model, layout: Layout, execution: Execution) -> tuple[LossAndGrads, LossAndGrads]:
+    """Return the gradients, and the loss of an evaluation, that devices take without a pipeline."""
+
+    def on_staged(loss_and_grads: LossAndGrads) -> LossAndGrads:
+        def function(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+            loss, grads = loss_and_grads(layout.to_natural(params), batch)  # it knows layers in natural order only
+            return loss, None if grads is None else layout.to_staged(grads)
+
+        return function
+
+    of = partial(
+        reference,
+        model.stack,
+        num_microbatches=model.num_microbatches,
+        remat=execution.remat,
+        unroll=execution.unroll,
+        dtype=model.dtype,
+    )
+    return on_staged(of(with_grads=True)), on_staged(of(with_grads=False))
+
+
+def _in_ticks(
+    model: Model, layout: Layout, schedule: Schedule, lowered: Ticks, execution: Execution
+) -> tuple[LossAndGrads, LossAndGrads]:
+    """Return the gradients, and the loss of an evaluation, that ranks take in lockstep."""
     options = Options(
         remat=execution.remat,
         skip_idle=execution.idle != "compute",
         gather_each_tick=execution.gather == "tick",
         unroll=execution.unroll,
-        dtype=dtype,
+        dtype=model.dtype,
     )
     evaluation = ticks(forward_only(schedule), task_costs(execution.remat), execution.remat)
-    gradients, loss = spmd(stack, layout, lowered, options), spmd(stack, layout, evaluation, options)
-    held = spmd_bytes(model, layout, lowered)
-    return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held)
-
-
-def _mpmd(
-    model: Model,
-    states: States,
-    schedule: Schedule,
-    shapes: Tree,
-    optimizer: optax.GradientTransformation,
-    lr_schedule: optax.Schedule | None,
-    execution: Execution,
-    clip_norm: float | None,
-) -> Mpmd | PostValidated:
-    """Return the engine of executor=mpmd. The host dispatches tasks in the order in which the simulator starts them."""
-    training, evaluation = (
-        (each, dispatch_order(each, execution.remat)) for each in (schedule, forward_only(schedule))
-    )
-    engine = Mpmd(states, shapes, model, (training, evaluation), optimizer, lr_schedule)
-    if not execution.post_validation:
-        return engine
-    return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))
+    return spmd(model.stack, layout, lowered, options), spmd(model.stack, layout, evaluation, options)
 
 
 def dispatch_order(schedule: Schedule, remat: Remat) -> list[Task]:
     """Return the tasks by their start on free-running ranks; a task comes after those that it reads from."""
     start_s = simulate(schedule, task_costs(remat)).start_s  # in an order that ranks can run: ties keep it
     return sorted(start_s, key=start_s.__getitem__)
-
-
-def _on_staged(loss_and_grads: Callable, layout: Layout) -> Callable:
-    """Return the reference, which knows layers in natural order only, on staged parameters."""
-
-    def function(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        loss, grads = loss_and_grads(layout.to_natural(params), batch)
-        return loss, None if grads is None else layout.to_staged(grads)
-
-    return function
