@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -30,23 +31,24 @@ Tree = Any
 EXAMPLES = (2, 4)  # of a microbatch: all grows by equal steps with them; one alone is traced otherwise
 
 
+@lru_cache(8)
 def work_of(model: Model) -> ModelWork:
     """Return the work of `model`'s pieces for one example; its own microbatch and remat do not matter."""
-    few, many = (_with_examples(model, number) for number in EXAMPLES)
+    few, many = counted = [CountedModel(model, number) for number in EXAMPLES]
     number = 1 if model.stack.are_alike else model.stack.num_layers
-    layers = [_piece(_tasks(few, "layer", l), _tasks(many, "layer", l)) for l in range(number)]
+    layers = [_piece(few.layer(l), many.layer(l)) for l in range(number)]
     pieces = {
-        "embed": _piece(_tasks(few, "embed"), _tasks(many, "embed")),
+        "embed": _piece(few.embed(), many.embed()),
         "layer": layers[0] if number == 1 else _mean(layers),
-        "head": _piece(_tasks(few, "head"), _tasks(many, "head")),
+        "head": _piece(few.head(), many.head()),
     }
     stash, pending = {}, {}
     for remat in Remat:
-        kept = [_kept_bytes(each, remat) for each in (few, many)]
+        kept = [each.kept_bytes(remat) for each in counted]
         stash[remat], pending[remat] = (
             (high - low) // (EXAMPLES[1] - EXAMPLES[0]) for low, high in zip(*kept, strict=True)
         )
-    return ModelWork(**pieces, x_bytes=tree_bytes(few.x) // EXAMPLES[0], stash_bytes=stash, pending_bytes=pending)
+    return ModelWork(**pieces, x_bytes=tree_bytes(few.model.x) // EXAMPLES[0], stash_bytes=stash, pending_bytes=pending)
 
 
 def _piece(few: tuple[list[Op], ...], many: tuple[list[Op], ...]) -> PieceWork:
@@ -64,66 +66,66 @@ def _mean(layers: list[PieceWork]) -> PieceWork:
     return PieceWork(*(tuple(op for ops in kind for op in part(ops)) for kind in kinds))
 
 
-def _kept_bytes(model: Model, remat: Remat) -> tuple[int, int]:
-    """Return bytes of (what a forward keeps of a layer, what I hands to W).
+class CountedModel:
+    """A model with so many examples in a microbatch.
 
-    Gradients of norms, which I may hand on, do not grow with the examples.
+    embed, layer and head return the operations of F, I and W of all examples, as the executors run them: gradients are
+    added to sums, and the backward of the embedding runs it again.
     """
-    stage, w = _stage(model, remat), [_computed(model, model.layer)]
-    return tree_bytes(stage.stash_shapes(w)), tree_bytes(stage.pending_shapes(w))
 
+    def __init__(self, model: Model, examples: int):
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype), model.microbatch)
+        self.model = replace(model, microbatch=shapes, remat=Remat.NONE)
+        self.weights = [self._computed(model.layer)]  # of a stage of one layer
+        self.stages = {r: Stage(model.stack.layer, r, self.weights[0], self.model.x) for r in Remat}
 
-def _with_examples(model: Model, number: int) -> Model:
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((number, *a.shape[1:]), a.dtype), model.microbatch)
-    return replace(model, microbatch=shapes, remat=Remat.NONE)
+    def _computed(self, tree: Tree) -> Tree:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(self.model.dtype)), tree)
 
+    def kept_bytes(self, remat: Remat) -> tuple[int, int]:
+        """Return bytes of (what a forward keeps of a layer, what I hands to W).
 
-def _stage(model: Model, remat: Remat) -> Stage:
-    return Stage(model.stack.layer, remat, _computed(model, model.layer), model.x)
+        Gradients of norms, which I may hand on, do not grow with the examples. I hands on the same whatever of a layer
+        is recomputed before it.
+        """
+        handing_on = self.stages[Remat.LAYER if remat.recomputes else remat]
+        stash = self.stages[remat].stash_shapes(self.weights)
+        return tree_bytes(stash), tree_bytes(handing_on.pending_shapes(self.weights))
 
+    def layer(self, l: int = 0) -> tuple[list[Op], ...]:
+        stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
+        slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
+        stash, pending = stage.stash_shapes(w, slots), stage.pending_shapes(w, slots)
+        return (
+            _ops(lambda w, x: stage.forward(w, slots, x), w, x),
+            _ops(lambda w, s, gy: stage.input_grad(w, slots, s, lambda _: (gy, None))[:2], w, stash, x),
+            _ops(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, slots, p)), w, pending, [self.model.layer]),
+        )
 
-def _computed(model: Model, tree: Tree) -> Tree:
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(model.dtype)), tree)
+    def embed(self) -> tuple[list[Op], ...]:
+        model, inputs, acc = self.model, self.model.microbatch["inputs"], self._gradients(0)
 
+        def embed(ends: Tree, inputs: Any) -> jax.Array:
+            return model.stack.embed(model.fill(ends), inputs)
 
-def _layer_tasks(model: Model, l: int) -> tuple[list[Op], ...]:
-    """Return the operations of F, I and W of layer l, as `_tasks`."""
-    stage, w, x = _stage(model, Remat.NONE), [_computed(model, model.layer)], model.x
-    slots = None if model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
-    stash, pending = stage.stash_shapes(w, slots), stage.pending_shapes(w, slots)
-    return (
-        _ops(lambda w, x: stage.forward(w, slots, x), w, x),
-        _ops(lambda w, s, gy: stage.input_grad(w, slots, s, lambda _: (gy, None))[:2], w, stash, x),
-        _ops(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, slots, p)), w, pending, [model.layer]),
-    )
+        def embed_grad(ends: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
+            return add_trees(acc, embedding_grad(embed, ends, inputs, gx))
 
+        ends = self._computed(acc)
+        return _ops(embed, ends, inputs), [], _ops(embed_grad, ends, inputs, model.x, acc)
 
-def _tasks(model: Model, piece: str, l: int = 0) -> tuple[list[Op], ...]:
-    """Return the operations of F, I and W of a piece, of layer l if it is a layer; of all examples of a microbatch.
+    def head(self) -> tuple[list[Op], ...]:
+        model, targets, acc = self.model, self.model.microbatch["targets"], self._gradients(1)
 
-    As the executors run them: gradients are added to sums, and the backward of the embedding runs it again.
-    """
-    if piece == "layer":
-        return _layer_tasks(model, l)
-    stack, x, microbatch = model.stack, model.x, model.microbatch
-    inputs, targets = microbatch["inputs"], microbatch["targets"]
-    used = model.uses[0] if piece == "embed" else model.uses[1]
-    acc = model.keep(model.ends, used)
-    ends = _computed(model, acc)
+        def head(ends: Tree, y: jax.Array, targets: Any, acc: Tree) -> Tree:
+            gy, grads, *_ = head_grads(lambda e, y, t: model.stack.head(model.fill(e), y, t), ends, y, targets)
+            return gy, add_trees(acc, grads)
 
-    def embed(ends: Tree, inputs: Any) -> jax.Array:
-        return stack.embed(model.fill(ends), inputs)
+        return [], _ops(head, self._computed(acc), model.x, targets, acc), []
 
-    def embed_grad(ends: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
-        return add_trees(acc, embedding_grad(embed, ends, inputs, gx))
-
-    def head(ends: Tree, y: jax.Array, targets: Any, acc: Tree) -> Tree:
-        gy, grads, *_ = head_grads(lambda e, y, t: stack.head(model.fill(e), y, t), ends, y, targets)
-        return gy, add_trees(acc, grads)
-
-    if piece == "embed":
-        return _ops(embed, ends, inputs), [], _ops(embed_grad, ends, inputs, x, acc)
-    return [], _ops(head, ends, x, targets, acc), []
+    def _gradients(self, end: int) -> Tree:
+        """Return the shapes of the gradients of the embedding (0) or of the head (1)."""
+        return self.model.keep(self.model.ends, self.model.uses[end])
 
 
 def _affine(few: list[Op], many: list[Op]) -> tuple[Op, ...]:

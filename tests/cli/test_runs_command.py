@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.environment import BY_USER
 
 from ppctl import cli
 from ppctl.cli.commands.runs import EXAMPLES as OWN_EXAMPLES
 from ppctl.cli.commands.runs import HELP
 from ppctl.cli.compose import compose
 
-BY_USER = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "PPCTL_"))}
-BY_USER["PYTHONPATH"] = os.pathsep.join(sys.path)
+BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +316,7 @@ def test_neither_jax_nor_hydra_is_loaded():
         "import sys; from ppctl.cli import main; main(['runs']); main(['runs', 'show', 'a']); main(['examples']); "
         "print([name for name in ('jax', 'numpy', 'flax', 'hydra', 'omegaconf', 'orbax') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=BY_USER, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=BY_PATH, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("\n[]\n")
 
 
@@ -326,7 +326,7 @@ def test_neither_jax_nor_hydra_is_loaded():
 def train(*words):
     return subprocess.Popen(
         [sys.executable, "-m", "ppctl.cli", "train", *words],
-        env=BY_USER,
+        env=BY_PATH,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

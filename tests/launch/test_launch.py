@@ -12,14 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from support.environment import BY_USER
 
 from ppctl import config as c
 from ppctl.errors import ConfigError
 from ppctl.launch.local import children, device_groups, last_step, newest_checkpoint, with_restarts
 from ppctl.launch.supervise import Ending
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-
-BY_USER = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_ENABLE_X64", "PPCTL_DEBUG")}
 
 # A process that runs a group of small scripts and prints how it ended; the last line of its stderr is that.
 STARTER = """

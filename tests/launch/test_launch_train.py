@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.environment import BY_USER
 
 NUM_STEPS, EVERY = 200, 20
 WORDS = (
@@ -19,7 +20,6 @@ WORDS = (
     "data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
     f"run.num_steps={NUM_STEPS} run.eval_every=null run.checkpoint.every={EVERY} run.tensorboard=false --json"
 ).split()
-BY_USER = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_ENABLE_X64", "PPCTL_DEBUG")}
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds the processes in /proc"),

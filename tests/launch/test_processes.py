@@ -10,7 +10,8 @@ import sys
 import time
 
 import pytest
-from support.processes import BY_USER, WORDS, Process, processes
+from support.environment import BY_USER
+from support.processes import WORDS, Process, processes
 
 from ppctl import cli
 from ppctl.launch.xla_stderr import LOST, readable

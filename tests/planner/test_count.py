@@ -14,7 +14,7 @@ from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import matmul_flops
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
-from ppctl.planner.count import _tasks, work_of
+from ppctl.planner.count import CountedModel, work_of
 from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
 from ppctl.planner.roofline import Op
 from ppctl.schedule.costs import Costs
@@ -83,10 +83,10 @@ def test_flops_of_a_transformer_of_other_sizes(num_tokens, d_model, num_heads, n
 def test_work_grows_with_the_examples_as_it_was_counted(name, dtype):
     work = work_of_named(name, dtype)
     for examples in (1, 8, 64) if name == "mlp" else (8,):
-        model = named(name, examples, dtype)
+        counted = CountedModel(named(name, examples, dtype), examples)
         for piece in ("embed", "layer", "head"):
             of_one = getattr(work, piece)
-            for part, ops in zip(("forward", "input_grad", "weight_grad"), _tasks(model, piece), strict=True):
+            for part, ops in zip(("forward", "input_grad", "weight_grad"), getattr(counted, piece)(), strict=True):
                 found = [(examples * op.flops, examples * op.bytes + op.fixed_bytes) for op in getattr(of_one, part)]
                 assert found == [(op.flops, op.bytes) for op in ops if not op.is_nothing]
 

@@ -16,6 +16,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from support.environment import BY_USER
 
 from ppctl import cli
 from ppctl.config import Interleaved, Mpmd, Spmd
@@ -25,8 +26,7 @@ from ppctl.reports.run_page.figures import over_steps
 from ppctl.schedule import build
 from ppctl.schedule.simulate import Timeline, simulate
 
-BY_USER = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "PPCTL_"))}
-BY_USER["PYTHONPATH"] = os.pathsep.join(sys.path)
+BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 @pytest.fixture(autouse=True)
@@ -242,7 +242,7 @@ def test_no_jax_is_started_for_a_measured_step(run_dir):
     settings(run_dir, {"name": "1f1b", "num_microbatches": 4}, {"name": "mpmd"})
     code = "import sys; from ppctl import cli; code = cli.main(sys.argv[1:]); print(code, 'jax' in sys.modules)"
     words = [sys.executable, "-c", code, "report", "a"]
-    assert subprocess.run(words, env=BY_USER, capture_output=True, text=True, check=True).stdout == "0 False\n"
+    assert subprocess.run(words, env=BY_PATH, capture_output=True, text=True, check=True).stdout == "0 False\n"
     assert "1f1b, measured" in (run_dir / "report.html").read_text()
 
 

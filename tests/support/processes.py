@@ -1,6 +1,5 @@
 """Processes of one run, started as a user or a cluster starts them."""
 
-import os
 import re
 import socket
 import subprocess
@@ -9,6 +8,8 @@ import threading
 import time
 from contextlib import contextmanager
 
+from support.environment import BY_USER
+
 TINY = (
     "model=mlp model.num_layers=4 model.d_model=8 data=regression data.batch_size=8 data.num_rows=1024 "
     "data.num_features=5 data.num_targets=3 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
@@ -16,7 +17,6 @@ TINY = (
     "optim.warmup_steps=0 optim.min_lr_fraction=1"  # the learning rate does not depend on where the run is to end
 )
 WORDS = TINY.split()
-BY_USER = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PPCTL_"))}
 PATIENCE_S = 240  # of a test that waits on a busy machine
 
 

@@ -1,11 +1,11 @@
 """A run that goes on with other processes, another mesh, schedule, partition and executor, as it would have on one."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+from support.environment import BY_USER
 
 from ppctl import cli
 
@@ -22,8 +22,6 @@ CHAIN = (  # (processes, layout), each for EVERY steps; the epoch of 8 steps end
     (4, "mesh=4x2x1 schedule=zb_h1 executor=mpmd"),
     (1, "mesh=8x1 schedule=gpipe"),
 )
-BY_USER = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "PPCTL_"))}
-BY_USER["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # most of the time is compiling
 
 
 def train(run_dir, num_steps, processes, layout):

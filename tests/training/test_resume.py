@@ -1,7 +1,6 @@
 """Runs that are interrupted: what real processes lose to real signals, and that the rest goes on bit for bit."""
 
 import json
-import os
 import random
 import re
 import signal
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
+from support.environment import BY_USER
 
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 
@@ -23,7 +23,6 @@ WORDS = (
     "data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
     f"run.num_steps={NUM_STEPS} run.eval_every=50 run.checkpoint.every={EVERY} run.tensorboard=false"
 ).split()
-BY_USER = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "JAX_ENABLE_X64", "PPCTL_DEBUG")}
 
 # A process whose checkpoint directory turns into a file just when Orbax is about to write the second checkpoint.
 VANISHING = """

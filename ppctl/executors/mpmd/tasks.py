@@ -26,9 +26,12 @@ def is_none(a: Any) -> bool:
     return a is None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
-    """A model as the programs see it. Shapes are those of one device's examples; parameters are whole."""
+    """A model as the programs see it, equal to itself alone.
+
+    Shapes are those of one device's examples; parameters are whole.
+    """
 
     stack: Stack
     ends: Tree  # shapes of embedding and head, natural
