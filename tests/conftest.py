@@ -4,34 +4,41 @@ import atexit
 import os
 import shutil
 import tempfile
+from importlib.metadata import version
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-os.environ["JAX_ENABLE_X64"] = "1"
-# a busy machine must not abort a collective
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
-)
+FLAGS = [
+    # a busy machine must not abort a collective
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_collective_timeout_seconds=600",
+    # the same programs in slower machine code: most of the time of tests is compiling
+    "--xla_backend_optimization_level=0",
+]
+if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):  # which has MLIR's emitters alone
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # has the variables of the process that started it
 
-collect_ignore = ["support/mpmd_worker.py"]  # a program; the search for doctests would import it
-collect_ignore_glob = ["*conftest.py"]  # the search for doctests would import each as the one module `conftest`
 
+def set_environment() -> None:
+    """Simulate eight devices, compute in float64, and keep compiled programs for all tests and what they start.
 
-def keep_compiled_programs() -> None:
-    """Compile each program once in all: many tests train the same tiny model, and so do the processes that they start.
-
-    JAX writes entries in place. Who reads half of one warns and compiles; the warning is ignored here and in
-    pyproject.toml.
+    Many tests train the same tiny model. JAX writes entries of its cache in place: who reads half of one warns and
+    compiles; the warning is ignored here and in pyproject.toml.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return  # has the directory from the process that started it
     directory = tempfile.mkdtemp(prefix="ppctl-tests-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent compilation cache entry"
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "8",
+        "JAX_ENABLE_X64": "1",
+        "XLA_FLAGS": " ".join([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS]),
+        "JAX_COMPILATION_CACHE_DIR": directory,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
+    }
 
 
-keep_compiled_programs()
+if not IS_WORKER:
+    set_environment()
+collect_ignore = ["support/mpmd_worker.py"]  # a program; the search for doctests would import it
+collect_ignore_glob = ["*conftest.py"]  # the search for doctests would import each as the one module `conftest`

@@ -89,8 +89,9 @@ class PpctlSearchPath(SearchPathPlugin):
             search_path.append("command-line", f"file://{self.config_dir.absolute()}")
 
 
+@functools.cache
 def register() -> None:
-    """Make schemas, source, search path, launchers and sweepers known to Hydra. Twice is once."""
+    """Make schemas, source, search path, launchers and sweepers known to Hydra, once a process."""
     store = ConfigStore.instance()
     for name, cls in schemas().items():
         store.store(name=f"schema_{name}", node=cls, provider="ppctl")

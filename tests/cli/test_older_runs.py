@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 import yaml
+from support.selection import few
 
 from ppctl.cli.compose import compose
 from ppctl.cli.help import EXAMPLES
@@ -18,7 +19,6 @@ def empty_directory(tmp_path, monkeypatch):
 
 
 REQUESTS = [
-    *(line for line in EXAMPLES["train"] if "--multirun" not in line and "launch" not in line),
     "recipes=stdlib_2x4",
     "recipes=bench",
     "mesh=2x2x2 schedule=interleaved schedule.num_chunks=4 schedule.group_size=4 run.eval_every=null",
@@ -30,6 +30,7 @@ REQUESTS = [
     "hardware=host costs=measure costs.cache_dir=/tmp/x",
     "run.tensorboard=false run.checkpoint.every=null run.checkpoint.on_failure=continue run.profile.start=3",
     "run.resume=never run.distributed=auto",
+    *(line for line in EXAMPLES["train"] if "--multirun" not in line and "launch" not in line),
 ]
 
 
@@ -62,7 +63,7 @@ def assert_same(before):
     return words
 
 
-@pytest.mark.parametrize("line", REQUESTS)
+@pytest.mark.parametrize("line", few(REQUESTS, 6))
 def test_the_words_of_a_run_ask_for_the_same_run(line):
     words = [word for word in shlex.split(line) if word not in ("ppctl", "train")]
     before = compose(words, [], [])
@@ -70,7 +71,7 @@ def test_the_words_of_a_run_ask_for_the_same_run(line):
     assert len(assert_same(before)) <= len(words) + 16  # the differences, not everything
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", few(TEXTS, 5))
 def test_odd_texts_reach_the_same_setting(text):
     before = compose(["data=text", "data.path=x", "run.name=x"], [], [])
     assert not isinstance(before, int)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from support.selection import few
 
 from ppctl import cli
 from ppctl.cli.compose import compose
@@ -145,7 +146,7 @@ def test_training_says_it_before_the_first_step(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+@pytest.mark.parametrize("executor", few(["mpmd", "spmd"], 1))
 def test_of_two_processes_the_first_says_it_for_both(executor, tmp_path):
     words = [*TINY.split(), *TRAIN.split(), f"executor={executor}", "mesh=1x2", "schedule=1f1b", "launch.processes=2"]
     command = [sys.executable, "-m", "ppctl.cli", "train", *words, f"run.dir={tmp_path / 'run'}", "--json"]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import COMPILE_FAST, MODELS, make_params, make_stack
+from support.selection import few
 
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.flops import matmul_flops
@@ -147,7 +148,7 @@ def check_bits(halves):
         assert not any(pending is leaf for leaf in jax.tree.leaves(halves.w))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", few(BLOCKS, 10))
 def test_the_halves_give_the_bits_of_the_whole(name):
     check_bits(Halves(BLOCKS[name](), "none"))
 
@@ -163,7 +164,7 @@ STAGES = [  # blocks x remat x (stacked, padded)
 ]
 
 
-@pytest.mark.parametrize(("name", "remat", "stacked", "count"), STAGES)
+@pytest.mark.parametrize(("name", "remat", "stacked", "count"), few(STAGES, 3))
 def test_the_halves_of_a_stage_give_the_bits_of_the_whole(name, remat, stacked, count):
     check_bits(Halves(BLOCKS[name](), remat, num_layers=3, stacked=stacked, count=count))
 

@@ -48,7 +48,6 @@ def train_by_processes(run_dir, count, *words):
     command = [sys.executable, "-m", "ppctl.cli", "train", *TINY.split(), "executor=mpmd", f"run.dir={run_dir}", *words]
     command += ["run.distributed=explicit", f"run.coordinator={address}", f"run.num_processes={count}"]
     environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
-    environment["XLA_FLAGS"] += " --xla_backend_optimization_level=0"  # most of the time is compiling
     logs = [run_dir.with_name(f"{run_dir.name}.{i}.log") for i in range(count)]
     processes = []
     for i, log in enumerate(logs):

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support.selection import few
 
 from ppctl import config
 from ppctl.errors import ConfigError
@@ -120,7 +121,7 @@ def test_the_cache_is_where_the_user_keeps_such_things(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", [config.Spmd(remat="none"), config.Mpmd(remat="none")])
+@pytest.mark.parametrize("executor", few([config.Mpmd(remat="none"), config.Spmd(remat="none")], 1))
 def test_a_step_is_predicted_from_what_was_timed(executor, tmp_path):
     """Without a stand-in: the pieces of the model are run."""
     small = request(executor=executor, model=replace(MODEL, num_layers=2, d_model=16))

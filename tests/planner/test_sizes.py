@@ -61,7 +61,12 @@ def sized(pipe):
     return held, workspace_bytes(work, params, layout_of(pipe), microbatch)
 
 
-@pytest.mark.parametrize("asked", CASES.values(), ids=CASES)
+QUICK = ("interleaved full", "uneven zb_h2", "dp, fsdp, bfloat16", "one rank", "regression")
+
+
+@pytest.mark.parametrize(
+    "asked", [pytest.param(c, id=n, marks=() if n in QUICK else pytest.mark.full) for n, c in CASES.items()]
+)
 def test_every_part_is_what_its_arrays_take(asked):
     pipe = assemble(asked).pipe
     held, _ = sized(pipe)
