@@ -56,8 +56,8 @@ def reference(
             return jax.tree.map(jnp.add, sums, (loss, number, grads)), None
 
         first = jax.tree.map(lambda a: a[0], microbatches)
-        (loss, number), grads = jax.eval_shape(jax.value_and_grad(loss_sum, has_aux=True), params, first)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (loss, number, grads))
+        loss, number = jax.eval_shape(loss_sum, params, first)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (loss, number, params))
         (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
         return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import typing
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,11 @@ def known() -> dict[str, Hardware]:
     >>> known()["h100"].peak_flops["bfloat16"]
     989400000000000.0
     """
+    return copy.deepcopy(_known())  # whoever changes a description changes his own
+
+
+@cache
+def _known() -> dict[str, Hardware]:
     return {file.stem: _read(file) for file in sorted((ROOT / "conf/hardware").glob("*.yaml")) if file.stem != "auto"}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.cases import COMPILE_FAST, Case, difference, run_reference, staged_step
 from support.normalizing import normalizing_inputs, normalizing_stack
+from support.selection import few
 from support.spmd_cases import SINGLE_OP, TOLERANCE, check, name_of
 from support.spmd_programs import called, collectives, compiled, computations, sizes, temp_bytes
 
@@ -50,7 +51,7 @@ def test_each_family_that_does_not_run_in_pairs_is_here():
     assert all(case(name, (1, 4, 1)).program().num_chunks == V for name, V in SINGLE_OP.items())
 
 
-@pytest.mark.parametrize("one", [*DEFAULT, *(pytest.param(more, marks=pytest.mark.full) for more in MORE)], ids=name_of)
+@pytest.mark.parametrize("one", few([*DEFAULT, *MORE], 5), ids=name_of)
 def test_loss_and_gradients_equal_the_reference(one):
     check(one)
 

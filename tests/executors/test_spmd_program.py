@@ -2,6 +2,7 @@
 
 import pytest
 from support.cases import MLP, Case
+from support.selection import few
 from support.spmd_programs import ROWS, collectives, sizes, temp_bytes
 
 PROGRAMS = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2)]
@@ -63,7 +64,7 @@ def test_no_schedule_is_gpipe_in_disguise(schedule, num_chunks, remat):
 
 
 @pytest.mark.parametrize("skip_idle", [True, False], ids=["skip", "compute"])
-@pytest.mark.parametrize("pp", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("pp", few([2, 1, 4], 1))
 @programs
 def test_program_size_does_not_depend_on_the_number_of_microbatches(schedule, num_chunks, pp, skip_idle):
     def at(m):

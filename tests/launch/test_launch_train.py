@@ -91,6 +91,7 @@ def two_processes(tmp_path_factory):
     return run_dir, out
 
 
+@pytest.mark.full
 def test_two_processes_train_what_one_does(tmp_path, two_processes):
     with Launch(tmp_path / "run") as one:
         code, out = one.end()

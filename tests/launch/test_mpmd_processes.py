@@ -65,6 +65,7 @@ def train_by_processes(run_dir, count, *words):
     return losses(run_dir)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_runs_of_one_and_of_several_processes_continue_each_other(tmp_path):
     of_one, of_four = tmp_path / "one", tmp_path / "four"

@@ -77,7 +77,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("changes", "again"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("changes", "again"), few(CHANGES.values(), 4), ids=CHANGES)
 def test_what_it_depends_on_is_measured_anew(changes, again, timings, tmp_path):
     measure.measured_op_times(assemble(TINY), tmp_path)
     timings.clear()

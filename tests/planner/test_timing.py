@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from support.cases import Case, difference, make_batch, make_params, make_stack
+from support.selection import few
 
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.mpmd.tasks import Model
@@ -107,7 +108,7 @@ def layers_of(model, w, x):
 
 
 @pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("name", ["untied swiglu grouped", "mlp"])
+@pytest.mark.parametrize("name", few(["untied swiglu grouped", "mlp"], 1))
 def test_a_forward_goes_through_the_layers_and_keeps_its_stash(name, remat):
     model = model_of(name, remat)
     body, w, goes = timing.layer_bodies(model, split=False)["F"]
@@ -122,7 +123,7 @@ def test_a_forward_goes_through_the_layers_and_keeps_its_stash(name, remat):
 
 @pytest.mark.parametrize("remat", REMATS)
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", ["untied swiglu grouped", "mlp"])
+@pytest.mark.parametrize("name", few(["untied swiglu grouped", "mlp"], 1))
 def test_a_backward_adds_the_gradient_of_the_layers(name, remat, split):
     model = model_of(name, remat)
     bodies = timing.layer_bodies(model, split=split)

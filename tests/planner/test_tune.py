@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from support.selection import few
 
 from ppctl import cli, config
 from ppctl.cli.commands.tune import tune
@@ -73,7 +74,7 @@ SEARCHES = {
 }
 
 
-@pytest.mark.parametrize("words", SEARCHES.values(), ids=SEARCHES)
+@pytest.mark.parametrize("words", few(SEARCHES.values(), 1), ids=SEARCHES)
 def test_ppctl_plan_says_the_same_of_each_layout(words):
     tuned, configs = tune_layouts(request(*words.split()))
     assert len(tuned.found.best) == len(configs) == 10
@@ -97,6 +98,7 @@ def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
     assert last == "the first is a recipe now, recipes/tuned.yaml: ppctl train --config-dir . recipes=tuned"
 
 
+@pytest.mark.full
 def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path):
     code, out, _ = tuned("mesh=2x2", "--json", "tune.recipe=null")
     document = json.loads(out)
@@ -175,7 +177,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("words", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("words", few(RECIPES.values(), 2), ids=RECIPES)
 def test_the_recipe_is_the_request_found(words, tmp_path):
     asked = composed(words.split()) if "mlp" in words or "recipes" in words else request(*words.split())
     path = tmp_path / "recipes/tuned.yaml"
@@ -191,6 +193,7 @@ def test_the_recipe_is_the_request_found(words, tmp_path):
         assert found == replace(configs[i], run=run, hardware=found.hardware, costs=found.costs)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_recipe_trains(tuned, capsys):
     assert tuned("mesh=2x2", "run.num_steps=2", "run.tensorboard=false", "tune.schedules=[zb_h1]")[0] == 0

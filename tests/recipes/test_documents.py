@@ -170,7 +170,13 @@ def trained_as_in_the_notebook():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", [(), ("executor=mpmd", "run.timeline=true")], ids=["spmd", "mpmd"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param((), id="spmd"),
+        pytest.param(("executor=mpmd", "run.timeline=true"), id="mpmd", marks=pytest.mark.full),
+    ],
+)
 def test_the_notebooks_training_is_that_of_numpy(others, tmp_path):
     assert cli.main(["train", "recipes=gpipe_notebook", f"run.dir={tmp_path}", *others]) == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -346,6 +352,7 @@ def flax_losses(width, num_layers, num_steps):
     return losses, params
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

@@ -246,6 +246,7 @@ def test_no_jax_is_started_for_a_measured_step(run_dir):
     assert "1f1b, measured" in (run_dir / "report.html").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_64_ranks_of_512_microbatches_measured_stay_under_five_megabytes(run_dir, capsys):
     found = pipeline_of(Interleaved(num_microbatches=512), Mpmd(), 64, 128)

@@ -59,10 +59,15 @@ class LayerSlots:
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
         """(the layer in slot k, those that it may be for all that is known now)."""
         assert self.numbers is not None, "layers differ"
+        among = self.may_be(k if isinstance(k, int) else None)
         if isinstance(self.numbers, range):
-            numbers = tuple(self.numbers)
-            return (numbers[k], numbers[k : k + 1]) if isinstance(k, int) else (jnp.asarray(numbers)[k], numbers)
-        return self.numbers[k], self.among[k] if isinstance(k, int) else tuple(sorted(set().union(*self.among)))
+            return (self.numbers[k] if isinstance(k, int) else jnp.asarray(tuple(self.numbers))[k]), among
+        return self.numbers[k], among
+
+    def may_be(self, k: int | None) -> tuple[int, ...]:
+        """Return the layers that slot k may hold; None: any slot."""
+        among = tuple((number,) for number in self.numbers) if isinstance(self.numbers, range) else self.among
+        return tuple(sorted(set().union(*among))) if k is None else among[k]
 
 
 def where_layer(slots: LayerSlots | None, k: Any, run: Callable, otherwise: Callable, *args: Any) -> Any:
@@ -100,24 +105,30 @@ class Stage:
 
     def stash_shapes(self, w: Any, slots: LayerSlots | None = None) -> Tree:
         """Shapes of the stash of a microbatch; w may be shapes. slots: None: of any layers, where layers differ."""
-        slots = slots or self._any(w)
-        return jax.eval_shape(lambda w, x: self.forward(w, slots, x)[1], w, self.x)
+        if self.remat.keeps_residuals:
+            return self._of_layers(w, slots, "saved")
+        return self._of_layers(w, slots, "x") if self.remat.keeps_layer_inputs else self.x
 
     def pending_shapes(self, w: Any, slots: LayerSlots | None = None) -> Any:
         """Return the shapes of the arrays that `input_grad` hands on."""
-        slots = slots or self._any(w)
+        return self._of_layers(w, slots, "pending")
 
-        def hand_on(w: Any, stash: Tree, gy: jax.Array) -> Any:
-            return self.input_grad(w, slots, stash, lambda y: (gy, None))[1]
+    def _of_layers(self, w: Any, slots: LayerSlots | None, what: str) -> Any:
+        """Return shapes of one thing of each layer, as `fold` gives them: listed, or stacked."""
+        if isinstance(w, list):
+            return [self._of_layer(slots, k, what) for k in range(len(w))]
+        count = len(jax.tree.leaves(w)[0])
+        stacked = lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype)  # noqa: E731
+        return jax.tree.map(stacked, self._of_layer(slots, None, what))
 
-        return jax.eval_shape(hand_on, w, self.stash_shapes(w, slots), self.x)
-
-    def _any(self, w: Any) -> LayerSlots | None:
-        """Slots of whose layers nothing is known."""
+    def _of_layer(self, slots: LayerSlots | None, k: int | None, what: str) -> Any:
+        """Return shapes of one thing of the layer in slot k, or of any layer."""
+        if what == "x":
+            return self.x
         if self.are_alike:
-            return None
-        count = len(w) if isinstance(w, list) else len(jax.tree.leaves(w)[0])
-        return LayerSlots(numbers=jnp.zeros(count, jnp.int32), among=(tuple(range(len(self.layers))),) * count)
+            return getattr(self.layers[0], what)
+        among = range(len(self.layers)) if slots is None else slots.may_be(k)
+        return getattr(self.layers[among[0]], what) if len(among) == 1 else getattr(self.packings, what).shapes
 
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
         """Return the stage's output and its stash."""
