@@ -239,7 +239,10 @@ def test_jobs_that_shared_the_machine_are_said_to_be_slower():
     assert "Jobs ran side by side" in Path("runs/s/sweep.html").read_text()
 
 
-TINY = ["recipes=tiny", "run.num_steps=2", "run.eval_every=2", "executor=mpmd", "run.timeline=true"]
+WORDS = (
+    "mesh=1x2 model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=8 data.num_rows=1024 "
+    "run.name=tiny run.platform=cpu run.num_steps=2 run.eval_every=2 executor=mpmd run.timeline=true"
+)
 
 
 @pytest.mark.slow
@@ -247,7 +250,7 @@ def test_a_real_sweep_is_summed_up_skipped_and_resumed(directory):
     """Three processes train: two at first, then one that has more steps to do. The sweep itself starts no JAX."""
 
     def run(*words):
-        argv = ["train", "-m", *TINY, *words]
+        argv = ["train", "-m", *WORDS.split(), *words]
         code = f"import sys; from ppctl.cli import main; print(main({argv!r}), 'jax' in sys.modules)"
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
@@ -261,7 +264,7 @@ def test_a_real_sweep_is_summed_up_skipped_and_resumed(directory):
     for each, bubble in zip(found, (1 / 3, 1 / 5), strict=True):
         assert each["predicted_bubble_fraction"] == pytest.approx(bubble)
         assert 0 < each["measured_bubble_fraction"] < 1
-        assert min(each[key] for key in ("eval_loss", "tokens_per_s", "memory_bytes", "predicted_step_time_s")) > 0
+        assert min(each[key] for key in ("eval_loss", "rows_per_s", "memory_bytes", "predicted_step_time_s")) > 0
         assert "finished at step 2" in (Path(each["run_dir"]) / LOG).read_text()
     assert " measured</title>" in Path("runs/tiny/sweep.html").read_text()
     again = run(*grid)

@@ -12,11 +12,11 @@ from ppctl.planner.timing import Timing
 from ppctl.training.job import assemble
 
 REQUEST = config.Config(
-    model=config.Transformer(num_layers=12, d_model=16, num_heads=2, seq_len=16),
+    model=config.MLP(num_layers=12, d_model=16),
     mesh=config.Mesh(1, 2, 1),
     schedule=config.Interleaved(num_microbatches=16, num_chunks=2),
     executor=config.Spmd(remat="none"),
-    data=config.Synthetic(batch_size=32, vocab_size=64),
+    data=config.Regression(batch_size=32),
 )
 PIECE = PieceTimes(1e-3, 2e-3, 1e-3)
 OP_TIMES = OpTimes(PIECE, PIECE, PIECE, task_s=1e-4, hop_s=2e-4, overhead_s=0.0)

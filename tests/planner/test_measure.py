@@ -15,11 +15,11 @@ from ppctl.planner.timing import Timing
 from ppctl.training.job import assemble
 
 TINY = config.Config(
-    model=config.Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),
+    model=config.MLP(num_layers=4, d_model=32),
     mesh=config.Mesh(1, 2, 1),
     schedule=config.Schedule("1f1b", 4),
     executor=config.Spmd(remat="none"),
-    data=config.Synthetic(batch_size=16, vocab_size=64),
+    data=config.Regression(batch_size=16),
     run=config.Run(dtype="float32"),
 )
 PIECES = dict.fromkeys(("F", "B", "embed", "embed_grad", "head", "alone"), Timing(0.01, 0.01))
@@ -68,7 +68,7 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "executor": ({"executor": config.Mpmd(remat="none")}, ["pieces", "mesh"]),
     "dtype": ({"run": config.Run(dtype="bfloat16")}, ["pieces", "mesh"]),
     "width": ({"model": replace(MODEL, d_model=64)}, ["pieces", "mesh"]),
-    "vocabulary": ({"data": replace(DATA, vocab_size=128)}, ["pieces", "mesh"]),
+    "targets": ({"data": replace(DATA, num_targets=128)}, ["pieces", "mesh"]),
     "split backwards": ({"schedule": config.Schedule("zb_h1", 4)}, ["pieces"]),
     "devices": ({"mesh": config.Mesh(2, 2, 1), "data": replace(DATA, batch_size=32)}, ["pieces", "mesh"]),
     "shape of the mesh": ({"mesh": config.Mesh(1, 1, 2), "schedule": config.Schedule("1f1b", 2)}, ["mesh"]),

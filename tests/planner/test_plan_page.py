@@ -20,11 +20,11 @@ from ppctl.training.engines.memory import PARTS
 from ppctl.training.job import assemble
 
 SMALL = config.Config(
-    model=config.Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),
+    model=config.MLP(num_layers=4, d_model=32),
     mesh=config.Mesh(1, 2, 1),
     schedule=config.Schedule("1f1b", 4),
     executor=config.Spmd(remat="layer"),
-    data=config.Synthetic(batch_size=8, vocab_size=64),
+    data=config.Regression(batch_size=8),
     run=config.Run(dtype="float32"),
 )
 ASKED = {

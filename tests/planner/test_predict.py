@@ -17,9 +17,9 @@ from ppctl.training.known_hardware import known
 from ppctl.training.prediction import StepPrediction
 
 WORDS = (
-    "mesh=1x2 schedule=gpipe schedule.num_microbatches=2 data=synthetic data.batch_size=16 data.vocab_size=16 "
-    "data.num_sequences=512 data.eval_fraction=0.1 model.num_layers=2 model.d_model=16 model.num_heads=2 "
-    "model.seq_len=8 run.dtype=float32 run.platform=cpu run.eval_every=null run.tensorboard=false "
+    "mesh=1x2 schedule=gpipe schedule.num_microbatches=2 data=regression data.batch_size=16 data.num_rows=512 "
+    "data.num_features=5 data.num_targets=3 data.eval_fraction=0.1 model=mlp model.num_layers=2 model.d_model=16 "
+    "run.dtype=float32 run.platform=cpu run.eval_every=null run.tensorboard=false "
     "run.checkpoint.every=null run.num_steps=3"
 )
 UNKNOWN = StepPrediction(None, 3 * 2**20, "costs=analytic, unknown hardware")

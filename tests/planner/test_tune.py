@@ -23,8 +23,8 @@ from ppctl.reports.terminal import size_text
 from ppctl.training.job import assemble
 
 WORDS = (
-    "model.num_layers=5 model.d_model=32 model.num_heads=4 model.seq_len=16 data=synthetic data.batch_size=32 "
-    "data.vocab_size=4096 data.num_sequences=512 data.eval_fraction=0.1 run.eval_batches=1 run.dtype=float32 "
+    "model=mlp model.num_layers=5 model.d_model=32 data=regression data.batch_size=32 data.num_rows=512 "
+    "data.num_features=8 data.num_targets=512 data.eval_fraction=0.1 run.eval_batches=1 run.dtype=float32 "
     "run.platform=cpu"
 )
 
@@ -112,12 +112,14 @@ def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path)
         assert step_s(assemble(asked)) == pytest.approx(layout["step_time_s"], rel=1e-9)
 
 
-def test_speeds_are_printed_in_tokens_for_text_alone(tuned):
-    words = "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=32 run.platform=cpu"
-    assert cli.main(["tune", *words.split(), "mesh=1x2", "--json"]) == 0
-    _, out, _ = tuned("mesh=1x2", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[gpipe]")
+def test_speeds_are_printed_in_tokens_for_text_alone(tuned, capsys):
+    words = ["mesh=1x2", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[gpipe]"]
+    text = "model.num_layers=4 model.d_model=32 model.seq_len=16 data=synthetic data.batch_size=32 run.platform=cpu"
+    assert cli.main(["tune", *text.split(), *words]) == 0
+    out = capsys.readouterr().out
     assert "tok/s" in out
     assert "MFU" in out
+    assert "tok/s" not in tuned(*words)[1]
 
 
 # --- none fits, none is needed ----------------------------------------------------------------------------------------

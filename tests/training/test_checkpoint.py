@@ -388,6 +388,7 @@ with Checkpoints(sys.argv[1], keep=1) as checkpoints:
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_kill_9_at_any_moment_loses_no_finished_checkpoint(tmp_path):
     rng = random.Random(0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from support.selection import few
 
 from ppctl.config import (
     MLP,
@@ -72,20 +73,24 @@ def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
-    [
-        {"mesh": Mesh(2, 2, 2), "schedule": Interleaved(num_microbatches=2)},
-        {"mesh": Mesh(), "executor": Reference()},
-    ],
+    few(
+        [
+            {"mesh": Mesh(2, 2, 2), "schedule": Interleaved(num_microbatches=2)},
+            {"mesh": Mesh(), "executor": Reference()},
+        ],
+        1,
+    ),
 )
 def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
     here, there = assemble(transformer_config()), assemble(transformer_config(**parts))
     assert model_flops(here.pipe) == model_flops(there.pipe)
     states = [built.pipe.to_natural(built.pipe.init()) for built in (here, there)]
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_array_equal(a, b)
+        # to the bit where layers are compiled as a user has it: tests/executors/test_layout.py
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_layers", [4, 5])  # 5: stages of unequal size
+@pytest.mark.parametrize("num_layers", few([5, 4], 1))  # 5: stages of unequal size
 def test_states_have_the_shapes_and_shardings_that_are_promised(num_layers):
     model = small(num_layers=num_layers)
     job = assemble(transformer_config(model=model, mesh=Mesh(1, 2, 2), schedule=Interleaved(num_microbatches=2)))

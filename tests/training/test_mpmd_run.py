@@ -91,6 +91,7 @@ def test_verify_compares_mpmd_with_the_reference(capsys):
     assert {leaf["name"] for leaf in found["gradients"]} >= {"layers/kernel", "ends/embed/kernel", "ends/head/kernel"}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_bench_shows_dispatch_and_the_compile_time_of_spmd(monkeypatch, capsys):
     monkeypatch.setattr(bench, "ROUNDS", 2)

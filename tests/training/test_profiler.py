@@ -49,7 +49,10 @@ def tasks(run_dir):
     ("name", "words", "pp", "microbatches", "chunks", "last_forward"),
     [
         # with evaluations and saves in the window
-        ("gpipe", "mesh=1x1 run.eval_every=1 run.eval_batches=1 run.checkpoint.every=1", 1, 4, 1, True),
+        pytest.param(
+            *("gpipe", "mesh=1x1 run.eval_every=1 run.eval_batches=1 run.checkpoint.every=1", 1, 4, 1, True),
+            marks=pytest.mark.full,
+        ),
         pytest.param("1f1b", "mesh=1x2 executor.remat=full", 2, 4, 1, False, marks=pytest.mark.full),
         pytest.param("interleaved", "mesh=2x2x1", 2, 2, 2, True, marks=pytest.mark.full),
         ("zb_h1", "mesh=1x2 executor.remat=full", 2, 4, 1, False),
