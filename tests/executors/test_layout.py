@@ -30,7 +30,7 @@ LAYOUTS = [  # (num_layers, mesh, num_chunks); V: down the ranks and back up
     (16, (1, 4, 1), "V"),
     (2, (2, 1, 1), "V"),
 ]
-layouts = pytest.mark.parametrize("size", few(LAYOUTS, 6), ids=str)
+layouts = pytest.mark.parametrize(("size",), few([(size,) for size in LAYOUTS], 6), ids=str)
 
 
 def layout_of(size):
