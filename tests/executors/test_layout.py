@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases import COMPILE_FAST, make_params, make_stack
+from support.cases import SAME_BITS, make_params, make_stack
 from support.selection import few
 
 from ppctl.errors import ConfigError
@@ -30,7 +30,7 @@ LAYOUTS = [  # (num_layers, mesh, num_chunks); V: down the ranks and back up
     (16, (1, 4, 1), "V"),
     (2, (2, 1, 1), "V"),
 ]
-layouts = pytest.mark.parametrize(("size",), few([(size,) for size in LAYOUTS], 6), ids=str)
+layouts = pytest.mark.parametrize("size", few([pytest.param(size) for size in LAYOUTS], 6), ids=str)
 
 
 def layout_of(size):
@@ -84,7 +84,7 @@ def test_every_layer_lies_in_its_stage_and_the_padding_is_zero(size):
 
 @cache
 def initial(num_layers, seed):
-    init_jit = jax.jit(init, static_argnums=(0, 1), compiler_options=COMPILE_FAST)
+    init_jit = jax.jit(init, static_argnums=(0, 1), compiler_options=SAME_BITS)
     return jax.tree.map(np.asarray, init_jit(make_stack("mlp", num_layers), seed))
 
 
@@ -102,7 +102,7 @@ def test_initial_weights_do_not_depend_on_the_layout(size):
     make_staged = lambda: layout.to_staged(init(stack, 3))  # noqa: E731
     shardings = layout.shardings(layout.staged_specs(jax.eval_shape(make_staged)))
     # as a run makes them: sharded from the start
-    staged = jax.jit(make_staged, out_shardings=shardings, compiler_options=COMPILE_FAST)()
+    staged = jax.jit(make_staged, out_shardings=shardings, compiler_options=SAME_BITS)()
     assert bits(layout.to_natural(jax.tree.map(np.asarray, staged))) == bits(initial(8, 3))
 
 

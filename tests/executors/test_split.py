@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases import COMPILE_FAST, MODELS, make_params, make_stack
+from support.cases import MODELS, SAME_BITS, make_params, make_stack
 from support.selection import few
 
 from ppctl.errors import ConfigError
-from ppctl.executors.compiler_preset import cpu_options
 from ppctl.executors.stage.flops import matmul_flops
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.transformer import transformer
@@ -110,8 +109,6 @@ def of_model(model):
     return stack.layer, w, (8, WIDTH) if model == "mlp" else (2, 4, WIDTH)
 
 
-# XLA's older emitters, by which tests compile faster, round a sum otherwise where it is fused with other work
-SAME_BITS = {option: True for option in cpu_options("quick") if option == "xla_cpu_use_fusion_emitters"}
 BLOCKS = {layer.__name__: partial(synthetic, layer) for layer in LAYERS} | {m: partial(of_model, m) for m in MODELS}
 
 
@@ -139,7 +136,7 @@ class Halves:
         self.expected = self.whole(self.w, self.stash, gy)
 
     def compile(self, function, *args):
-        return jax.jit(function).lower(self.w, *args).compile(COMPILE_FAST | SAME_BITS)
+        return jax.jit(function).lower(self.w, *args).compile(SAME_BITS)
 
 
 def check_bits(halves):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ppctl.executors.compiler_preset import cpu_options
 from ppctl.executors.layout import Layout
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.reference import reference
@@ -20,6 +21,8 @@ from ppctl.schedule.partition.partition import explicit, uniform
 from ppctl.schedule.ticks import forward_only, ticks
 
 COMPILE_FAST = {"xla_backend_optimization_level": 0}  # the same program in slower machine code: most time is compiling
+# XLA's older emitters, by which tests compile faster, round a sum otherwise where it is fused with other work
+SAME_BITS = COMPILE_FAST | {option: True for option in cpu_options("quick") if option == "xla_cpu_use_fusion_emitters"}
 SEQ_LEN, VOCAB_SIZE = 8, 32
 TRANSFORMER = {
     "d_model": 16,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
+from support.selection import few
 
 from ppctl import cli
 from ppctl.cli.compose import compose
@@ -216,7 +217,7 @@ def numbers(run_dir):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(restored)]
 
 
-@pytest.mark.parametrize("resume", ["auto", "must"])
+@pytest.mark.parametrize("resume", few(["auto", "must"], 1))
 def test_a_run_goes_on_from_the_newest_good_checkpoint_bit_for_bit(train, run_dir, trained, resume):
     flip_arrays(run_dir / "checkpoints" / "6")
     flip(run_dir / "checkpoints" / "4" / "meta" / "data.json")

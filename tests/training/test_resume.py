@@ -228,7 +228,7 @@ def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(tmp_p
     assert_same_run(run_dir, uninterrupted)
 
 
-@pytest.mark.parametrize("module", ["numpy.linalg", "jaxlib.xla_client", "flax.nnx", "orbax.checkpoint"])
+@pytest.mark.parametrize("module", few(["numpy.linalg", "jaxlib.xla_client", "flax.nnx", "orbax.checkpoint"], 2))
 def test_ctrl_c_while_jax_is_imported_ends_the_process_with_one_line(tmp_path, module):
     """Raised there, a KeyboardInterrupt would become an ImportError, or be lost."""
     with Process(tmp_path / "run", program=("-c", INTERRUPTED_IMPORT.format(module=module))) as process:
@@ -238,7 +238,7 @@ def test_ctrl_c_while_jax_is_imported_ends_the_process_with_one_line(tmp_path, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", few([signal.SIGINT, signal.SIGTERM], 1))
 def test_a_signal_before_the_first_step_ends_the_process_without_a_traceback(tmp_path, number):
     with Process(tmp_path / "run") as process:
         process.wait_until(lambda: process.has_printed("compiling"))

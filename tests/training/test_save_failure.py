@@ -214,6 +214,7 @@ TWO = textwrap.dedent(
 )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_several_processes_decide_alike(tmp_path, free_port):
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_ENABLE_X64": "0"}

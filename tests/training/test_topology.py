@@ -18,11 +18,11 @@ from ppctl.training.known_hardware import gpu_names, gpu_target, known
 
 GPUS = gpu_names()
 REQUEST = config.Config(
-    model=config.Transformer(num_layers=4, d_model=16, num_heads=2, seq_len=16),
+    model=config.MLP(num_layers=4, d_model=16),
     mesh=config.Mesh(1, 4, 1),
     schedule=config.Schedule("1f1b", 8),
     executor=config.Spmd(remat="full"),
-    data=config.Synthetic(batch_size=16, vocab_size=64),
+    data=config.Regression(batch_size=16),
     plan=config.Plan(compile=True, topology="h100:2x2"),
 )
 
