@@ -6,7 +6,7 @@ import re
 
 import pytest
 from support.files import write
-from support.selection import full
+from support.selection import every_other
 
 from ppctl import cli
 
@@ -163,11 +163,8 @@ FAULTS = [
 ]
 
 
-# each is composed by Hydra, which takes half a second: `make test` has every other one
-EVERY_OTHER = [fault if i % 2 else full(fault) for i, fault in enumerate(FAULTS)]
-
-
-@pytest.mark.parametrize(("line", "message"), EVERY_OTHER, ids=[line for line, _ in FAULTS])
+# Hydra composes each, which takes half a second
+@pytest.mark.parametrize(("line", "message"), every_other(FAULTS), ids=[line for line, _ in FAULTS])
 def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys, served, in_empty_directory):
     assert cli.main(line.split()) == 2
     out, err = capsys.readouterr()

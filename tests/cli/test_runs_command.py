@@ -323,6 +323,12 @@ def test_neither_jax_nor_hydra_is_loaded():
 # --- a run that is killed --------------------------------------------------------------------------------------------
 
 
+SMALL = (
+    "model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 data.num_rows=512 mesh=1x2 "
+    "schedule.num_microbatches=4 run.platform=cpu"
+)
+
+
 def train(*words):
     return subprocess.Popen(
         [sys.executable, "-m", "ppctl.cli", "train", *words],
@@ -363,7 +369,7 @@ def test_kill_9_is_seen_and_the_shown_command_goes_on(capsys):
 
 @pytest.mark.slow
 def test_an_interrupted_and_a_failed_run_say_why(capsys):
-    process = train("recipes=tiny", "run.num_steps=100000", "run.eval_every=null")
+    process = train(*SMALL.split(), "run.num_steps=100000", "run.eval_every=null", "run.name=tiny")
     while not (Path("runs/tiny/metrics.jsonl").exists() and Path("runs/tiny/metrics.jsonl").stat().st_size):
         assert process.poll() is None
         time.sleep(0.1)
@@ -373,7 +379,7 @@ def test_an_interrupted_and_a_failed_run_say_why(capsys):
     [run] = ask_json(capsys)["runs"]
     assert (run["status"], run["reason"]) == ("interrupted", "SIGTERM")
     diverging = ["optim.lr=1e39", "run.name=nan", "optim.warmup_steps=0"]
-    process = train("recipes=tiny", *diverging)
+    process = train(*SMALL.split(), *diverging)
     process.communicate()
     assert process.returncode == 4
     run = ask_json(capsys)["runs"][0]

@@ -148,7 +148,7 @@ def check_bits(halves):
         assert not any(pending is leaf for leaf in jax.tree.leaves(halves.w))
 
 
-@pytest.mark.parametrize("name", few(BLOCKS, 10))
+@pytest.mark.parametrize("name", few(BLOCKS, 7))
 def test_the_halves_give_the_bits_of_the_whole(name):
     check_bits(Halves(BLOCKS[name](), "none"))
 

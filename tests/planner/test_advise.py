@@ -58,6 +58,7 @@ def known(found):
     return [sum(of_rank.values()) - of_rank["temporaries"] for of_rank in found.memory_bytes]
 
 
+@pytest.mark.full
 def test_a_proposal_fits_where_the_request_does_not():
     long = replace(REQUEST.model, seq_len=64)  # so that activations count more than the state of a layer
     request = replace(REQUEST, model=long, data=replace(REQUEST.data, vocab_size=64))

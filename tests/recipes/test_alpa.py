@@ -64,6 +64,7 @@ def stepped(job, state, batch):
     return jax.device_get(engine.to_natural(engine.step(begun, engine.put(batch))[0]))
 
 
+@pytest.mark.full
 def test_trained_weights_leave_a_run_as_its_author_wrote_them(tmp_path):
     from recipes.documents.alpa_weights import weights
 

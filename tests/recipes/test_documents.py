@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from support.selection import every_other
 
 from ppctl import cli
 from ppctl.cli.compose import compose
@@ -43,7 +44,7 @@ SHORT = dict(re.findall(r"`([A-Z]+)` (?:stands )?for `(.*?)`", README))
 COMMANDS = sorted(set(re.findall(r"`(ppctl [^`]*)`", README)))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", every_other(COMMANDS))
 def test_commands_of_the_table_are_commands(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert SHORT.keys() == {"FB", "SMALL"}
@@ -84,7 +85,10 @@ def plain(num_microbatches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", [(), ("executor=mpmd", "schedule=1f1b")], ids=["spmd", "mpmd"])
+@pytest.mark.parametrize(
+    "others",
+    [pytest.param((), id="spmd"), pytest.param(("executor=mpmd", "schedule=1f1b"), id="mpmd", marks=pytest.mark.full)],
+)
 @pytest.mark.parametrize("recipe", NABLA)
 def test_the_gradients_of_a_nabla_example_are_those_of_plain_jax(recipe, others):
     num_microbatches, _, stated, norms = NABLA[recipe]
@@ -169,6 +173,7 @@ def trained_as_in_the_notebook():
     return losses
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "others",

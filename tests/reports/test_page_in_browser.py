@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.selection import few
 
 from ppctl.cli.commands.schedule_show import draw
 from ppctl.config import Config, Costs, Mesh, Mpmd, ScheduleConfig, Synthetic, Transformer
@@ -116,7 +117,7 @@ def test_more_tasks_than_pixels_keep_the_colours_of_their_kinds(tmp_path):
     assert {"86,180,233", "230,159,0"} <= set(said["colours"])
 
 
-@pytest.mark.parametrize("width", [500, 1200])
+@pytest.mark.parametrize("width", few([500, 1200], 1))
 def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
     asked = Config(
         model=Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 from support.all_families import COSTS, FUSED, REAL, UNIT
-from support.selection import few
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule import Schedule, Task
@@ -89,8 +88,9 @@ def test_real_costs_are_answered_better_than_by_the_enumeration_of_the_paper(cap
     assert max(peak_activations(choice.best.schedule)) <= cap
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize(("cap", "most_s"), few([(4, 107.5), (5, 104.5), (6, 101.5), (7, 100.5)], 1))
+@pytest.mark.parametrize(("cap", "most_s"), [(4, 107.5), (5, 104.5), (6, 101.5), (7, 100.5)])
 def test_every_cap_between_v_min_and_zb_v_has_its_schedule(cap, most_s):
     assert choose(8, 32, UNIT, cap, max_chunks=2).best.length_s <= most_s
 
@@ -140,6 +140,7 @@ def test_where_ranks_run_in_lockstep_the_shortest_there_is_chosen():
             assert in_lockstep(schedule) >= choice.best.length_s
 
 
+@pytest.mark.full
 def test_a_period_is_shortened_where_that_is_asked_for():
     choice = choose(8, 32, UNIT, by_period=True)
     assert (choice.best.label, choice.best.length_s, choice.is_proven) == ("zb_v", 96, True)

@@ -8,6 +8,11 @@ def few(cases, number):
     return [case if i < number else full(case) for i, case in enumerate(cases)]
 
 
+def every_other(cases):
+    """Every other case, and the others marked `full`."""
+    return [case if i % 2 else full(case) for i, case in enumerate(cases)]
+
+
 def full(case):
     """A case of one value, or a tuple of values, or a pytest.param, that `make test-full` alone runs."""
     if hasattr(case, "marks"):

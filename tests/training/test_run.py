@@ -358,6 +358,7 @@ def test_every_layout_trains_the_same_model(train, tmp_path, layout, reference_l
     np.testing.assert_allclose(losses(tmp_path / "run"), reference_losses, rtol=RELATIVE)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
