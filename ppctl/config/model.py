@@ -25,13 +25,16 @@ class Transformer:
     seq_len: int = 128  # tokens a sequence
     tied: bool = False  # head shares the embedding's weights
     rope_theta: float = 10000.0
+    attention: str = "auto"  # kernel: auto (by device, dtype and seq_len) | xla | chunked | cudnn | pallas
 
     ACTIVATIONS: ClassVar[tuple[str, ...]] = ("gelu", "swiglu")
+    ATTENTIONS: ClassVar[tuple[str, ...]] = ("auto", "xla", "chunked", "cudnn", "pallas")
 
     def check(self) -> None:
         for key in ("num_layers", "d_model", "num_heads", "num_kv_heads", "vocab_size", "seq_len"):
             at_least(f"model.{key}", getattr(self, key), 1)
         choice("model.activation", self.activation, self.ACTIVATIONS)
+        choice("model.attention", self.attention, self.ATTENTIONS)
         at_least("model.rope_theta", self.rope_theta, 1.0)
         if self.d_model % self.num_heads:
             raise ConfigError(

@@ -7,14 +7,12 @@ twice as fast as contracting with head dimensions in the weights.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
+from ppctl.model.attention import Kernel, attention
 from ppctl.model.stack import Stack, Tree
 
 EMBED_STD = 0.02
@@ -31,8 +29,10 @@ def _norm(width: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
 class Attention(nnx.Module):
     """Causal grouped-query self-attention with rotary positions (Su et al. 2021; Ainslie et al. 2023)."""
 
-    def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, rope_theta: float, dtype, rngs: nnx.Rngs):
-        self.num_heads, self.num_kv_heads, self.rope_theta = num_heads, num_kv_heads, rope_theta
+    def __init__(
+        self, d_model: int, num_heads: int, num_kv_heads: int, rope_theta: float, mix: Kernel, dtype, rngs: nnx.Rngs
+    ):
+        self.num_heads, self.num_kv_heads, self.rope_theta, self.mix = num_heads, num_kv_heads, rope_theta, mix
         self.head_dim = d_model // num_heads
         kv_width = num_kv_heads * self.head_dim
         self.query = _linear(d_model, d_model, dtype, rngs)
@@ -45,36 +45,7 @@ class Attention(nnx.Module):
         q_BTNH = rotate(self.query(x_MD).reshape(-1, num_tokens, self.num_heads, self.head_dim), self.rope_theta)
         k_BSGH = rotate(self.key(x_MD).reshape(kv_shape), self.rope_theta)
         v_BSGH = self.value(x_MD).reshape(kv_shape)
-        mix_BTNH = attend(q_BTNH, k_BSGH, v_BSGH)
-        return self.out(checkpoint_name(mix_BTNH.reshape(x_MD.shape), "saved"))
-
-
-def attend(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
-    """Return causal softmax attention, [B, T, N, H]; the softmax is computed in at least float32."""
-    B, T, N, H = q_BTNH.shape
-    G = k_BSGH.shape[2]
-    q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H) * H**-0.5
-    q_BGMH = q_BTGRH.transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
-    scores_BGMS = jnp.einsum("BGMH,BSGH->BGMS", q_BGMH, k_BSGH)
-    scores_BGMS = scores_BGMS.astype(jnp.promote_types(scores_BGMS.dtype, jnp.float32))
-    causal_MS = jnp.tile(jnp.tril(jnp.ones((T, T), bool)), (N // G, 1))
-    weights_BGMS = softmax(jnp.where(causal_MS, scores_BGMS, -1e30), v_BSGH.dtype)
-    mix_BGMH = jnp.einsum("BGMS,BSGH->BGMH", weights_BGMS, v_BSGH)
-    return mix_BGMH.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def softmax(scores: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the softmax over the last axis, in `dtype`. Its derivative reads the result alone: scores are not kept."""
-    return jax.nn.softmax(scores).astype(dtype)
-
-
-@softmax.defjvp
-def _softmax_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    (scores,), (change,) = primals, tangents
-    weights = checkpoint_name(softmax(scores, dtype), "saved")
-    wide = weights.astype(scores.dtype)
-    return weights, (wide * (change - jnp.sum(wide * change, -1, keepdims=True))).astype(dtype)
+        return self.out(self.mix(q_BTNH, k_BSGH, v_BSGH).reshape(x_MD.shape))
 
 
 def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
@@ -106,9 +77,8 @@ class Block(nnx.Module):
     def __init__(self, settings: dict, dtype, rngs: nnx.Rngs):
         D = settings["d_model"]
         self.attention_norm = _norm(D, dtype, rngs)
-        self.attention = Attention(
-            D, settings["num_heads"], settings["num_kv_heads"], settings["rope_theta"], dtype, rngs
-        )
+        heads, kv_heads = settings["num_heads"], settings["num_kv_heads"]
+        self.attention = Attention(D, heads, kv_heads, settings["rope_theta"], settings["mix"], dtype, rngs)
         self.mlp_norm = _norm(D, dtype, rngs)
         self.mlp = MLP(D, round(settings["mlp_ratio"] * D), settings["activation"], dtype, rngs)
 
@@ -142,6 +112,7 @@ def transformer(
     tied: bool,
     rope_theta: float,
     dtype: jnp.dtype,
+    mix: Kernel | None = None,
 ) -> Stack:
     """Return the stack of a decoder-only language model: num_layers pre-norm blocks between embedding and head.
 
@@ -149,6 +120,7 @@ def transformer(
     d_model must be a multiple of num_heads, with an even quotient (rotary positions), and num_heads of num_kv_heads
     (None: as many as num_heads). mlp_ratio: width of the MLP over d_model. activation: gelu | swiglu. tied: the head's
     matrix is the embedding's. rope_theta: base of the rotary wavelengths. dtype: of the parameters.
+    mix: attention; None: by the device that is here.
     The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail in tracing, with the
     error of the operation.
     """
@@ -157,6 +129,7 @@ def transformer(
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads or num_heads,
         "rope_theta": rope_theta,
+        "mix": attention("auto") if mix is None else mix,
         "mlp_ratio": mlp_ratio,
         "activation": activation,
     }

@@ -62,7 +62,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         )
     dtype = jnp.dtype(dtype_name)
     data = open_data(config)
-    stack = make_stack(config, data, dtype)
+    stack = make_stack(config, data, dtype, device)
     optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
     state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), optimizer))
     batch = batch_shapes(data)

@@ -63,7 +63,7 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> TrainingJ
     sizes = [len(layers) for layers in partition] if isinstance(config.partition, settings.Explicit) else None
     how = {key: value for key, value in asdict(config.executor).items() if key != "name"}
     pipe = pipeline(
-        make_stack(config, data, dtype),
+        make_stack(config, data, dtype, mesh.devices.flat[0]),
         mesh=mesh,
         schedule=schedule if lowered is None else lowered,
         batch=batch_shapes(data),

@@ -13,6 +13,7 @@ from ppctl.data import DataSet
 from ppctl.errors import ConfigError
 from ppctl.model import mlp as mlp_model
 from ppctl.model import transformer as transformer_model
+from ppctl.model.attention import attention, choose
 from ppctl.model.stack import Stack
 from ppctl.training.user_code import custom_stack
 
@@ -23,15 +24,15 @@ def transformer(*, vocab_size: int, dtype: Any = jnp.float32, **sizes: Any) -> S
     Args:
         vocab_size: Number of token ids.
         dtype: Of parameters.
-        sizes: num_layers, d_model, num_heads, num_kv_heads, mlp_ratio, activation (gelu | swiglu), tied, rope_theta, as
-            in `ppctl.config.Transformer`, with its defaults.
+        sizes: num_layers, d_model, num_heads, num_kv_heads, mlp_ratio, activation (gelu | swiglu), tied, rope_theta,
+            attention (auto | xla | chunked | cudnn | pallas), as in `ppctl.config.Transformer`, with its defaults.
 
     Raises:
         ConfigError: A size is unknown or does not fit the others.
     """
-    return transformer_model.transformer(
-        **_checked(settings.Transformer, {**sizes, "vocab_size": vocab_size}, drop=("name", "seq_len")), dtype=dtype
-    )
+    checked = _checked(settings.Transformer, {**sizes, "vocab_size": vocab_size}, drop=("name", "seq_len"))
+    mix = attention(checked.pop("attention"))
+    return transformer_model.transformer(**checked, dtype=dtype, mix=mix)
 
 
 def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
@@ -60,8 +61,11 @@ def _checked(schema: type, sizes: dict[str, Any], drop: tuple[str, ...]) -> dict
     return {name: value for name, value in asdict(model).items() if name not in drop}
 
 
-def make_stack(config: Config, data: DataSet, compute: jnp.dtype) -> Stack:
-    """Return the model that the config names, of the size that the data needs. `compute` is the dtype of compute."""
+def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -> Stack:
+    """Return the model that the config names, of the size that the data needs.
+
+    compute: the dtype of compute. device: one of those that it is for, which may be described only.
+    """
     dtype = jnp.promote_types(compute, jnp.float32)  # of parameters
     sizes = asdict(config.model)
     name = sizes.pop("name")
@@ -75,7 +79,7 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype) -> Stack:
                 f"model=mlp needs rows of numbers, but data={data.name} states no input_dim and no target_dim."
             )
         return mlp_model.mlp(**sizes, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
-    sizes.pop("seq_len")
+    del sizes["seq_len"], sizes["attention"]
     num_ids = data.vocab_size
     if num_ids is None:
         raise ConfigError(f"model=transformer needs token ids, but data={data.name} states no vocab_size.")
@@ -85,4 +89,12 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype) -> Stack:
             f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of data={data.name}. "
             f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
         )
-    return transformer_model.transformer(**sizes, vocab_size=vocab_size, dtype=dtype)
+    mix = attention(attention_kernel(config, compute, device), device)
+    return transformer_model.transformer(**sizes, vocab_size=vocab_size, dtype=dtype, mix=mix)
+
+
+def attention_kernel(config: Config, compute: jnp.dtype, device: Any) -> str:
+    """Return the attention kernel that the config's transformer has on a device. ConfigError where it cannot run."""
+    model = config.model
+    assert isinstance(model, settings.Transformer), "other models have no attention of ours"
+    return choose(model.attention, device, compute, model.d_model // model.num_heads, model.seq_len)

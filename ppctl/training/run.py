@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from ppctl.config import Config
+from ppctl.config import Config, Transformer
 from ppctl.errors import CheckpointError, ConfigError, DamagedError
 from ppctl.executors import placement
 from ppctl.launch import distributed
@@ -40,6 +40,7 @@ from ppctl.training.heartbeat import Heartbeat
 from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble, partition_text
 from ppctl.training.loop import Loop, writing
 from ppctl.training.metrics import Metrics, NoMetrics
+from ppctl.training.models import attention_kernel
 from ppctl.training.prediction import StepPrediction
 from ppctl.training.process_group import compare, process_group
 from ppctl.training.start import start_jax
@@ -259,7 +260,12 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     schedule, ticks = pipe.schedule, pipe.ticks
     device = pipe.mesh.devices.flat[0]
     model, mesh = config.model, config.mesh
-    yield f"model     {model.name}, {model.num_layers} layers, {pipe.num_parameters:,} parameters, {pipe.dtype} compute"
+    kernel = attention_kernel(config, pipe.dtype, device) if isinstance(model, Transformer) else "xla"
+    attention = "" if kernel == "xla" else f", attention by {kernel}"
+    yield (
+        f"model     {model.name}, {model.num_layers} layers, {pipe.num_parameters:,} parameters, {pipe.dtype} compute"
+        f"{attention}"
+    )
     yield f"data      {job.data.source}"
     yield f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {pipe.mesh.size} x {device.device_kind}"
     bubble = pipe.bubble()

@@ -324,8 +324,8 @@ def test_neither_jax_nor_hydra_is_loaded():
 
 
 SMALL = (
-    "model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 data.num_rows=512 mesh=1x2 "
-    "schedule.num_microbatches=4 run.platform=cpu"
+    "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=8 data.num_rows=512 mesh=1x2 "
+    "schedule.num_microbatches=4 run.platform=cpu run.eval_every=null"
 )
 
 
@@ -369,7 +369,7 @@ def test_kill_9_is_seen_and_the_shown_command_goes_on(capsys):
 
 @pytest.mark.slow
 def test_an_interrupted_and_a_failed_run_say_why(capsys):
-    process = train(*SMALL.split(), "run.num_steps=100000", "run.eval_every=null", "run.name=tiny")
+    process = train(*SMALL.split(), "run.num_steps=100000", "run.name=tiny")
     while not (Path("runs/tiny/metrics.jsonl").exists() and Path("runs/tiny/metrics.jsonl").stat().st_size):
         assert process.poll() is None
         time.sleep(0.1)

@@ -194,8 +194,8 @@ def test_what_waits_for_the_backward_is_what_a_microbatch_changes_and_each_once(
     B, T, D = shape
     residuals = Stage(layer, Remat.NONE, w, jax.ShapeDtypeStruct(shape, x.dtype)).layers[0].residuals
     hidden = 2 * D  # of the MLP
-    # x; query, key, value, what they mix to, its projection; the hidden values; the weights of 4 heads
-    expected = [(B, T, D), *5 * [(B * T, D)], (B * T, hidden), (B, 4, T, T)]
+    # x; query, key, value, the projection of what they mix to; that of 4 heads; the hidden values; the heads' weights
+    expected = [(B, T, D), *4 * [(B * T, D)], (B, T, 4, D // 4), (B * T, hidden), (B, 4, T, T)]
     assert sorted(shape.shape for shape in residuals.shapes) == sorted(expected)
     other = residuals.save(w, x + 1)[1]
     for a, b in zip(residuals.save(w, x)[1], other, strict=True):

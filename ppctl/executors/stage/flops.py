@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from ppctl.model.attention import ATTENTION_CALLS, attention_flops
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.partition.cut import divided_evenly
 from ppctl.schedule.partition.partition import Partition, stage_costs
@@ -89,9 +90,15 @@ def _flops(jaxpr: core.Jaxpr) -> int:
 
 
 def equation_flops(equation: core.JaxprEqn) -> int:
-    """Return the FLOPs of the matrix products that an equation is or holds, convolutions included."""
+    """Return the FLOPs of the matrix products that an equation is or holds, convolutions included.
+
+    Attention counts the same by any kernel.
+    """
     if equation.primitive.name in PRODUCTS:
         return product_flops(equation)
+    if equation.params.get("name") in ATTENTION_CALLS:
+        arrays: list[Any] = [v.aval for v in equation.invars]
+        return attention_flops(equation.params["name"], arrays[0].shape, arrays[1].shape[1])
     inner = [_flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
     if equation.primitive.name == "cond":
         return max(inner, default=0)

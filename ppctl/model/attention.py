@@ -1,0 +1,289 @@
+"""Causal grouped-query attention by several kernels, which give the same numbers.
+
+kernel  | what it is                                           | where
+xla     | all scores of a sequence in memory                   | any backend, short sequences
+chunked | a softmax over blocks of keys, one after the other:  | any backend, long sequences
+        | memory grows with the tokens, not with their square  |
+cudnn   | cuDNN's flash attention                              | NVIDIA GPUs of capability 8.0, in 16 bits
+pallas  | JAX's splash attention                               | TPUs
+
+Source of `chunked`: Milakov and Gimelshein 2018; its backward: Dao et al. 2022. Shape suffixes: B batch, T tokens, S
+tokens attended to, N query heads, G kv heads, R = N/G queries of a kv head, M = R*T, H width of a head; K number of
+blocks, C tokens of a block. What a backward reads of a kernel's forward (its output, and the logarithms of the sums of
+the softmax) is named "saved", so that remat=none keeps it and no kernel runs twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from ppctl.errors import ConfigError
+from ppctl.model import cudnn_attention
+
+BLOCK = 256  # tokens of a block of `chunked`
+LONG = 2048  # tokens from which auto takes `chunked`, where there is no kernel for the device
+LANES = 128  # of a TPU
+ATTENTION_CALLS = FORWARD_CALL, BACKWARD_CALL = "attention_forward", "attention_backward"
+NEVER = -1e30  # score of a token that comes later
+
+Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q [B, T, N, H], k and v [B, S, G, H] -> [B, T, N, H]
+
+
+def choose(wanted: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int) -> str:
+    """Return the kernel that `wanted` (auto, or a kernel) means on a device, which need not be here.
+
+    device: has platform, and on GPUs compute_capability, as jax.Device; dtype: of compute; num_tokens: of a sequence.
+    ConfigError where the device, the dtype or the sizes do not allow a kernel that was asked for by name.
+    """
+    if wanted != "auto":
+        reason = _refusal(wanted, device, dtype, head_dim, num_tokens)
+        if reason is not None:
+            raise ConfigError(f"model.attention={wanted}: {reason}. Use model.attention=auto, which chooses one.")
+        return wanted
+    for kernel in ("cudnn", "pallas"):
+        if _refusal(kernel, device, dtype, head_dim, num_tokens) is None:
+            return kernel
+    return "chunked" if num_tokens >= LONG else "xla"
+
+
+def _refusal(kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int) -> str | None:
+    """Return why a kernel cannot run, or None."""
+    if kernel == "cudnn":
+        if device.platform not in ("gpu", "cuda"):
+            return f"cuDNN runs on NVIDIA GPUs, and the platform is {device.platform}"
+        capability = tuple(map(int, device.compute_capability.split(".")))
+        widest = 256 if capability >= (9, 0) else 128
+        if capability < (8, 0):
+            return (
+                f"cuDNN's flash attention needs compute capability 8.0, and {device.device_kind} has "
+                f"{device.compute_capability}"
+            )
+        if jnp.dtype(dtype).name not in cudnn_attention.ELEMENT_TYPES:
+            return f"cuDNN's flash attention computes in bfloat16 or float16, and run.dtype={dtype}"
+        if head_dim % 8 or head_dim > widest:
+            return f"cuDNN needs heads of a multiple of 8 and at most {widest} wide, and they are {head_dim} wide"
+    if kernel == "pallas":
+        if device.platform != "tpu":
+            return f"the Pallas kernel is for TPUs, and the platform is {device.platform}"
+        if head_dim % LANES or num_tokens % LANES:
+            return (
+                f"the Pallas kernel needs heads and sequences of multiples of {LANES}, and they are {head_dim} wide "
+                f"and {num_tokens} tokens long"
+            )
+    return None
+
+
+def attention(wanted: str, device: Any = None) -> Kernel:
+    """Return causal softmax attention, scaled by 1/sqrt(H), softmax in at least float32, by what `choose` chooses.
+
+    device: where it is to run; None: on the first that is here.
+    """
+
+    def mix(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
+        place = jax.devices()[0] if device is None else device
+        kernel = choose(wanted, place, q_BTNH.dtype, q_BTNH.shape[3], q_BTNH.shape[1])
+        return KERNELS[kernel](q_BTNH, k_BSGH, v_BSGH)
+
+    return mix
+
+
+# --- xla -------------------------------------------------------------------------------------------------------------
+
+
+def plain(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
+    """Attention as matrix products and a softmax."""
+    B, T, N, H = q_BTNH.shape
+    G = k_BSGH.shape[2]
+    q_BTGRH = q_BTNH.reshape(B, T, G, N // G, H) * H**-0.5
+    q_BGMH = q_BTGRH.transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
+    scores_BGMS = jnp.einsum("BGMH,BSGH->BGMS", q_BGMH, k_BSGH)
+    scores_BGMS = scores_BGMS.astype(jnp.promote_types(scores_BGMS.dtype, jnp.float32))
+    causal_MS = jnp.tile(jnp.tril(jnp.ones((T, T), bool)), (N // G, 1))
+    weights_BGMS = softmax(jnp.where(causal_MS, scores_BGMS, NEVER), v_BSGH.dtype)
+    mix_BGMH = jnp.einsum("BGMS,BSGH->BGMH", weights_BGMS, v_BSGH)
+    mix_BTNH = mix_BGMH.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return checkpoint_name(mix_BTNH, "saved")
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def softmax(scores: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return the softmax over the last axis, in `dtype`. Its derivative reads the result alone: scores are not kept."""
+    return jax.nn.softmax(scores).astype(dtype)
+
+
+@softmax.defjvp
+def _softmax_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    (scores,), (change,) = primals, tangents
+    weights = checkpoint_name(softmax(scores, dtype), "saved")
+    wide = weights.astype(scores.dtype)
+    return weights, (wide * (change - jnp.sum(wide * change, -1, keepdims=True))).astype(dtype)
+
+
+# --- chunked ---------------------------------------------------------------------------------------------------------
+
+
+def _chunked_forward(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (output, logarithms of the sums of exponentials [K, B, G, R, C])."""
+    q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
+    scale, wide = q.shape[-1] ** -0.5, jnp.promote_types(q.dtype, jnp.float32)
+
+    def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
+        mix, total, largest = carry
+        i, j = pair
+        scores = _scores(q, k, i, j, scale, wide)
+        before, own = largest[i], scores.max(-1)
+        now = jnp.maximum(before, own)
+        weights, shrink = jnp.exp(scores - now[..., None]), jnp.exp(before - now)
+        added = jnp.einsum("BGRCS,BSGH->BGRCH", weights.astype(v.dtype), v[j], preferred_element_type=wide)
+        mix = mix.at[i].set(mix[i] * shrink[..., None] + added)
+        return (mix, total.at[i].set(total[i] * shrink + weights.sum(-1)), largest.at[i].set(now)), None
+
+    start = jnp.zeros(q.shape, wide), jnp.zeros(q.shape[:-1], wide), jnp.full(q.shape[:-1], NEVER, wide)
+    (mix, total, largest), _ = jax.lax.scan(one_pair, start, _pairs(len(q)))
+    return _from_query_blocks((mix / total[..., None]).astype(q.dtype), q_BTNH.shape), largest + jnp.log(total)
+
+
+def _chunked_backward(
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    out_BTNH: jax.Array,
+    log_sums: jax.Array,
+    g_BTNH: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
+    g, out = _query_blocks(g_BTNH, k_BSGH), _query_blocks(out_BTNH, k_BSGH)
+    scale, wide = q.shape[-1] ** -0.5, log_sums.dtype
+    drift = jnp.sum(g.astype(wide) * out.astype(wide), -1)  # of each query: its gradient times its output
+    product = partial(jnp.einsum, preferred_element_type=wide)
+
+    def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
+        dq, dk, dv = carry
+        i, j = pair
+        weights = jnp.exp(_scores(q, k, i, j, scale, wide) - log_sums[i][..., None])
+        dv = dv.at[j].add(product("BGRCS,BGRCH->BSGH", weights.astype(g.dtype), g[i]))
+        change = weights * (product("BGRCH,BSGH->BGRCS", g[i], v[j]) - drift[i][..., None]) * scale
+        change = change.astype(q.dtype)
+        dk = dk.at[j].add(product("BGRCS,BGRCH->BSGH", change, q[i]))
+        return (dq.at[i].add(product("BGRCS,BSGH->BGRCH", change, k[j])), dk, dv), None
+
+    start = tuple(jnp.zeros(a.shape, wide) for a in (q, k, v))
+    (dq, dk, dv), _ = jax.lax.scan(one_pair, start, _pairs(len(q)))
+    of_keys = lambda a: _from_key_blocks(a.astype(k.dtype), k_BSGH.shape)  # noqa: E731
+    return _from_query_blocks(dq.astype(q.dtype), q_BTNH.shape), of_keys(dk), of_keys(dv)
+
+
+def _scores(q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array, scale: float, dtype: jnp.dtype) -> jax.Array:
+    """Return the scores [B, G, R, C, C] of the queries of block i and the keys of block j."""
+    scores = jnp.einsum("BGRCH,BSGH->BGRCS", q[i], k[j], preferred_element_type=dtype) * scale
+    here = np.arange(q.shape[-2])
+    comes_later = here[:, None] < here  # of the tokens of one block
+    return jnp.where((i == j) & comes_later, NEVER, scores)
+
+
+def _pairs(number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (i, j) of every block i of queries and every block j <= i of keys; those of a block i are neighbours."""
+    i, j = np.tril_indices(number)
+    return i.astype(np.int32), j.astype(np.int32)
+
+
+def _padded(a: jax.Array) -> jax.Array:
+    """Return [B, K, C, ...] of [B, T, ...]; later tokens are zeros, which no token before them attends to."""
+    B, T = a.shape[:2]
+    block = min(BLOCK, T)
+    number = -(-T // block)
+    a = jnp.pad(a, [(0, 0), (0, number * block - T), *[(0, 0)] * (a.ndim - 2)])
+    return a.reshape(B, number, block, *a.shape[2:])
+
+
+def _query_blocks(q_BTNH: jax.Array, k_BSGH: jax.Array) -> jax.Array:
+    """Return [K, B, G, R, C, H]."""
+    q_BKCNH, G = _padded(q_BTNH), k_BSGH.shape[2]
+    B, K, C, N, H = q_BKCNH.shape
+    return q_BKCNH.reshape(B, K, C, G, N // G, H).transpose(1, 0, 3, 4, 2, 5)
+
+
+def _from_query_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    B, T, N, H = shape
+    return blocks.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, N, H)[:, :T]
+
+
+def _key_blocks(k_BSGH: jax.Array) -> jax.Array:
+    """Return [K, B, C, G, H]."""
+    return _padded(k_BSGH).swapaxes(0, 1)
+
+
+def _from_key_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return blocks.swapaxes(0, 1).reshape(shape[0], -1, *shape[2:])[:, : shape[1]]
+
+
+# --- kernels of others -----------------------------------------------------------------------------------------------
+
+
+def pallas(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Attention by JAX's splash kernels for TPUs; T and H are as `choose` demands. interpret: on any device."""
+    # imported here: Pallas takes 0.3 s
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    T, N, H = q_BTNH.shape[1:]
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * N)
+    kernel = splash_attention_kernel.make_splash_mha(
+        mask, head_shards=1, q_seq_shards=1, residual_checkpoint_name="saved", interpret=interpret
+    )
+    q_BNTH, k_BGSH, v_BGSH = (a.transpose(0, 2, 1, 3) for a in (q_BTNH, k_BSGH, v_BSGH))
+    out_BNTH: Any = jax.vmap(kernel)(q_BNTH * H**-0.5, k_BGSH, v_BGSH)
+    return out_BNTH.transpose(0, 2, 1, 3)
+
+
+def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
+    """Return attention by two functions: q, k, v -> output, log_sums; and all of these, g -> gradients of q, k, v.
+
+    log_sums: logarithms of the sums of the softmax. Each is a call with a name, by which their FLOPs are counted.
+    """
+    forward_call, backward_call = _call(forward, FORWARD_CALL), _call(backward, BACKWARD_CALL)
+
+    @jax.custom_vjp
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return forward_call(q, k, v)[0]
+
+    def save(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        out, log_sums = (checkpoint_name(a, "saved") for a in forward_call(q, k, v))
+        return out, (q, k, v, out, log_sums)
+
+    kernel.defvjp(save, lambda saved, g: backward_call(*saved, g))
+    return kernel
+
+
+def _call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*arrays: jax.Array) -> Any:
+        return function(*arrays)
+
+    call.__name__ = name
+    return jax.jit(call)
+
+
+def attention_flops(name: str, shape: tuple[int, ...], num_keys: int) -> int:
+    """Return the FLOPs of one of ATTENTION_CALLS: of all pairs of tokens, as `xla` computes them.
+
+    shape: of q, [B, T, N, H]. A backward counts twice a forward, whatever it computes again.
+
+    >>> attention_flops("attention_forward", (1, 8, 2, 4), 8)
+    2048
+    """
+    return (4 if name == FORWARD_CALL else 8) * prod(shape) * num_keys
+
+
+KERNELS: dict[str, Kernel] = {
+    "xla": plain,
+    "chunked": kernel_of(_chunked_forward, _chunked_backward),
+    "cudnn": kernel_of(cudnn_attention.forward, cudnn_attention.backward),
+    "pallas": pallas,
+}

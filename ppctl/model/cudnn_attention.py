@@ -1,0 +1,116 @@
+"""cuDNN's flash attention by JAX's foreign function interface: forward, and backward.
+
+XLA knows both calls. JAX's own function for them asks the GPU that is here while it traces, and refuses to be lowered
+for devices that are described only. Calls made here lower without a GPU, and on an abstract mesh, as the programs of
+executor=mpmd do. What a call says of itself is XLA's `CudnnfMHABackendConfig` (xla/service/gpu/backend_configs.proto).
+
+Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, H width of a head.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}
+BTNH = (0, 2, 1, 3)  # axes of a [B, N, T, H] result from major to minor: in memory it is [B, T, N, H]
+
+
+def forward(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (causal attention [B, T, N, H], logarithms of the softmax's sums, float32 [B, N, T])."""
+    B, T, N, H = q_BTNH.shape
+    results = _Shape((B, N, T, H), q_BTNH.dtype), _Shape((B, N, T), jnp.float32), _WORKSPACE
+    products = {"bmm1": _product(3, 3, (0, 2)), "bmm2": _product(3, 1, (0, 2))}
+    out_BNTH, log_sums, _ = _call(FORWARD, results, [BTNH, None, None], products, q_BTNH, k_BSGH, v_BSGH)
+    return out_BNTH.transpose(0, 2, 1, 3), log_sums
+
+
+def backward(
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    out_BTNH: jax.Array,
+    log_sums: jax.Array,
+    g_BTNH: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of q, k and v from those of the output."""
+    of = lambda a: _Shape((a.shape[0], a.shape[2], a.shape[1], a.shape[3]), a.dtype)  # noqa: E731
+    products = {
+        "bmm1_grad_gemm1": _product(2, 1, (0, 1), (0, 2)),
+        "bmm1_grad_gemm2": _product(3, 1, (0, 1), (0, 2)),
+        "bmm2_grad_gemm1": _product(2, 1, (0, 1), (0, 2)),
+        "bmm2_grad_gemm2": _product(3, 3, (0, 2)),
+    }
+    results = of(q_BTNH), of(k_BSGH), of(v_BSGH), _WORKSPACE
+    arrays = q_BTNH, k_BSGH, v_BSGH, log_sums, g_BTNH, out_BTNH
+    dq, dk, dv, _ = _call(BACKWARD, results, [BTNH, BTNH, BTNH, None], products, *arrays)
+    return dq.transpose(0, 2, 1, 3), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+_Shape = jax.ShapeDtypeStruct
+_WORKSPACE = _Shape((0,), jnp.uint8)
+
+
+def _call(name: str, results: Sequence[_Shape], layouts: list, products: dict[str, Any], *arrays: jax.Array) -> Any:
+    q_BTNH, k_BSGH = arrays[:2]
+    (B, T, N, H), S = q_BTNH.shape, k_BSGH.shape[1]
+    scores = {
+        "element_type": ELEMENT_TYPES[jnp.dtype(q_BTNH.dtype).name],
+        "dimensions": [str(n) for n in (B, N, T, S)],
+        "tuple_shapes": [],
+        "layout": {
+            "dim_level_types": [],
+            "dim_unique": [],
+            "dim_ordered": [],
+            "minor_to_major": ["3", "2", "1", "0"],
+            "tiles": [],
+            "element_size_in_bits": "0",
+            "memory_space": "0",
+            "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
+            "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID",
+            "dynamic_shape_metadata_prefix_bytes": "0",
+        },
+        "is_dynamic_dimension": [False] * 4,
+    }
+    algorithm = {
+        "algo_id": "0",
+        "math_type": "TENSOR_OP_MATH",
+        "tuning_knobs": {"17": "1", "24": "0"},
+        "is_cudnn_frontend": True,
+        "workspace_size": "0",
+    }
+    config = {
+        "algorithm": algorithm,
+        "fmha_scale": H**-0.5,
+        "is_flash_attention": True,
+        "mask_type": "CAUSAL",
+        "dropout_rate": 0.0,
+        "seed": 42,
+        "sliding_window_length": 0,
+        "max_seg_per_batch": 1,
+        "is_paged_attention": False,
+        "intermediate_tensor_shape": scores,
+        **{f"{product}_dot_dimension_numbers": axes for product, axes in products.items()},
+    }
+    return jax.ffi.ffi_call(
+        name,
+        results,
+        output_layouts=layouts,
+        custom_call_api_version=2,
+        legacy_backend_config=json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": config}),
+    )(*arrays)
+
+
+def _product(left: int, right: int, left_batch: Sequence[int], right_batch: Sequence[int] | None = None) -> dict:
+    """Return the axes of a matrix product: contracted, and shared."""
+    return {
+        "lhs_contracting_dimensions": [str(left)],
+        "rhs_contracting_dimensions": [str(right)],
+        "lhs_batch_dimensions": [str(i) for i in left_batch],
+        "rhs_batch_dimensions": [str(i) for i in (left_batch if right_batch is None else right_batch)],
+    }

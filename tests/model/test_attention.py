@@ -1,0 +1,178 @@
+"""Attention by each kernel: the numbers of plain softmax attention, what is kept for a backward, what it lowers to."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ppctl.errors import ConfigError
+from ppctl.executors.stage.flops import matmul_flops
+from ppctl.executors.stage.stage import Stage
+from ppctl.model import attention
+from ppctl.model.attention import KERNELS, choose
+from ppctl.model.transformer import transformer
+from ppctl.schedule.remat import Remat
+
+SIZES = [(20, 4, 2), (8, 4, 4), (5, 6, 1), (1, 2, 2)]  # tokens, heads, kv heads; blocks have 8 tokens
+
+
+def arrays_of(tokens, heads, kv_heads, dtype, width=16):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, tokens, number, width) for number in (heads, kv_heads, kv_heads, heads)]
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def oracle(q, k, v):
+    """One query at a time, as the formula has it."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(q.shape[:3]):
+        scores = k[b, : t + 1, n // group] @ q[b, t, n] / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights @ v[b, : t + 1, n // group] / weights.sum()
+    return out
+
+
+def there_and_back(kernel, q, k, v, g):
+    out, pull = jax.vjp(kernel, q, k, v)
+    return out, *pull(g)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("kernel", ["xla", "chunked"])
+def test_attention_is_the_formula(kernel, size, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    q, k, v, _ = arrays_of(*size, jnp.float64)
+    np.testing.assert_allclose(KERNELS[kernel](q, k, v), oracle(q, k, v), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-13), ("float32", 2e-6), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_chunked_has_the_gradients_of_the_plain_form(size, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    arrays = arrays_of(*size, dtype)
+    exact = there_and_back(KERNELS["xla"], *(a.astype("float64") for a in arrays))
+    for found, wanted in zip(there_and_back(KERNELS["chunked"], *arrays), exact, strict=True):
+        assert found.dtype == dtype
+        error = jnp.linalg.norm(found.astype("float64") - wanted) / jnp.linalg.norm(wanted)
+        assert error < tolerance or jnp.linalg.norm(wanted) < 1e-12
+
+
+def test_the_kernel_of_tpus_has_the_numbers_of_the_plain_form():
+    """By interpretation, and in 32 bits: Pallas's kernels do not lower with 64-bit integers."""
+    with jax.enable_x64(False):
+        arrays = arrays_of(256, 4, 2, jnp.float32, width=128)
+        found = there_and_back(partial(attention.pallas, interpret=True), *arrays)
+        for one, wanted in zip(found, there_and_back(KERNELS["xla"], *arrays), strict=True):
+            assert jnp.linalg.norm(one - wanted) < 1e-5 * jnp.linalg.norm(wanted)
+        shapes = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in arrays]
+        text = lowered(lambda *a: there_and_back(attention.pallas, *a), *shapes, platform="tpu")
+    assert text.count("tpu_custom_call") == 3  # forward, gradients of q, gradients of k and v
+
+
+def test_memory_of_chunked_grows_with_the_tokens():
+    def temp_bytes(kernel, tokens):
+        shapes = [jax.ShapeDtypeStruct((1, tokens, 2, 32), jnp.float32)] * 4
+        program = jax.jit(lambda *a: there_and_back(KERNELS[kernel], *a)).lower(*shapes).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes("chunked", 8192) < 2.2 * temp_bytes("chunked", 4096)
+    assert temp_bytes("xla", 2048) > 2.9 * temp_bytes("xla", 1024)
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "cudnn"])
+def test_a_kernel_counts_the_flops_of_the_plain_form(kernel):
+    arrays = [jax.ShapeDtypeStruct((2, 24, heads, 16), jnp.bfloat16) for heads in (4, 2, 2, 4)]
+    forward = lambda kernel: matmul_flops(KERNELS[kernel], *arrays[:3])  # noqa: E731
+    both = lambda kernel: matmul_flops(lambda *a: there_and_back(KERNELS[kernel], *a), *arrays)  # noqa: E731
+    assert forward(kernel) == forward("xla") == 4 * 2 * 4 * 24 * 24 * 16
+    assert both(kernel) == both("xla")
+
+
+# --- devices that are not here ---------------------------------------------------------------------------------------
+
+
+def block_of(kernel, tokens=128):
+    """(a transformer's layer with this kernel, its parameters' shapes, its input's)."""
+    stack = transformer(
+        num_layers=1,
+        d_model=256,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_ratio=2.0,
+        activation="gelu",
+        vocab_size=8,
+        tied=True,
+        rope_theta=1e4,
+        dtype=jnp.bfloat16,
+        mix=KERNELS[kernel],
+    )
+    w = jax.eval_shape(stack.init_layer, jax.random.key(0), 0)
+    return stack.layer_of(0), w, jax.ShapeDtypeStruct((2, tokens, 256), jnp.bfloat16)
+
+
+def lowered(function, *shapes, platform):
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
+
+def calls(text):
+    return text.count("@__cudnn$fmhaSoftmax("), text.count("@__cudnn$fmhaSoftmaxBackward(")
+
+
+@pytest.mark.parametrize("remat", Remat)
+def test_cudnns_kernels_run_once_forward_and_once_backward(remat):
+    layer, w, x = block_of("cudnn")
+    stage = Stage(layer, remat, w, x)
+    forward = lambda w, x: stage.forward([w], None, x)  # noqa: E731
+    _, stash = jax.eval_shape(forward, w, x)
+    again = int(remat.recomputes)
+    assert calls(lowered(forward, w, x, platform="cuda")) == (1, 0)
+    backward = lambda w, stash, g: stage.backward([w], None, stash, lambda _: (g, None))[:2]  # noqa: E731
+    assert calls(lowered(backward, w, stash, x, platform="cuda")) == (again, 1)
+    input_grad = lambda w, stash, g: stage.input_grad([w], None, stash, lambda _: (g, None))[:2]  # noqa: E731
+    assert calls(lowered(input_grad, w, stash, x, platform="cuda")) == (again, 1)
+    pending = stage.pending_shapes([w])
+    assert calls(lowered(lambda w, p: stage.weight_grad([w], None, p), w, pending, platform="cuda")) == (0, 0)
+
+
+H100 = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100 80GB HBM3")
+V100 = SimpleNamespace(platform="gpu", compute_capability="7.0", device_kind="Tesla V100")
+A100 = SimpleNamespace(platform="cuda", compute_capability="8.0", device_kind="NVIDIA A100")
+CPU, TPU = SimpleNamespace(platform="cpu"), SimpleNamespace(platform="tpu")
+
+CHOICES = [  # device, dtype, width of a head, tokens, kernel
+    (H100, "bfloat16", 128, 2048, "cudnn"),
+    (H100, "float16", 256, 100, "cudnn"),
+    (A100, "bfloat16", 256, 100, "xla"),
+    (H100, "float32", 128, 2048, "chunked"),
+    (V100, "float16", 64, 512, "xla"),
+    (TPU, "bfloat16", 128, 2048, "pallas"),
+    (TPU, "bfloat16", 64, 2048, "chunked"),
+    (CPU, "bfloat16", 64, 512, "xla"),
+    (CPU, "float32", 64, 8192, "chunked"),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "width", "tokens", "kernel"), CHOICES)
+def test_auto_takes_the_kernel_of_the_device(device, dtype, width, tokens, kernel):
+    assert choose("auto", device, jnp.dtype(dtype), width, tokens) == kernel
+
+
+REFUSALS = [
+    ("cudnn", CPU, "bfloat16", 64, 512, r"cudnn: cuDNN runs on NVIDIA GPUs, and the platform is cpu\. Use .*=auto"),
+    ("cudnn", V100, "float16", 64, 512, "needs compute capability 8.0, and Tesla V100 has 7.0"),
+    ("cudnn", H100, "float32", 64, 512, "computes in bfloat16 or float16, and run.dtype=float32"),
+    ("cudnn", A100, "float16", 136, 512, "heads of a multiple of 8 and at most 128 wide, and they are 136 wide"),
+    ("pallas", H100, "float16", 128, 512, "is for TPUs, and the platform is gpu"),
+    ("pallas", TPU, "float32", 128, 100, "multiples of 128, and they are 128 wide and 100 tokens long"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "device", "dtype", "width", "tokens", "said"), REFUSALS)
+def test_what_a_kernel_cannot_do_is_refused(kernel, device, dtype, width, tokens, said):
+    with pytest.raises(ConfigError, match=said):
+        choose(kernel, device, jnp.dtype(dtype), width, tokens)
