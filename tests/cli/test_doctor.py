@@ -151,6 +151,7 @@ def test_a_sum_over_an_axis_is_right_on_each_of_its_devices():
     assert found == AllReduce("dp", 2, 32, found.seconds, True)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_processes_are_examined_together(tmp_path):
     request = "model=mlp model.num_layers=4 data=regression mesh=1x2 schedule=1f1b launch.processes=2 run.platform=cpu"

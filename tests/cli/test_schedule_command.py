@@ -292,6 +292,7 @@ def test_help_says_what_there_is(line, capsys):
     assert max(map(len, out.splitlines())) <= 120
 
 
+@pytest.mark.full
 def test_the_examples_of_the_help_run(capsys):
     for line in EXAMPLES:
         assert cli.main(line.split()[1:]) == 0, line

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support.cases import COMPILE_FAST, make_params, make_stack
 from support.mpmd_cases import LR_SCHEDULE, MESHES, REMAT, MpmdCase, check, make_engine, make_optimizer, name_of
-from support.selection import few
+from support.selection import few, full
 
 from ppctl.executors.reference import reference
 from ppctl.schedule import FAMILIES
@@ -37,8 +37,8 @@ FAMILY_CASES = [
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.full if case.schedule in {own.schedule for own in DEFAULT} else ())
-        for case in FAMILY_CASES
+        full(case) if case.schedule in {own.schedule for own in DEFAULT} or i % 2 else case
+        for i, case in enumerate(FAMILY_CASES)
     ],
     ids=name_of,
 )

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from support.selection import few
 
 from ppctl import cli
 from ppctl.cli.compose import compose
@@ -145,8 +144,9 @@ def test_training_says_it_before_the_first_step(tmp_path, capsys):
     assert "where parameters lie" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", few(["mpmd", "spmd"], 1))
+@pytest.mark.parametrize("executor", ["mpmd", "spmd"])
 def test_of_two_processes_the_first_says_it_for_both(executor, tmp_path):
     words = [*TINY.split(), *TRAIN.split(), f"executor={executor}", "mesh=1x2", "schedule=1f1b", "launch.processes=2"]
     command = [sys.executable, "-m", "ppctl.cli", "train", *words, f"run.dir={tmp_path / 'run'}", "--json"]

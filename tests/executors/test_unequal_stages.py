@@ -44,7 +44,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("partition", "remat", "flags"), few(DEFAULT, 4))
+@pytest.mark.parametrize(("partition", "remat", "flags"), few(DEFAULT, 3))
 def test_any_division_of_the_layers_gives_the_gradients_of_the_reference(partition, remat, flags):
     check(partition, remat, flags)
 

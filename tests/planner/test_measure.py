@@ -120,8 +120,9 @@ def test_the_cache_is_where_the_user_keeps_such_things(tmp_path, monkeypatch):
     assert cache_dir(config.Measure(cache_dir="~/mine")) == tmp_path / "mine"
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", few([config.Mpmd(remat="none"), config.Spmd(remat="none")], 1))
+@pytest.mark.parametrize("executor", [config.Mpmd(remat="none"), config.Spmd(remat="none")])
 def test_a_step_is_predicted_from_what_was_timed(executor, tmp_path):
     """Without a stand-in: the pieces of the model are run."""
     small = request(executor=executor, model=replace(MODEL, num_layers=2, d_model=16))

@@ -76,6 +76,7 @@ def test_trained_weights_leave_a_run_as_its_author_wrote_them(tmp_path):
     assert furthest(found, start) > 9e-4  # the step of Adam
 
 
+@pytest.mark.full
 def test_layers_by_clustering_and_another_mesh_in_the_middle():
     words = ("model.layers=auto", "model.num_layers=4", "run.dtype=float64")
     first = assemble(compose([*SMALL, *words], [], ["train"]))

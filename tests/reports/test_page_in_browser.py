@@ -141,7 +141,7 @@ def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
         assert wide == pytest.approx(size * scale, abs=0.2)  # coordinates of an svg are rounded to a tenth
 
 
-@pytest.mark.parametrize("width", [500, 1200])
+@pytest.mark.parametrize("width", few([500, 1200], 1))
 def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
     jobs, records, speeds = [], [], (100.0, 300.0, 150.0, 200.0)
     for index, speed in enumerate(speeds):
@@ -175,7 +175,7 @@ def recorded(run_dir, num_steps, spike, pipeline=""):
     return read_run(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [], pipeline)
 
 
-@pytest.mark.parametrize("width", [500, 1200])
+@pytest.mark.parametrize("width", few([500, 1200], 1))
 def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
     run = recorded(tmp_path / "run", 5000, spike=2500)
     text = run_page(run, tmp_path / "report.html")
@@ -189,7 +189,7 @@ def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
     assert tall[1] > 100
 
 
-@pytest.mark.parametrize("width", [500, 1200])
+@pytest.mark.parametrize("width", few([500, 1200], 1))
 def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_path, width):
     pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
     run = recorded(tmp_path / "run", 50, 3, pipeline)
@@ -203,7 +203,7 @@ def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_p
     assert titles == ["zb_h1, measured", "zb_h1, predicted"]
 
 
-@pytest.mark.parametrize("width", [500, 1200])
+@pytest.mark.parametrize("width", few([500, 1200], 1))
 def test_the_page_of_several_runs_fits(tmp_path, width):
     runs = [recorded(tmp_path / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)]
     said, _ = browse_page(tmp_path, compare_page(runs, tmp_path / "report.html"), [], width)
