@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -31,7 +30,6 @@ from ppctl.model import cudnn_attention
 BLOCK = 256  # tokens of a block of `chunked`
 LONG = 2048  # tokens from which auto takes `chunked`, where there is no kernel for the device
 LANES = 128  # of a TPU
-ATTENTION_CALLS = FORWARD_CALL, BACKWARD_CALL = "attention_forward", "attention_backward"
 NEVER = -1e30  # score of a token that comes later
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q [B, T, N, H], k and v [B, S, G, H] -> [B, T, N, H]
@@ -246,39 +244,19 @@ def pallas(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *, interpret
 def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
     """Return attention by two functions: q, k, v -> output, log_sums; and all of these, g -> gradients of q, k, v.
 
-    log_sums: logarithms of the sums of the softmax. Each is a call with a name, by which their FLOPs are counted.
+    log_sums: logarithms of the sums of the softmax.
     """
-    forward_call, backward_call = _call(forward, FORWARD_CALL), _call(backward, BACKWARD_CALL)
 
     @jax.custom_vjp
     def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return forward_call(q, k, v)[0]
+        return forward(q, k, v)[0]
 
     def save(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        out, log_sums = (checkpoint_name(a, "saved") for a in forward_call(q, k, v))
+        out, log_sums = (checkpoint_name(a, "saved") for a in forward(q, k, v))
         return out, (q, k, v, out, log_sums)
 
-    kernel.defvjp(save, lambda saved, g: backward_call(*saved, g))
+    kernel.defvjp(save, lambda saved, g: backward(*saved, g))
     return kernel
-
-
-def _call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(*arrays: jax.Array) -> Any:
-        return function(*arrays)
-
-    call.__name__ = name
-    return jax.jit(call)
-
-
-def attention_flops(name: str, shape: tuple[int, ...], num_keys: int) -> int:
-    """Return the FLOPs of one of ATTENTION_CALLS: of all pairs of tokens, as `xla` computes them.
-
-    shape: of q, [B, T, N, H]. A backward counts twice a forward, whatever it computes again.
-
-    >>> attention_flops("attention_forward", (1, 8, 2, 4), 8)
-    2048
-    """
-    return (4 if name == FORWARD_CALL else 8) * prod(shape) * num_keys
 
 
 KERNELS: dict[str, Kernel] = {

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+CALLS = FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 BTNH = (0, 2, 1, 3)  # axes of a [B, N, T, H] result from major to minor: in memory it is [B, T, N, H]
 
@@ -50,6 +51,17 @@ def backward(
     arrays = q_BTNH, k_BSGH, v_BSGH, log_sums, g_BTNH, out_BTNH
     dq, dk, dv, _ = _call(BACKWARD, results, [BTNH, BTNH, BTNH, None], products, *arrays)
     return dq.transpose(0, 2, 1, 3), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+def flops(call: str, shape: tuple[int, ...], num_keys: int) -> int:
+    """Return the FLOPs of one of CALLS as the plain form has them: of all pairs of tokens, a backward twice a forward.
+
+    shape: of q, [B, T, N, H].
+
+    >>> flops(FORWARD, (1, 8, 2, 4), 8)
+    2048
+    """
+    return (4 if call == FORWARD else 8) * prod(shape) * num_keys
 
 
 _Shape = jax.ShapeDtypeStruct

@@ -80,7 +80,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         families=tuple(config.tune.schedules or PREFERRED),
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
-        layer_costs=None if stack.are_alike else relative_costs(stack, batch, recompute=recompute).layers,
+        layer_costs=None if stack.are_alike else relative_costs(stack, batch, dtype, recompute=recompute).layers,
     )
     limit = _limit(config, num_devices, hardware.memory_gib, device)
     machine = machine_of(config, device.device_kind, dtype_name)

@@ -95,7 +95,7 @@ class Pipeline:
     @cached_property
     def relative_costs(self) -> RelativeCosts:
         """The cost of each layer, of the embedding and of the head, in layers, by FLOPs."""
-        return relative_costs(self.stack, self.batch_shapes, recompute=self.execution.remat.recomputes)
+        return relative_costs(self.stack, self.batch_shapes, self.dtype, recompute=self.execution.remat.recomputes)
 
     # training
 
@@ -240,7 +240,7 @@ def pipeline(
         raise ConfigError(f"num_layers={num_layers}, but the stack has {stack.num_layers} layers. Leave it out.")
     if execution.in_ticks and lowered is None:
         lowered = ticks(plan, task_costs(execution.remat), execution.remat)
-    costs = lambda: relative_costs(stack, shapes, recompute=execution.remat.recomputes)  # noqa: E731
+    costs = lambda: relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)  # noqa: E731
     layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of)
     optimizer = optim.clipped(optimizer, clip_norm)
     states = States(layout, lambda seed: init_state(init(stack, seed), optimizer), seed)

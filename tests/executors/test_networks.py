@@ -95,7 +95,7 @@ def test_programs_of_each_stage_are_the_function(name, auto, changes):
 def test_each_layer_counts_what_it_costs():
     stack, _, batch, _ = made("widths")
     flops = [6 * 24 + 24 * 8, 8 * 16, 16 * 8, 8 * 3]  # halves of a row's, of the layers between marks
-    found = relative_costs(stack, batch, recompute=False)
+    found = relative_costs(stack, batch, "float64", recompute=False)
     assert found.layers == pytest.approx([each / sum(flops) * 4 for each in flops], rel=1e-12)
     assert (found.embed, found.head) == (0, 0)
     assert [len(layers) for layers in found.balanced((0, 1))] == [1, 3]

@@ -84,13 +84,15 @@ def test_memory_of_chunked_grows_with_the_tokens():
     assert temp_bytes("xla", 2048) > 2.9 * temp_bytes("xla", 1024)
 
 
-@pytest.mark.parametrize("kernel", ["chunked", "cudnn"])
-def test_a_kernel_counts_the_flops_of_the_plain_form(kernel):
+def test_cudnn_counts_the_flops_of_the_plain_form_and_chunked_those_of_its_blocks(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 8)
     arrays = [jax.ShapeDtypeStruct((2, 24, heads, 16), jnp.bfloat16) for heads in (4, 2, 2, 4)]
     forward = lambda kernel: matmul_flops(KERNELS[kernel], *arrays[:3])  # noqa: E731
     both = lambda kernel: matmul_flops(lambda *a: there_and_back(KERNELS[kernel], *a), *arrays)  # noqa: E731
-    assert forward(kernel) == forward("xla") == 4 * 2 * 4 * 24 * 24 * 16
-    assert both(kernel) == both("xla")
+    assert forward("cudnn") == forward("xla") == 4 * 2 * 4 * 24 * 24 * 16
+    assert both("cudnn") == both("xla") == 3 * forward("xla")
+    assert forward("chunked") == forward("xla") * 6 / 9  # pairs of blocks
+    assert both("chunked") == forward("chunked") * 7 / 2  # the backward computes the scores again
 
 
 # --- devices that are not here ---------------------------------------------------------------------------------------

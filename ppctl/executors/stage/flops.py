@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ppctl.model.attention import ATTENTION_CALLS, attention_flops
+from ppctl.model import cudnn_attention
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.partition.cut import divided_evenly
 from ppctl.schedule.partition.partition import Partition, stage_costs
@@ -50,13 +50,14 @@ class RelativeCosts:
         return divided_evenly(self.layers, rank_of, embed=self.embed, head=self.head)
 
 
-def relative_costs(stack: Stack, batch: Tree, *, recompute: bool) -> RelativeCosts:
+def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) -> RelativeCosts:
     """Return the relative costs by FLOPs of matrix products, forward and backward; nothing is compiled.
 
-    recompute: a layer's forward counts twice, since its backward runs it again. Looking up an embedding counts nothing.
+    dtype: of compute, by which kernels are chosen. recompute: a layer's forward counts twice, since its backward runs
+    it again. Looking up an embedding counts nothing.
     """
-    params = jax.eval_shape(lambda: init(stack, 0))
-    ends, layer = params["ends"], jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), jax.eval_shape(lambda: init(stack, 0)))
+    ends, layer = params["ends"], jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], dtype), params["layers"])
     x = jax.eval_shape(stack.embed, ends, batch["inputs"])
 
     def there_and_back(function: Callable, *args: Any) -> Tree:
@@ -92,13 +93,13 @@ def _flops(jaxpr: core.Jaxpr) -> int:
 def equation_flops(equation: core.JaxprEqn) -> int:
     """Return the FLOPs of the matrix products that an equation is or holds, convolutions included.
 
-    Attention counts the same by any kernel.
+    Those of attention by cuDNN are all pairs of tokens, as in the plain form.
     """
     if equation.primitive.name in PRODUCTS:
         return product_flops(equation)
-    if equation.params.get("name") in ATTENTION_CALLS:
+    if equation.params.get("target_name") in cudnn_attention.CALLS:
         arrays: list[Any] = [v.aval for v in equation.invars]
-        return attention_flops(equation.params["name"], arrays[0].shape, arrays[1].shape[1])
+        return cudnn_attention.flops(equation.params["target_name"], arrays[0].shape, arrays[1].shape[1])
     inner = [_flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
     if equation.primitive.name == "cond":
         return max(inner, default=0)
