@@ -15,6 +15,7 @@ the softmax) is named "saved", so that remat=none keeps it and no kernel runs tw
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,9 +57,10 @@ def choose(wanted: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens
 def _refusal(kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int) -> str | None:
     """Return why a kernel cannot run, or None."""
     if kernel == "cudnn":
-        if device.platform not in ("gpu", "cuda"):
+        version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))  # AMD's has letters
+        if device.platform not in ("gpu", "cuda") or version is None:
             return f"cuDNN runs on NVIDIA GPUs, and the platform is {device.platform}"
-        capability = tuple(map(int, device.compute_capability.split(".")))
+        capability = int(version[1]), int(version[2])
         widest = 256 if capability >= (9, 0) else 128
         if capability < (8, 0):
             return (
@@ -72,6 +74,8 @@ def _refusal(kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_toke
     if kernel == "pallas":
         if device.platform != "tpu":
             return f"the Pallas kernel is for TPUs, and the platform is {device.platform}"
+        if jnp.dtype(dtype).itemsize > 4:
+            return f"the Pallas kernel computes in at most 32 bits, and run.dtype={dtype}"
         if head_dim % LANES or num_tokens % LANES:
             return (
                 f"the Pallas kernel needs heads and sequences of multiples of {LANES}, and they are {head_dim} wide "

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ppctl.config import Transformer
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.flops import matmul_flops
 from ppctl.executors.stage.stage import Stage
@@ -144,6 +145,7 @@ def test_cudnns_kernels_run_once_forward_and_once_backward(remat):
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100 80GB HBM3")
 V100 = SimpleNamespace(platform="gpu", compute_capability="7.0", device_kind="Tesla V100")
 A100 = SimpleNamespace(platform="cuda", compute_capability="8.0", device_kind="NVIDIA A100")
+AMD = SimpleNamespace(platform="gpu", compute_capability="gfx942", device_kind="AMD Instinct MI300X")
 CPU, TPU = SimpleNamespace(platform="cpu"), SimpleNamespace(platform="tpu")
 
 CHOICES = [  # device, dtype, width of a head, tokens, kernel
@@ -154,9 +156,15 @@ CHOICES = [  # device, dtype, width of a head, tokens, kernel
     (V100, "float16", 64, 512, "xla"),
     (TPU, "bfloat16", 128, 2048, "pallas"),
     (TPU, "bfloat16", 64, 2048, "chunked"),
+    (TPU, "float64", 128, 512, "xla"),  # as `ppctl verify` asks for
+    (AMD, "bfloat16", 128, 512, "xla"),
     (CPU, "bfloat16", 64, 512, "xla"),
     (CPU, "float32", 64, 8192, "chunked"),
 ]
+
+
+def test_the_config_names_every_kernel():
+    assert ("auto", *KERNELS) == Transformer.ATTENTIONS
 
 
 @pytest.mark.parametrize(("device", "dtype", "width", "tokens", "kernel"), CHOICES)
@@ -170,6 +178,7 @@ REFUSALS = [
     ("cudnn", H100, "float32", 64, 512, "computes in bfloat16 or float16, and run.dtype=float32"),
     ("cudnn", A100, "float16", 136, 512, "heads of a multiple of 8 and at most 128 wide, and they are 136 wide"),
     ("pallas", H100, "float16", 128, 512, "is for TPUs, and the platform is gpu"),
+    ("pallas", TPU, "float64", 128, 512, "at most 32 bits, and run.dtype=float64"),
     ("pallas", TPU, "float32", 128, 100, "multiples of 128, and they are 128 wide and 100 tokens long"),
 ]
 
