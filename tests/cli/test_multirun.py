@@ -27,7 +27,8 @@ def train(config, words, *, as_json):
     try:
         print(json.dumps({"layers": config.model.num_layers, "dir": config.run.dir, "as_json": as_json}), flush=True)
         if config.run.seed == 9:  # a long run
-            time.sleep(30)
+            for _ in range(3000):  # a signal just before a sleep begins is heard after it
+                time.sleep(0.1)
     except KeyboardInterrupt:  # as a run that takes a moment to save when interrupted
         time.sleep(0.5)
         print("saved", flush=True)
@@ -124,17 +125,17 @@ def test_a_file_may_describe_a_sweep(monkeypatch, in_empty_directory):
 def test_an_interrupted_sweep_waits_for_its_jobs_and_starts_no_other(number, code, last, side, jobs_environment):
     command = [PPCTL, "train", "--multirun", "run.seed=9", "model.num_layers=1,2,4", "--json"]
     command += [f"hydra.launcher.jobs={side}"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, env=jobs_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    layers = {json.loads(process.stdout.readline())["layers"] for _ in range(side)}
-    assert layers == {1, 2} if side == 2 else {1}
-    if number == signal.SIGINT:  # a terminal sends it to all of its foreground processes
-        os.killpg(process.pid, number)
-    else:
-        process.terminate()
-    out, err = process.communicate(timeout=20)
+    ) as process:
+        assert process.stdout is not None
+        layers = {json.loads(process.stdout.readline())["layers"] for _ in range(side)}
+        assert layers == {1, 2} if side == 2 else {1}
+        if number == signal.SIGINT:  # a terminal sends it to all of its foreground processes
+            os.killpg(process.pid, number)
+        else:
+            process.terminate()
+        out, err = process.communicate()
     assert (process.returncode, out.split()) == (code, [last] * side * bool(last))
     assert err.count(f"interrupted ({code})") == side
     assert "ppctl: job 2: model.num_layers=4: running" not in err
