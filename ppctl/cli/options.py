@@ -11,17 +11,35 @@ from ppctl.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are ConfigErrors."""
+    """Options of a command, anywhere among its words. Each has --help and --json. Errors are ConfigErrors.
+
+    words: under which name the other words are found.
+    """
+
+    def __init__(self, prog: str, words: str = "words"):
+        super().__init__(prog=prog, add_help=False, allow_abbrev=False)
+        self.add_argument(words, nargs="*")
+        self.add_argument("-h", "--help", action="store_true")
+        self.add_argument("--json", action="store_true")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}.")
 
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Return what `words` give. Raises ConfigError for an option that there is not."""
+        options, unknown = self.parse_known_intermixed_args(words)
+        if unknown:
+            bad, known = unknown[0].partition("=")[0], self.names()
+            raise ConfigError(f"{bad} is not an option.{did_you_mean(bad, known)} ({', '.join(known)})")
+        return options
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="ppctl", add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    def names(self) -> list[str]:
+        """Return every option, for completion and for what looks like it."""
+        return [name for action in self._actions for name in action.option_strings]
+
+
+def _parser() -> Parser:
+    parser = Parser("ppctl", "overrides")
     parser.add_argument("-c", "--cfg", choices=["job", "hydra", "all"])
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-i", "--info", choices=["config", "defaults", "defaults-tree", "plugins", "searchpath"])
@@ -32,21 +50,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Return the options and overrides in `words`, in any order; ConfigError for options that there are not."""
-    options, unknown = _parser().parse_known_intermixed_args(words)
-    refuse_unknown(unknown, general_options())
+    options = _parser().read(words)
     modes = [f"--{name}" for name in ("cfg", "info", "multirun") if getattr(options, name)]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} exclude each other.")
     if options.resolve and options.cfg is None:
         raise ConfigError("--resolve only goes with --cfg.")
     return options
-
-
-def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ConfigError if there are unknown options."""
-    if unknown:
-        bad = unknown[0].partition("=")[0]
-        raise ConfigError(f"{bad} is not an option.{did_you_mean(bad, known)} ({', '.join(known)})")
 
 
 def hydra_flags(options: argparse.Namespace) -> list[str]:
@@ -64,5 +74,5 @@ def job_flags(options: argparse.Namespace) -> list[str]:
 
 
 def general_options() -> list[str]:
-    """Return every option of a command that composes a config, for completion and for what looks like it."""
-    return [name for action in _parser()._actions for name in action.option_strings]
+    """Return every option of a command that composes a config."""
+    return _parser().names()

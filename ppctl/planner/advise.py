@@ -56,7 +56,7 @@ def propose(pipe: Pipeline, limit_bytes: int | None) -> Proposal | None:
         return None  # nothing fits
     seconds = _makespan(pipe)
     starts = [p for p in (requested, first) if fits(p)]
-    best = improved(min(starts, key=seconds), seconds, max_prices=most, fits=fits)
+    best = improved(min(starts, key=seconds), seconds, max_tried=most, fits=fits)
     ratio = seconds(best) / seconds(requested)
     if ratio > LARGEST_RATIO and fits(requested):
         return None

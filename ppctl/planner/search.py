@@ -99,7 +99,7 @@ class LayoutSearch:
             return found[sizes].time.total_s
 
         start = explicit(space.num_layers, len(candidate.partition), candidate.partition)
-        return found[tuple(map(len, improved(start, simulated_s, max_prices=MOST_SIMULATIONS)))]
+        return found[tuple(map(len, improved(start, simulated_s, max_tried=MOST_SIMULATIONS)))]
 
     def _expected_s(self, bounds: Bounds, family: str, chunks: int) -> float:
         """Return an estimate by the closed form for equal stages: simulating good layouts first rules out most."""

@@ -100,7 +100,7 @@ def test_cut_is_the_best_of_all_that_fit_and_is_found_whenever_one_fits(rank_of)
         num_found += 1
         num_coupled += best > min(max(stage_s(layers, partition)) for partition in everything)
     assert num_found >= 15
-    assert num_coupled >= 2 or max(rank_of) == 0  # the limit has a price
+    assert num_coupled >= 2 or max(rank_of) == 0  # the limit has a step_s
 
 
 @pytest.mark.parametrize("rank_of", PLACEMENTS, ids=str)
@@ -251,16 +251,16 @@ def test_too_few_layers_are_refused_as_balanced_does():
 # improved
 
 
-def step_s(program, layers):
+def steps_of(program, layers):
     """The simulator's makespan of a partition, and how many were simulated."""
-    priced = []
+    tried = []
 
-    def price(partition):
-        priced.append(partition)
+    def step_s(partition):
+        tried.append(partition)
         costs = tuple(stage_s(layers, partition))
         return simulate(program, Costs(forward_s=costs, input_grad_s=costs, weight_grad_s=costs)).makespan_s
 
-    return price, priced
+    return step_s, tried
 
 
 @pytest.mark.parametrize(("num_ranks", "num_layers"), [(3, (6, 7, 8, 9, 10)), (4, (8, 9, 10))])
@@ -272,14 +272,14 @@ def test_improved_is_never_slower_than_its_start_and_near_the_fastest_of_all(sch
         program = build(schedule, num_ranks, choose.choice((1, 2)) * num_ranks)
         layer_s = tuple(choose.choice((1.0, 1.25, 1.5, 2.0, 3.0)) for _ in range(choose.choice(num_layers)))
         layers = Layers(layer_s, head_s=choose.choice((0.0, 1.0, 2.0, 4.0)), embed_s=choose.choice((0.0, 0.5)))
-        price, priced = step_s(program, layers)
+        step_s, tried = steps_of(program, layers)
         start = cut(layers, program.rank_of)
-        found = improved(start, price, max_prices=1000)
-        assert len(priced) == len(set(priced)) < 220
-        best = min(map(price, partitions(layers.num_layers, program.num_stages)))
-        assert price(found) <= price(start)
-        over.append(price(found) / best)
-        start_over.append(price(start) / best)
+        found = improved(start, step_s, max_tried=1000)
+        assert len(tried) == len(set(tried)) < 220
+        best = min(map(step_s, partitions(layers.num_layers, program.num_stages)))
+        assert step_s(found) <= step_s(start)
+        over.append(step_s(found) / best)
+        start_over.append(step_s(start) / best)
     assert sum(over) / len(over) <= 1.005
     assert max(over) <= 1.08
     if schedule != "1f1b":
@@ -289,36 +289,36 @@ def test_improved_is_never_slower_than_its_start_and_near_the_fastest_of_all(sch
 def test_improved_is_a_partition_that_no_move_of_one_layer_makes_faster():
     layers = Layers((1.0, 3.0, 2.0, 1.0, 1.0, 2.0, 1.5, 1.0, 1.0, 2.5), head_s=2.0)
     program = build("interleaved", 3, 6)
-    price, _ = step_s(program, layers)
-    found = improved(uniform(10, 6), price, max_prices=1000)
+    step_s, _ = steps_of(program, layers)
+    found = improved(uniform(10, 6), step_s, max_tried=1000)
     sizes = [len(stage) for stage in found]
     for source, target in itertools.permutations(range(6), 2):
         moved = [n - (s == source) + (s == target) for s, n in enumerate(sizes)]
         if all(moved[1:-1]) and min(moved) >= 0:
-            assert price(partition_of([0, *itertools.accumulate(moved)])) >= price(found)
+            assert step_s(partition_of([0, *itertools.accumulate(moved)])) >= step_s(found)
 
 
-@pytest.mark.parametrize("max_prices", [1, 2, 5, 13])
-def test_improved_prices_no_more_than_it_may_and_returns_the_best_of_them(max_prices):
+@pytest.mark.parametrize("max_tried", [1, 2, 5, 13])
+def test_improved_tries_no_more_than_it_may_and_returns_the_best_of_them(max_tried):
     layers = Layers((1.0, 3.0, 2.0, 1.0, 1.0, 2.0, 1.5, 1.0), head_s=2.0)
-    price, priced = step_s(build("interleaved", 3, 6), layers)
-    found = improved(uniform(8, 6), price, max_prices=max_prices)
-    assert len(priced) == max_prices
-    assert price(found) == min(map(price, priced[:max_prices]))
+    step_s, tried = steps_of(build("interleaved", 3, 6), layers)
+    found = improved(uniform(8, 6), step_s, max_tried=max_tried)
+    assert len(tried) == max_tried
+    assert step_s(found) == min(map(step_s, tried[:max_tried]))
 
 
 def test_improved_keeps_the_limit():
     layers = Layers((1.0,) * 12, (10,) * 12, (1,) * 12, head_s=3.0)
     program = build("interleaved", 2, 4)
     memory = Memory((80, 72), (3, 2, 2, 1))
-    price, priced = step_s(program, layers)
+    step_s, tried = steps_of(program, layers)
     start = cut(layers, program.rank_of, memory)
-    free = improved(start, price, max_prices=100)
+    free = improved(start, step_s, max_tried=100)
     assert not all_fit(layers, free, program.rank_of, memory)
-    found = improved(start, price, max_prices=100, fits=fitting(layers, program.rank_of, memory))
+    found = improved(start, step_s, max_tried=100, fits=fitting(layers, program.rank_of, memory))
     assert all_fit(layers, found, program.rank_of, memory)
-    assert price(free) < price(found) <= price(start)
+    assert step_s(free) < step_s(found) <= step_s(start)
     fit = [p for p in partitions(12, 4) if all_fit(layers, p, program.rank_of, memory)]
-    assert price(found) == min(map(price, fit))
+    assert step_s(found) == min(map(step_s, fit))
     assert bounds_of(found)[-1] == 12
-    assert priced
+    assert tried

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ppctl.cli.choices import schema_of
 from ppctl.cli.commands import COMMANDS, runs
 from ppctl.cli.commands.runs import DEFAULT_DIR
-from ppctl.cli.options import Parser, refuse_unknown
+from ppctl.cli.options import Parser
 from ppctl.config import Mesh
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.reports.terminal import replace_file
@@ -42,8 +41,7 @@ Examples:
 
 def serve(words: list[str]) -> int:
     """Write the page of a run or of several; return the exit code."""
-    options, unknown = _parser().parse_known_intermixed_args(words)
-    refuse_unknown(unknown, option_names())
+    options = _parser().read(words)
     if options.help:
         print(HELP)
         return 0
@@ -128,13 +126,10 @@ def completions(words: list[str]) -> list[str]:
 
 def option_names() -> list[str]:
     """Return every option of `ppctl report`."""
-    return [name for action in _parser()._actions for name in action.option_strings]
+    return _parser().names()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="ppctl report", add_help=False, allow_abbrev=False)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--json", action="store_true")
+def _parser() -> Parser:
+    parser = Parser("ppctl report")
     parser.add_argument("--out")
     return parser

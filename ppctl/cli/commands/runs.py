@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from ppctl.cli.commands import COMMANDS
-from ppctl.cli.options import Parser, refuse_unknown
+from ppctl.cli.options import Parser
 from ppctl.errors import ConfigError
 
 DEFAULT_DIR = "runs"  # what run.dir lies in by default
@@ -39,8 +38,7 @@ Examples:
 
 def serve(words: list[str]) -> int:
     """List runs or show one; return the exit code."""
-    options, unknown = _parser().parse_known_intermixed_args(words)
-    refuse_unknown(unknown, option_names())
+    options = Parser("ppctl runs").read(words)
     if options.help:
         print(HELP)
         return 0
@@ -75,16 +73,8 @@ def completions(words: list[str]) -> list[str]:
 
 def option_names() -> list[str]:
     """Return every option of `ppctl runs`."""
-    return [name for action in _parser()._actions for name in action.option_strings]
+    return Parser("ppctl runs").names()
 
 
 def _tops(words: list[str]) -> list[Path]:
     return [Path(word) for word in words or [DEFAULT_DIR]]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="ppctl runs", add_help=False, allow_abbrev=False)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    return parser

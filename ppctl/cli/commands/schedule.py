@@ -15,7 +15,7 @@ from pathlib import Path
 from ppctl.cli.choices import DRAWN, did_you_mean, options, schema_of, settings_of
 from ppctl.cli.commands import COMMANDS
 from ppctl.cli.help import setting_table
-from ppctl.cli.options import Parser, refuse_unknown
+from ppctl.cli.options import Parser
 from ppctl.config import Costs, ScheduleConfig
 from ppctl.errors import ConfigError
 
@@ -101,7 +101,7 @@ def _show(args: argparse.Namespace, names: list[str], overrides: list[str], out:
     if bad:
         raise ConfigError(f"{bad}: {path} says what the schedule is. Only costs can be set with a file.")
     costs = _compose(args, overrides).costs
-    return schedule_show.show_drawing(schedule_show.price(read_valid(path), costs, path.name), form, out)
+    return schedule_show.show_drawing(schedule_show.drawing_of(read_valid(path), costs, path.name), form, out)
 
 
 def _list(args: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
@@ -286,9 +286,7 @@ def schedule_help() -> str:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = _parser()
-    args, unknown = parser.parse_known_intermixed_args(words)
-    refuse_unknown(unknown, option_names())
+    args = _parser().read(words)
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
         raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
     return args
@@ -301,15 +299,12 @@ def completions(words: list[str]) -> list[str] | None:
 
 def option_names() -> list[str]:
     """Return every option of `ppctl schedule`."""
-    return [name for action in _parser()._actions for name in action.option_strings]
+    return _parser().names()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="ppctl schedule", add_help=False, allow_abbrev=False)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("-h", "--help", action="store_true")
+def _parser() -> Parser:
+    parser = Parser("ppctl schedule")
     parser.add_argument("--format")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--out")
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--ranks")

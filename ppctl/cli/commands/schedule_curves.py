@@ -11,7 +11,7 @@ from typing import Literal
 from rich.console import Console
 
 from ppctl import config as settings
-from ppctl.cli.commands.schedule_show import costs_of, deliver, is_large, prices, print_on
+from ppctl.cli.commands.schedule_show import costs_of, costs_text, deliver, is_large, print_on
 from ppctl.config.schedule_from_config import label, schedule_of
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.reports.charts.drawing import number_text
@@ -87,7 +87,7 @@ def curve_grid(
     if not cells:
         raise ScheduleError(f"{config.schedule.name} has none of these sizes. {next(iter(refused.values()))}")
     over = over or ("microbatches" if len(microbatches) >= len(ranks) else "ranks")
-    title = f"{label(config.schedule)}, {prices(config.costs)}"
+    title = f"{label(config.schedule)}, {costs_text(config.costs)}"
     return CurveGrid(title, ranks, microbatches, over, kept_mb, cells, refused)
 
 

@@ -48,7 +48,7 @@ def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
         return show_drawing(draw(config), form, out)
     if form not in LIST_FORMATS:
         raise _too_large(config)
-    return _show_rows(f"{config.schedule.name}, {prices(config.costs)}", [extrapolated(config)], {}, form, out)
+    return _show_rows(f"{config.schedule.name}, {costs_text(config.costs)}", [extrapolated(config)], {}, form, out)
 
 
 def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
@@ -88,14 +88,14 @@ def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: 
 def list_families(
     config: settings.ScheduleConfig, each: Sequence[settings.ScheduleConfig], form: str, out: Path | None
 ) -> int:
-    """Show every family, priced at the size of `config`, with its formulas; those that refuse it, why."""
+    """Show every family at the size of `config`, with its formulas; those that refuse it, why."""
     rows, refused, order = [], {}, list(FAMILIES)
     for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
             rows.append(extrapolated(one) if is_large(one) else row(draw(one), *_formulas(one)))
         except ScheduleError as error:
             refused[one.schedule.name] = " ".join(str(error).split())
-    title = f"{_size_of(config)}, {prices(config.costs)}"
+    title = f"{_size_of(config)}, {costs_text(config.costs)}"
     return _show_rows(title, rows, refused, form, out)
 
 
@@ -160,9 +160,9 @@ def check_file(path: Path) -> int:
 
 
 def draw(config: settings.ScheduleConfig) -> Drawing:
-    """Return the schedule that a request asks for, priced with its costs."""
+    """Return the schedule that a request asks for, with its costs."""
     requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))
-    return price(requested.schedule, config.costs, requested.label, requested.choice)
+    return drawing_of(requested.schedule, config.costs, requested.label, requested.choice)
 
 
 def is_large(config: settings.ScheduleConfig) -> bool:
@@ -220,7 +220,7 @@ def formulas(family: str) -> str:
     return found[0] if found else paragraph
 
 
-def price(schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None) -> Drawing:
+def drawing_of(schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None) -> Drawing:
     """Return the drawing of a schedule with these costs."""
     seconds = costs_of(costs)
     drawing = drawing_of_timeline(label, simulate(schedule, seconds))
@@ -232,7 +232,7 @@ def costs_of(costs: settings.Costs) -> Costs:
     return Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
 
 
-def prices(costs: settings.Costs) -> str:
+def costs_text(costs: settings.Costs) -> str:
     """Return the costs that a request assumes, in words."""
     return f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} c={costs.transfer_s:g} s"
 

@@ -1,4 +1,4 @@
-"""Layers to stages by what they cost: the least largest stage under a memory limit, then the least price.
+"""Layers to stages by what they cost: the least largest stage under a memory limit, then the shortest step.
 
 Standard library only. `ppctl.schedule.partition.partition.balanced` does the same for equal layers without a limit.
 """
@@ -62,29 +62,29 @@ def divided_evenly(layers: Sequence[float], rank_of: Sequence[int], *, embed: fl
 
 def improved(
     partition: Partition,
-    price: Callable[[Partition], float],
+    step_s: Callable[[Partition], float],
     *,
-    max_prices: int,
+    max_tried: int,
     fits: Callable[[Partition], bool] = lambda partition: True,
 ) -> Partition:
-    """A partition that no move of one layer makes cheaper, or the cheapest of `max_prices`; never dearer than before.
+    """Return a partition that no move of one layer makes faster, or the fastest of `max_tried`, the start included.
 
-    A move takes a layer from one stage to another one, and the layers between move on by one. price: seconds of a
-    step, such as the simulator's makespan; partitions that do not fit are not priced. The same on every process.
+    A move takes a layer from one stage to another one, and the layers between move on by one. step_s: seconds of a
+    step, such as the simulator's makespan; asked only of partitions that fit. The same on every process.
 
     How near that comes to the fastest partition: docs/derivations.md, "Partitions improved by simulation".
 
-    >>> [len(stage) for stage in improved((range(3), range(3, 4)), lambda p: float(len(p[0]) ** 2), max_prices=9)]
+    >>> [len(stage) for stage in improved((range(3), range(3, 4)), lambda p: float(len(p[0]) ** 2), max_tried=9)]
     [0, 4]
     """
     num_stages = len(partition)
     return partition_of(
         climbed(
             bounds_of(partition),
-            lambda bounds: price(partition_of(bounds)),
+            lambda bounds: step_s(partition_of(bounds)),
             lambda bounds: fits(partition_of(bounds)),
             [min(1, s, num_stages - 1 - s) for s in range(num_stages)],
-            max_prices,
+            max_tried,
             DETOURS,
         )
     )

@@ -9,21 +9,21 @@ from typing import Any
 
 def climbed(
     bounds: list[int],
-    price: Callable[[list[int]], Any],
+    step_s: Callable[[list[int]], Any],
     fits: Callable[[list[int]], bool],
     least: Sequence[int],
-    max_prices: int,
+    max_tried: int,
     num_detours: int = 0,
 ) -> list[int]:
-    """Bounds that no fitting move makes cheaper, or the best after `max_prices` prices, that of the start included.
+    """Return bounds that no fitting move makes faster, or the best of `max_tried` of them, the start included.
 
-    Moves are tried from the cheapest bounds whose moves were not; the first that is cheaper than all goes on at once.
+    Moves are tried from the fastest bounds whose moves were not; the first that is faster than all goes on at once.
     num_detours: from how many bounds in a row they are tried in vain after those that are returned.
     """
-    best, known = price(bounds), {tuple(bounds)}
+    best, known = step_s(bounds), {tuple(bounds)}
     waiting, detours = [(best, 0, bounds)], 0  # the number settles ties: the older ones first
     while waiting and detours <= num_detours:
-        cost, number, start = heappop(waiting)
+        seconds, number, start = heappop(waiting)
         detours += 1
         for source, target in _moves(len(least)):
             if start[source + 1] - start[source] <= least[source]:
@@ -32,14 +32,14 @@ def climbed(
             moved = [b + by if low < k <= high else b for k, b in enumerate(start)]
             if tuple(moved) in known or not fits(moved):
                 continue
-            if len(known) >= max_prices:
+            if len(known) >= max_tried:
                 return bounds
-            found = price(moved)
+            found = step_s(moved)
             heappush(waiting, (found, len(known), moved))
             known.add(tuple(moved))
             if found < best:
                 best, bounds, detours = found, moved, 0
-                heappush(waiting, (cost, number, start))
+                heappush(waiting, (seconds, number, start))
                 break
     return bounds
 
