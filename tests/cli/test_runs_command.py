@@ -379,9 +379,8 @@ def test_an_interrupted_and_a_failed_run_say_why(capsys):
     [run] = ask_json(capsys)["runs"]
     assert (run["status"], run["reason"]) == ("interrupted", "SIGTERM")
     diverging = ["optim.lr=1e39", "run.name=nan", "optim.warmup_steps=0"]
-    process = train(*SMALL.split(), *diverging)
-    process.communicate()
-    assert process.returncode == 4
+    assert cli.main(["train", *SMALL.split(), *diverging]) == 4
+    capsys.readouterr()
     run = ask_json(capsys)["runs"][0]
     assert (run["name"], run["status"]) == ("nan", "failed")
     assert run["reason"].startswith("step ")

@@ -15,6 +15,7 @@ from support.spmd_cases import (
     TOLERANCE,
     case_of,
     check,
+    compile_cost,
     covering_array,
     name_of,
     pairs,
@@ -33,7 +34,7 @@ DEFAULT = [
     Case("gpipe", (1, 4, 1), 5, num_layers=7, batch_size=60, model="tied gelu grouped"),
     Case("interleaved", (1, 8, 1), num_chunks=4, num_layers=33, remat="full", model="mlp"),
 ]
-COVERING = [case_of(values) for values in covering_array(FEW, FEW_PAIRS)]
+COVERING = [case_of(values) for values in covering_array(FEW, FEW_PAIRS, compile_cost)]
 PAIRWISE = [case_of(values) for values in covering_array()]
 
 

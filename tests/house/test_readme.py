@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.selection import full
 
 import ppctl
 from ppctl.cli import main
@@ -102,7 +103,10 @@ def test_charts_are_as_drawn(capsys):
         assert [line for line in expected.splitlines() if line] == [line for line in drawn if line][:-1]  # no legend
 
 
-@pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if blocks(text, "python")])
+@pytest.mark.parametrize(
+    "page",
+    [full(page) if page in NEEDS_A_RUN else page for page, text in TEXTS.items() if blocks(text, "python")],
+)
 def test_python_runs(page, tmp_path):
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0", "PYTHONPATH": paths}

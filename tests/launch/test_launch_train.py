@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from support.environment import BY_USER
 
+from ppctl import cli
+
 NUM_STEPS, EVERY = 200, 20
 WORDS = (
     "train model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 data.num_rows=1024 "
@@ -134,9 +136,11 @@ def test_a_process_killed_while_all_compile_ends_the_run_with_its_name(tmp_path)
     assert not any(map(is_there, processes))
 
 
-def test_a_stop_request_saves_the_same_step_on_all_and_leaves(tmp_path):
-    run_dir = tmp_path / "run"
-    with Launch(run_dir, "launch.processes=2", "launch.max_restarts=1", "run.num_steps=100000") as launch:
+def test_a_stop_request_saves_the_same_step_on_all_and_one_process_goes_on_as_one_would(tmp_path, capsys):
+    run_dir, alone_dir = tmp_path / "run", tmp_path / "alone"
+    same = ("optim.warmup_steps=0", "optim.min_lr_fraction=1", "run.dtype=float64")  # whatever run.num_steps is
+    words = (*same, "launch.processes=2", "launch.max_restarts=1", "run.num_steps=100000")
+    with Launch(run_dir, *words) as launch:
         launch.wait_until(lambda: len(records(run_dir)) > 5)
         launch.popen.send_signal(signal.SIGINT)
         code, out = launch.end()
@@ -144,3 +148,8 @@ def test_a_stop_request_saves_the_same_step_on_all_and_leaves(tmp_path):
     step = json.loads(out)["step"]
     assert (code, records(run_dir)[-1]["step"]) == (130, step)
     assert (run_dir / "checkpoints" / str(step)).is_dir()
+    for directory in (run_dir, alone_dir):
+        assert cli.main([*WORDS, *same, f"run.dir={directory}", f"run.num_steps={step + 4}"]) == 0
+    assert f"resuming after step {step}\n" in capsys.readouterr().err
+    for mine, alone in zip(results(run_dir), results(alone_dir), strict=True):
+        assert mine == pytest.approx(alone, rel=1e-9)

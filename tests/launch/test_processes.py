@@ -51,7 +51,7 @@ def assert_losses_of_one_process(run_dir, alone_dir, num_steps):
     assert found == pytest.approx(losses(alone_dir), rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_four_processes_stop_at_the_same_step_and_two_go_on_as_one_would(tmp_path):
     with processes(4, tmp_path / "run", "mesh=2x2", "run.num_steps=100000") as started:
         started[0].wait_for("step +8/")

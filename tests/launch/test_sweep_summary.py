@@ -240,7 +240,7 @@ def test_jobs_that_shared_the_machine_are_said_to_be_slower():
 
 
 WORDS = (
-    "mesh=1x2 model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=8 data.num_rows=1024 "
+    "mesh=1x2 model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 data.num_rows=1024 "
     "run.name=tiny run.platform=cpu run.num_steps=2 run.eval_every=2 executor=mpmd run.timeline=true"
 )
 

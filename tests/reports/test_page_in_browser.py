@@ -13,7 +13,7 @@ import pytest
 from support.selection import few
 
 from ppctl.cli.commands.schedule_show import draw
-from ppctl.config import Config, Costs, Mesh, Mpmd, ScheduleConfig, Synthetic, Transformer
+from ppctl.config import MLP, Config, Costs, Mesh, Mpmd, Regression, ScheduleConfig
 from ppctl.config import Schedule as Plain
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.launch.sweep import sweep_page
@@ -120,11 +120,11 @@ def test_more_tasks_than_pixels_keep_the_colours_of_their_kinds(tmp_path):
 @pytest.mark.parametrize("width", few([500, 1200], 1))
 def test_the_page_of_a_plan_draws_memory_to_scale_and_the_step(tmp_path, width):
     asked = Config(
-        model=Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),
+        model=MLP(num_layers=4, d_model=32),
         mesh=Mesh(1, 4),
         schedule=Plain("zb_h1", 8),
         executor=Mpmd(),
-        data=Synthetic(batch_size=16, vocab_size=64),
+        data=Regression(batch_size=16),
     )
     job = assemble(asked)
     found = predicted(job)

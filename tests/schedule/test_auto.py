@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 from support.all_families import COSTS, FUSED, REAL, UNIT
+from support.selection import every_other
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule import Schedule, Task
@@ -16,6 +17,7 @@ from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.schedule.ticks import runs_on_ring, ticks
 from ppctl.schedule.validate import validate
 
+SIZES = [(2, 4, 1.5), (3, 5, 2), (4, 4, 3)]  # ranks, microbatches, cap
 PAIRS = [Costs(1, 1, 1), REAL, Costs(1, 0.5, 2, 0.3), Costs(2, 1, 0.25)]
 
 
@@ -50,8 +52,7 @@ def test_one_chunk_a_rank_is_as_short_as_brute_force(p, m, cap, costs):
     assert choose(p, m, costs, cap, max_chunks=1).best.length_s == pytest.approx(shortest_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("costs", COSTS, ids=str)
-@pytest.mark.parametrize(("p", "m", "cap"), [(2, 4, 1.5), (3, 5, 2), (4, 4, 3)])
+@pytest.mark.parametrize(("p", "m", "cap", "costs"), every_other([(*size, c) for c in COSTS for size in SIZES]))
 def test_it_is_valid_within_the_cap_and_never_worse_than_a_published_schedule(p, m, cap, costs):
     choice = choose(p, m, costs, cap, max_chunks=2)
     best = choice.best

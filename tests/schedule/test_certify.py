@@ -20,8 +20,8 @@ UNIT, REAL = Costs(), Costs(1, 1.05, 0.75, 0.1)
     [
         ("zb_h1", 4, 27),
         ("zb_h2", 7, 27),
-        ("interleaved", 5.5, 28.5),
-        pytest.param("v_min", 2, 29.5, marks=pytest.mark.slow),
+        pytest.param("interleaved", 5.5, 28.5, marks=pytest.mark.full),
+        pytest.param("v_min", 2, 29.5, marks=pytest.mark.full),
     ],
 )
 def test_published_schedules_are_the_shortest_under_their_own_cap(family, cap, shortest_s):

@@ -88,6 +88,7 @@ def test_each_task_of_each_traced_step_is_one_event(tmp_path, name, words, pp, m
             assert event["name"] == f"{args['stage']}{args['kind']}{args['microbatch']}"
 
 
+@pytest.mark.full
 def test_operations_of_another_program_are_no_tasks(tmp_path):
     """An evaluation may have operations of the same names: here a second program has all of them."""
     config = Config(
@@ -134,7 +135,7 @@ def test_the_window_holds_its_steps_and_no_other(tmp_path, capsys):
     assert steps == {"train"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_interrupted_in_the_window_leaves_a_readable_trace(tmp_path, monkeypatch):
     log = Metrics.log
 

@@ -44,7 +44,7 @@ import time
 from ppctl import cli
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 
-Checkpoints.wait = lambda self: time.sleep(60)
+Checkpoints.wait = lambda self: time.sleep(600)
 cli.console_script()
 """
 INTERRUPTED_IMPORT = """
@@ -150,14 +150,15 @@ def uninterrupted(tmp_path_factory):
     return run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_ended_by_signals_saves_its_last_step_and_goes_on_bit_for_bit(tmp_path, uninterrupted):
     run_dir, start = tmp_path / "run", 0
-    for number, name, code in ((signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "SIGINT", 130)):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        name = number.name
         with Process(run_dir) as process:
             process.wait_until(lambda: process.has_trained(start + 33))  # noqa: B023  called at once
             process.popen.send_signal(number)
-            assert process.end() == code
+            assert process.end() == 128 + number
         step = latest(run_dir)
         assert start + 33 <= step < NUM_STEPS
         assert [record["step"] for record in records(run_dir)] == list(range(1, step + 1))
@@ -208,7 +209,7 @@ MOMENTS = ("importing", "compiling", "stepping", "saving", "evaluating", "saving
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moments", few(["stepping, saving", ", ".join(MOMENTS)], 1))
+@pytest.mark.parametrize("moments", few(["stepping", ", ".join(MOMENTS)], 1))
 def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(tmp_path, uninterrupted, moments):
     run_dir, was_killed_in = tmp_path / "run", []
     for name, wait in kill_moments(moments.split(", ")):
@@ -228,22 +229,22 @@ def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(tmp_p
     assert_same_run(run_dir, uninterrupted)
 
 
-@pytest.mark.parametrize("module", few(["numpy.linalg", "jaxlib.xla_client", "flax.nnx", "orbax.checkpoint"], 2))
+@pytest.mark.parametrize("module", few(["numpy.linalg", "jaxlib.xla_client", "flax.nnx", "orbax.checkpoint"], 1))
 def test_ctrl_c_while_jax_is_imported_ends_the_process_with_one_line(tmp_path, module):
     """Raised there, a KeyboardInterrupt would become an ImportError, or be lost."""
     with Process(tmp_path / "run", program=("-c", INTERRUPTED_IMPORT.format(module=module))) as process:
-        assert process.end(timeout_s=30) == 130
+        assert process.end() == 130
     assert process.lines == ["ppctl: interrupted.\n"]
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", few([signal.SIGINT, signal.SIGTERM], 1))
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_first_step_ends_the_process_without_a_traceback(tmp_path, number):
     with Process(tmp_path / "run") as process:
         process.wait_until(lambda: process.has_printed("compiling"))
         process.popen.send_signal(number)
-        code = process.end(timeout_s=30)
+        code = process.end()
     if number == signal.SIGTERM:
         assert code == -signal.SIGTERM  # 143 in a shell
         assert process.lines[-1] == "compiling ...\n"
@@ -263,7 +264,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path):
         time.sleep(0.3)
         assert process.popen.poll() is None
         process.popen.send_signal(signal.SIGINT)
-        assert process.end(timeout_s=3) == -signal.SIGINT  # 130 in a shell
+        assert process.end() == -signal.SIGINT  # 130 in a shell
     assert process.lines[-1].startswith("SIGINT: saving step")
 
 
@@ -273,7 +274,7 @@ def test_a_save_that_fails_ends_the_process_with_one_line(tmp_path):
     with Process(run_dir, "run.eval_every=null", program=("-c", VANISHING)) as process:
         process.wait_until(lambda: process.has_trained(EVERY))
         process.wait_until(lambda: (run_dir / "checkpoints").is_file())
-        assert process.end(timeout_s=20) == 2
+        assert process.end() == 2
     errors = [line for line in process.lines if not re.match(r"(model|data|mesh|schedule|run|plan|step|comp)", line)]
     assert len(errors) == 1, errors
     assert re.fullmatch(
