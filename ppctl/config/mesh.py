@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
-from ppctl.config.checks import at_least
+from ppctl.config.checks import at_least, choice
+
+ORDERS = ("auto", *map("-".join, permutations(("dp", "pp", "fsdp"))))
 
 
 @dataclass
@@ -14,6 +17,7 @@ class Mesh:
     dp: int = 1  # data-parallel replicas
     pp: int = 1  # pipeline ranks
     fsdp: int = 1  # shards of the parameters
+    order: str = "auto"  # which axes go over hosts (slices, of TPUs) first, as pp-dp-fsdp, which is auto's over several
 
     @property
     def num_devices(self) -> int:
@@ -26,3 +30,4 @@ class Mesh:
     def check(self) -> None:
         for axis in ("dp", "pp", "fsdp"):
             at_least(f"mesh.{axis}", getattr(self, axis), 1)
+        choice("mesh.order", self.order, ORDERS)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from ppctl.errors import ConfigError
+from ppctl.executors.hosts import axes_in, over_hosts
 
 AXES = ("dp", "pp", "fsdp")
 DATA_AXES = ("dp", "fsdp")  # the batch is divided over both
 
 
-def make_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
+def make_mesh(dp: int, pp: int, fsdp: int, order: str = "auto") -> Mesh:
     """Return a mesh of dp * pp * fsdp devices, with axes of these names, in an order that suits the hardware.
 
     dp: replicas, which divide the batch; pp: pipeline ranks; fsdp: shards of each rank's parameters, which divide the
-    batch too. One process takes the first devices. Several take all devices of all of them, process by process where
-    the hardware prefers no other order: dp goes over processes, pp and fsdp stay within one while its devices last.
+    batch too. One process takes the first devices. Several take all devices of all of them. order: which axes go over
+    hosts first, see `laid_out`.
 
-    ConfigError where there are fewer devices, where several processes would leave some out, or where JAX cannot start.
+    ConfigError where there are fewer devices, where several processes would leave some out, where hosts have different
+    numbers of them, or where JAX cannot start.
     """
     need, devices = dp * pp * fsdp, all_devices()
     request, kind, num_processes = (
@@ -38,7 +44,90 @@ def make_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
             f"{request} needs {need} devices, but there are {len(devices)} ({kind}). "
             f"Use a smaller mesh, such as mesh=1x{len(devices)}, or run.platform=cpu, which simulates devices."
         )
-    return jax.make_mesh((dp, pp, fsdp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need])
+    return mesh_of(laid_out(devices[:need], (dp, pp, fsdp), order))
+
+
+def mesh_of(devices: np.ndarray) -> Mesh:
+    """Return the mesh of devices that are laid out as [dp, pp, fsdp]."""
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def laid_out(devices: Sequence[Any], shape: tuple[int, ...], order: str = "auto") -> np.ndarray:
+    """Return the devices as an array of this shape, with the axes of `AXES`.
+
+    order: the axes, joined by "-", from the slowest links to the fastest. The first goes over as many hosts (slices, of
+    TPUs) as its size allows, then the next; the last joins neighbours of a host. "auto": pp-dp-fsdp over several hosts;
+    within one all links are alike, or JAX knows the torus of the TPUs.
+
+    Raises:
+        ConfigError: Hosts have different numbers of devices.
+    """
+    groups = hosts_of(devices)
+    if len(groups) == 1 and order == "auto":
+        return _within(devices, shape)
+    sizes = dict(zip(AXES, shape, strict=True))
+    counts = sorted({len(group) for group in groups})
+    if len(counts) > 1:
+        raise ConfigError(
+            f"{len(groups)} {_kind(devices)} of {counts[0]} to {counts[-1]} devices make no mesh of {shape}: each must "
+            "have as many. Leave out the others, or run one process."
+        )
+    over = over_hosts(sizes, order, len(groups))
+    axes = axes_in(order)
+    inner = [sizes[axis] // over[axis] for axis in axes]
+    blocks = np.stack([_within(group, inner) for group in groups])
+    whole = blocks.reshape([over[axis] for axis in axes] + inner)  # [hosts along each axis..., within each...]
+    # [dp over hosts, dp within, pp over hosts, ...], then each pair as one axis
+    places = [place for axis in AXES for place in (axes.index(axis), len(axes) + axes.index(axis))]
+    return whole.transpose(places).reshape(shape)
+
+
+def hosts_of(devices: Sequence[Any]) -> list[list[Any]]:
+    """Return the devices that fast links join, group by group: of each slice, else of each process.
+
+    JAX gives each host of GPUs a slice of its own. GPUs that are described are all of one slice, a process a host.
+    """
+    found: dict[int, list[Any]] = defaultdict(list)
+    by = _slice if _kind(devices) != "processes" else _process
+    for device in devices:
+        found[by(device)].append(device)
+    return [found[key] for key in sorted(found)]
+
+
+def hosts_text(mesh: Mesh) -> str | None:
+    """Return which axes go over hosts, as "2 hosts: pp over 2"; None where there is one."""
+    devices = mesh.devices
+    groups = len(hosts_of(list(devices.flat)))
+    if groups == 1:
+        return None
+    lines = [np.moveaxis(devices, k, 0).reshape(devices.shape[k], -1)[:, 0] for k in range(devices.ndim)]
+    over = {axis: len(hosts_of(list(line))) for axis, line in zip(mesh.axis_names, lines, strict=True)}
+    axes = ", ".join(f"{axis} over {number}" for axis, number in over.items() if number > 1)
+    return f"{groups} {_kind(list(devices.flat))}: {axes}"
+
+
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", None) or 0
+
+
+def _process(device: Any) -> int:
+    return device.process_index
+
+
+def _kind(devices: Sequence[Any]) -> str:
+    """Return what the groups of `hosts_of` are."""
+    if devices[0].platform == "tpu":
+        return "slices"
+    return "hosts" if len({_slice(device) for device in devices}) > 1 else "processes"
+
+
+def _within(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
+    """Return the devices of a host or a slice as an array. JAX knows which axis goes along which of a torus of TPUs."""
+    if devices[0].platform == "tpu":
+        return mesh_utils.create_device_mesh(shape, list(devices), allow_split_physical_axes=True)
+    found = np.empty(len(devices), object)
+    found[:] = devices
+    return found.reshape(shape)
 
 
 def all_devices() -> list[Any]:

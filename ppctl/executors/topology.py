@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh
+from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from ppctl.errors import ConfigError
-from ppctl.executors.mesh import AXES
+from ppctl.executors.mesh import laid_out, mesh_of
 
 AWAY_FROM_TPU = {  # libtpu queries a metadata server for these and complains of each
     "TPU_SKIP_MDS_QUERY": "1",
@@ -47,23 +47,28 @@ class GpuTarget:
 
 
 def described_mesh(
-    dp: int, pp: int, fsdp: int, topology: str, gpu: GpuTarget | None, gpu_names: Sequence[str] = ()
+    sizes: tuple[int, int, int],
+    topology: str,
+    gpu: GpuTarget | None,
+    gpu_names: Sequence[str] = (),
+    order: str = "auto",
 ) -> Mesh:
     """Return a mesh of all devices of a topology: "v5e:4x4" of TPUs, "h100:2x8" (hosts x GPUs) of GPUs.
 
-    gpu: the GPU that the topology names; None: it is of TPUs. gpu_names: those that a message may name.
+    sizes: dp, pp, fsdp. gpu: the GPU that the topology names; None: it is of TPUs. gpu_names: those that a message may
+    name. order: as of `make_mesh`.
     ConfigError where the compiler for the devices is missing, where it knows no such topology, or where that has
     another number of devices than dp*pp*fsdp.
     """
     devices = _tpus(topology, gpu_names) if gpu is None else _gpus(topology, gpu)
+    dp, pp, fsdp = sizes
     need = dp * pp * fsdp
     if need != len(devices):
         raise ConfigError(
             f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need}, but plan.topology={topology} has {len(devices)} devices. "
             f"Use a mesh of {len(devices)}, such as mesh={len(devices)}x1, or another topology."
         )
-    order = mesh_utils.create_device_mesh((dp, pp, fsdp), devices, allow_split_physical_axes=True)
-    return Mesh(order, AXES, axis_types=(AxisType.Auto,) * 3)
+    return mesh_of(laid_out(devices, (dp, pp, fsdp), order))
 
 
 def _tpus(topology: str, gpu_names: Sequence[str]) -> list[Any]:

@@ -5,9 +5,11 @@ Standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 
+from ppctl.executors.hosts import over_hosts
 from ppctl.planner.op_times import OpTimes, PieceTimes
 from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
 from ppctl.schedule.remat import Remat
@@ -23,18 +25,21 @@ class Machine:
     host_devices: int | None  # devices that links join; None: all
     task_s: float  # to start a task, or a tick
     cores: int | None = None  # that all devices share, as simulated ones do; a device alone keeps one busy
+    order: str = "auto"  # mesh.order: which axes go over hosts first
 
-    def link_of(self, stride: int, size: int, num_devices: int) -> Link:
-        """Return the slowest link of an axis of `size` devices `stride` apart; `num_devices` in all, host by host."""
-        if self.network is None or self.host_devices is None or size == 1:
-            return self.link
-        is_within = num_devices <= self.host_devices or self.host_devices % (stride * size) == 0
-        return self.link if is_within else self.network
+    def links(self, sizes: Mapping[str, int]) -> dict[str, Link]:
+        """Return the slowest link of each axis of a mesh, which goes over as few hosts as hold it."""
+        num_devices = prod(sizes.values())
+        if self.network is None or self.host_devices is None or num_devices <= self.host_devices:
+            return dict.fromkeys(sizes, self.link)
+        num_hosts, left = divmod(num_devices, self.host_devices)
+        over = dict(sizes) if left else over_hosts(sizes, self.order, num_hosts)  # hosts that are not full: the worst
+        return {axis: self.link if number == 1 else self.network for axis, number in over.items()}
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """How a model lies on devices: the mesh (fsdp innermost, then pp) and the layers of its largest rank."""
+    """How a model lies on devices: the mesh and the layers of its largest rank."""
 
     dp: int
     pp: int
@@ -49,9 +54,8 @@ class PlannedLayout:
 
     def links(self, machine: Machine) -> dict[str, Link]:
         """Return the link of each axis, and of fsdp and pp together as "both"."""
-        dp, pp, fsdp = self.dp, self.pp, self.fsdp
-        axes = {"fsdp": (1, fsdp), "pp": (fsdp, pp), "both": (1, pp * fsdp), "dp": (pp * fsdp, dp)}
-        return {name: machine.link_of(*axis, dp * pp * fsdp) for name, axis in axes.items()}
+        links = machine.links({"dp": self.dp, "pp": self.pp, "fsdp": self.fsdp})
+        return links | {"both": links["fsdp" if links["pp"] == machine.link else "pp"]}
 
 
 @dataclass(frozen=True)

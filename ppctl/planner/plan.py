@@ -16,6 +16,7 @@ import jax
 
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
+from ppctl.executors.mesh import hosts_text
 from ppctl.planner.advise import propose
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.planner.step_runs import as_run
@@ -68,7 +69,7 @@ def predicted(job: TrainingJob) -> Prediction:
         bubble_fraction=pipe.bubble(),
         num_parameters=pipe.num_parameters,
         step_flops=flops,
-        devices=f"{pipe.mesh.size} x {device_kind(pipe)}",
+        devices=", ".join(filter(None, (f"{pipe.mesh.size} x {device_kind(pipe)}", hosts_text(pipe.mesh)))),
         hardware=None if hardware is None else hardware.name,
         costs=config.costs.name,
         step_time_s=step_s,

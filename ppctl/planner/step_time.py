@@ -123,6 +123,7 @@ def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
         hardware.host_devices,
         hardware.task_s,
         cores=os.cpu_count() if hardware.name == NOMINAL else None,
+        order=config.mesh.order,
     )
 
 

@@ -51,12 +51,13 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> TrainingJ
     schedule, lowered, partition = plan(config)
     dtype_name = config.run.dtype or default_dtype
     start_jax(config, dtype_name)
-    axes = config.mesh.dp, config.mesh.pp, config.mesh.fsdp
+    axes, order = (config.mesh.dp, config.mesh.pp, config.mesh.fsdp), config.mesh.order
     topology = config.plan.topology
     if topology is None:
-        mesh = make_mesh(*axes)
+        mesh = make_mesh(*axes, order)
     else:
-        mesh = described_mesh(*axes, topology, gpu_target(of_topology(config.hardware, topology)), gpu_names())
+        gpu = gpu_target(of_topology(config.hardware, topology))
+        mesh = described_mesh(axes, topology, gpu, gpu_names(), order)
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     optimizer, lr_schedule = make_optimizer(config)

@@ -24,6 +24,7 @@ from rich.console import Console
 from ppctl.config import Config, Transformer
 from ppctl.errors import CheckpointError, ConfigError, DamagedError
 from ppctl.executors import placement
+from ppctl.executors.mesh import hosts_text
 from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
 from ppctl.reports.charts.drawing import drawing_of_timeline
@@ -267,7 +268,11 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
         f"{attention}"
     )
     yield f"data      {job.data.source}"
-    yield f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {pipe.mesh.size} x {device.device_kind}"
+    over = hosts_text(pipe.mesh)
+    yield (
+        f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {pipe.mesh.size} x {device.device_kind}"
+        f"{'' if over is None else f', {over}'}"
+    )
     bubble = pipe.bubble()
     if bubble is None:
         yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from ppctl.config import Config
+from ppctl.config import Mesh as MeshSettings
 from ppctl.executors.mesh import make_mesh
 from ppctl.launch import distributed, xla_stderr
 
@@ -19,16 +20,21 @@ CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late a
 )
 
 
-def mesh(*, dp: int = 1, pp: int = 1, fsdp: int = 1) -> Mesh:
+def mesh(*, dp: int = 1, pp: int = 1, fsdp: int = 1, order: str = "auto") -> Mesh:
     """Return a mesh of dp*pp*fsdp devices: copies of the pipeline, its ranks, and shards of parameters.
 
     Where JAX has not started yet, a machine without accelerators simulates as many CPU devices.
 
+    order: the axes from the slowest links to the fastest, as "pp-dp-fsdp", which is what "auto" takes where there are
+    several hosts of GPUs, or slices of TPUs: the first goes over as many of them as its size allows, then the next.
+
     Raises:
-        ConfigError: There are fewer devices.
+        ConfigError: There are fewer devices, or no such axes.
     """
-    _simulate(dp * pp * fsdp)
-    return make_mesh(dp, pp, fsdp)
+    settings = MeshSettings(dp, pp, fsdp, order)
+    settings.check()
+    _simulate(settings.num_devices)
+    return make_mesh(dp, pp, fsdp, order)
 
 
 def start_jax(config: Config, dtype: str) -> None:

@@ -2,10 +2,13 @@
 
 import itertools
 from dataclasses import replace
-from math import inf
+from math import inf, prod
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from ppctl.executors.mesh import laid_out
 from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times, overhead_s
 from ppctl.planner.op_times import PieceTimes
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
@@ -26,23 +29,39 @@ def counted(layout, machine=MACHINE, examples=2, remat="none", **options):
 # --- links -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("order", ["auto", "dp-pp-fsdp", "fsdp-dp-pp"])
 @pytest.mark.parametrize("host_devices", [1, 2, 4, 6, 8])
-def test_an_axis_has_the_slow_link_where_any_of_its_rings_leaves_a_host(host_devices):
-    machine = replace(MACHINE, host_devices=host_devices)
-    for dp, pp, fsdp in itertools.product((1, 2, 3, 4), repeat=3):
-        number = dp * pp * fsdp
-        axes = {"fsdp": (1, fsdp), "pp": (fsdp, pp), "both": (1, fsdp * pp), "dp": (fsdp * pp, dp)}
-        for name, (stride, size) in axes.items():
-            starts = [device for device in range(number) if device // stride % size == 0]
-            rings = [[start + stride * k for k in range(size)] for start in starts]
-            assert sorted(itertools.chain(*rings)) == list(range(number))
-            leaves = any(len({device // host_devices for device in ring}) > 1 for ring in rings)
-            assert PlannedLayout(dp, pp, fsdp, 1, 1).links(machine)[name] == (FAR if leaves else NEAR)
+def test_an_axis_has_the_slow_link_where_any_of_its_groups_leaves_a_host(host_devices, order):
+    """As the devices of a mesh are laid out."""
+    machine = replace(MACHINE, host_devices=host_devices, order=order)
+    for sizes in itertools.product((1, 2, 3, 4), repeat=3):
+        number = prod(sizes)
+        if number % host_devices and number > host_devices:
+            continue
+        devices = [
+            SimpleNamespace(platform="gpu", slice_index=k // host_devices, process_index=0) for k in range(number)
+        ]
+        hosts = np.vectorize(lambda device: device.slice_index)(laid_out(devices, sizes, order))
+        dp, pp, fsdp = sizes
+        lines = {  # the devices of a line communicate
+            "dp": hosts.reshape(dp, -1).T,
+            "pp": hosts.transpose(0, 2, 1).reshape(-1, pp),
+            "fsdp": hosts.reshape(-1, fsdp),
+            "both": hosts.reshape(dp, -1),
+        }
+        found = PlannedLayout(*sizes, 1, 1).links(machine)
+        for name, line in lines.items():
+            assert found[name] == (FAR if (line != line[:, :1]).any() else NEAR), (name, sizes)
+
+
+def test_axes_of_hosts_that_are_not_full_have_the_slow_link():
+    assert MACHINE.links({"dp": 3, "pp": 4, "fsdp": 1}) == {"dp": FAR, "pp": FAR, "fsdp": NEAR}
 
 
 def test_without_hosts_or_without_a_network_there_is_one_link():
-    assert replace(MACHINE, host_devices=None).link_of(64, 64, 4096) == NEAR
-    assert replace(MACHINE, network=None).link_of(64, 64, 4096) == NEAR
+    sizes = {"dp": 64, "pp": 64, "fsdp": 1}
+    assert set(replace(MACHINE, host_devices=None).links(sizes).values()) == {NEAR}
+    assert set(replace(MACHINE, network=None).links(sizes).values()) == {NEAR}
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -75,13 +94,13 @@ def test_cores_are_shared_where_there_are_any():
 
 
 def test_per_step_overhead_by_hand():
-    # 2 x 2 x 4 devices on two hosts: fsdp and pp within one, dp across. 3 layers of 120 bytes on a rank,
+    # 2 x 2 x 4 devices on two hosts: fsdp and dp within one, pp across. 3 layers of 120 bytes on a rank,
     # embedding and head of 480
     layout = PlannedLayout(dp=2, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
     layers = 3 * (0.001 + 360 / 4 / 100)  # shares go round 4 devices in 3 messages
-    embed_head = 7 * (0.001 + 480 / 8 / 100)  # and round 8 in 7
+    embed_head = 7 * (0.01 + 480 / 8 / 10)  # and round 8 in 7
     held = 360 / 4 + 480 / 8
-    replicas = 2 * (0.01 + held / 2 / 10)  # 2 devices send each other a half, twice
+    replicas = 2 * (0.001 + held / 2 / 100)  # 2 devices send each other a half, twice
     cast = (360 + 480) * 1.5 / 50  # read, and written at half the size
     update = (3 * held * 2 + 2 * held) / 50  # parameters and two moments there and back, gradients twice
     assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx(2 * layers + 2 * embed_head + replicas + cast + update)

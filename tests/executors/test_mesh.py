@@ -1,0 +1,111 @@
+"""Devices of several hosts as a mesh: which axes go over hosts, and what their collectives cross once compiled."""
+
+import re
+from math import prod
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ppctl import config
+from ppctl.errors import ConfigError
+from ppctl.executors.mesh import AXES, hosts_text, laid_out, mesh_of
+from ppctl.executors.topology import has_plugin
+from ppctl.training.job import assemble
+
+
+def gpus(num_hosts, num_gpus):
+    """As JAX gives them: each host is a slice."""
+    return [
+        SimpleNamespace(platform="gpu", id=k, slice_index=k // num_gpus, process_index=k // num_gpus)
+        for k in range(num_hosts * num_gpus)
+    ]
+
+
+def ids(devices):
+    return np.vectorize(lambda device: device.id)(devices)
+
+
+def num_hosts_along(devices):
+    """How many hosts each axis goes over."""
+    hosts = np.vectorize(lambda device: device.slice_index)(devices)
+    return {
+        axis: len(np.unique(np.moveaxis(hosts, k, 0).reshape(hosts.shape[k], -1)[:, 0])) for k, axis in enumerate(AXES)
+    }
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shape", "order", "over"),
+    [
+        ((2, 4), (1, 2, 4), "auto", (1, 2, 1)),
+        ((2, 4), (2, 2, 2), "auto", (1, 2, 1)),
+        ((2, 4), (2, 1, 4), "auto", (2, 1, 1)),
+        ((2, 4), (1, 8, 1), "auto", (1, 2, 1)),
+        ((2, 4), (1, 1, 8), "auto", (1, 1, 2)),
+        ((4, 8), (2, 2, 8), "auto", (2, 2, 1)),
+        ((4, 8), (4, 8, 1), "auto", (1, 4, 1)),
+        ((4, 8), (4, 8, 1), "dp-pp-fsdp", (4, 1, 1)),
+        ((4, 8), (2, 8, 2), "fsdp-pp-dp", (1, 2, 2)),
+        ((4, 6), (2, 3, 4), "auto", (2, 1, 2)),
+    ],
+)
+def test_axes_go_over_hosts_in_their_order(hosts, shape, order, over):
+    devices = gpus(*hosts)
+    found = laid_out(devices, shape, order)
+    assert found.shape == shape
+    assert sorted(ids(found).flat) == list(range(len(devices)))
+    assert tuple(num_hosts_along(found).values()) == over
+    assert prod(over) == hosts[0]
+
+
+def test_neighbours_of_a_host_are_along_the_last_axis_of_the_order():
+    assert ids(laid_out(gpus(2, 4), (2, 2, 2)))[:, 0].tolist() == [[0, 1], [2, 3]]
+    assert ids(laid_out(gpus(2, 4), (2, 2, 2), "pp-fsdp-dp"))[:, 0].tolist() == [[0, 2], [1, 3]]
+    assert ids(laid_out(gpus(1, 8), (2, 2, 2), "pp-dp-fsdp"))[0, :, 0].tolist() == [0, 4]
+    assert ids(laid_out(gpus(1, 8), (2, 2, 2))).tolist() == np.arange(8).reshape(2, 2, 2).tolist()
+
+
+def test_hosts_of_different_sizes_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"^2 hosts of 2 to 4 devices make no mesh of \(1, 6, 1\): each must have as m"
+    ):
+        laid_out([*gpus(2, 4)][:6], (1, 6, 1))
+
+
+def test_slices_of_tpus_are_joined_by_pp():
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2).devices
+    found = laid_out(devices, (2, 4, 2))
+    assert tuple(num_hosts_along(found).values()) == (1, 2, 1)
+    assert hosts_text(mesh_of(found)) == "2 slices: pp over 2"
+
+
+@pytest.mark.skipif(not has_plugin(), reason="needs XLA's plugin for CUDA: pip install ppctl[cuda12]")
+@pytest.mark.parametrize("order", ["auto", "dp-pp-fsdp"])
+def test_a_program_compiled_for_two_hosts_crosses_them_where_the_order_says(order):
+    request = config.Config(
+        model=config.MLP(num_layers=4, d_model=16),
+        mesh=config.Mesh(2, 2, 2, order),
+        schedule=config.Schedule("1f1b", 4),
+        data=config.Regression(batch_size=64),
+        plan=config.Plan(compile=True, topology="h100:2x4"),
+    )
+    job = assemble(request)
+    text = job.pipe.engine.lower_train_step().compile().as_text()
+    hosts = [device.process_index for device in job.pipe.mesh.devices.flat]
+
+    def crossing(collective):
+        """Size of its groups -> whether they cross hosts."""
+        groups = re.findall(rf" {collective}-start\(.*?(?:groups|pairs)=\{{\{{(.*?)\}}\}}", text)
+        sets = [{int(number) for number in group.split(",")} for found in groups for group in found.split("},{")]
+        return {(len(members), len({hosts[k] for k in members}) > 1) for members in sets}
+
+    is_pp = order == "auto"
+    assert hosts_text(job.pipe.mesh) == f"2 processes: {'pp' if is_pp else 'dp'} over 2"
+    assert crossing("collective-permute") == {(2, is_pp)}
+    # parameters and gradients of layers over fsdp, of embedding and head over pp and fsdp
+    assert crossing("all-gather") == crossing("reduce-scatter") == {(2, False), (4, is_pp)}
+    assert (2, not is_pp) in crossing("all-reduce")  # gradients over dp
+    assert (2, is_pp) not in crossing("all-reduce")
