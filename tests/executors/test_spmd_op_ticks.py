@@ -85,7 +85,7 @@ def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "num_hops"), [("zb_h1", (2, 2, 2), 1), ("zb_v", (2, 4, 1), 2), ("zb_v", (8, 1, 1), 0)]
+    ("name", "mesh", "num_hops"), few([("zb_h1", (2, 2, 2), 1), ("zb_v", (2, 4, 1), 2), ("zb_v", (8, 1, 1), 0)], 2)
 )
 def test_a_tick_moves_its_one_output_and_nothing_else(name, mesh, num_hops):
     whole, loops = collectives(case(name, mesh))
@@ -95,7 +95,8 @@ def test_a_tick_moves_its_one_output_and_nothing_else(name, mesh, num_hops):
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"), [("zb_h1", "none"), ("zb_h1", "full"), pytest.param("zb_v", "none", marks=pytest.mark.full)]
+    ("name", "remat"),
+    few([("zb_h1", "none"), ("zb_h1", "full"), ("zb_v", "none")], 1),
 )
 def test_memory_does_not_grow_with_the_number_of_microbatches(name, remat):
     few, many = (temp_bytes(name, SINGLE_OP[name], m, remat) for m in (16, 64))

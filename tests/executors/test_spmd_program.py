@@ -2,7 +2,7 @@
 
 import pytest
 from support.cases import MLP, Case
-from support.selection import few
+from support.selection import every_other
 from support.spmd_programs import ROWS, collectives, sizes, temp_bytes
 
 PROGRAMS = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2)]
@@ -43,7 +43,7 @@ remats = pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=py
 
 
 @remats
-@pytest.mark.parametrize(("schedule", "num_chunks"), PROGRAMS[1:])
+@pytest.mark.parametrize(("schedule", "num_chunks"), every_other(PROGRAMS[1:]))
 def test_memory_does_not_grow_with_the_number_of_microbatches(schedule, num_chunks, remat):
     assert temp_bytes(schedule, num_chunks, 64, remat) <= 1.05 * temp_bytes(schedule, num_chunks, 16, remat)
 
@@ -64,7 +64,7 @@ def test_no_schedule_is_gpipe_in_disguise(schedule, num_chunks, remat):
 
 
 @pytest.mark.parametrize("skip_idle", [True, False], ids=["skip", "compute"])
-@pytest.mark.parametrize("pp", few([2, 1, 4], 1))
+@pytest.mark.parametrize("pp", every_other([2, 1, 4]))
 @programs
 def test_program_size_does_not_depend_on_the_number_of_microbatches(schedule, num_chunks, pp, skip_idle):
     def at(m):

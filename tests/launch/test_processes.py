@@ -182,6 +182,7 @@ def test_a_process_that_finds_no_other_says_where_it_looked(tmp_path):
     assert re.match(r"ppctl: run.distributed: process 0 waited run.join_s=2 s by run.coordinator=127.0.0.1:\d+,", line)
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken_is_refused(tmp_path):
     request = ["mesh=1x2", f"run.dir={tmp_path}", "run.distributed=explicit", "run.num_processes=2"]
     with socket.socket() as taken:

@@ -99,7 +99,9 @@ def test_other_versions_and_other_code_are_measured_anew(timings, tmp_path, monk
     assert not measure.is_kept(job, tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"times": {"F": [1]}}', '{"times": {"F": 1}}', '{"times": 3}'])
+@pytest.mark.parametrize(
+    "damage", few(["", "{", "[]", '{"times": {"F": [1]}}', '{"times": {"F": 1}}', '{"times": 3}'], 2)
+)
 def test_a_damaged_file_is_measured_again(damage, timings, tmp_path):
     job = assemble(TINY)
     wanted = measure.measured_op_times(job, tmp_path)

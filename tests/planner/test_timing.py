@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from support.cases import Case, difference, make_batch, make_params, make_stack
-from support.selection import few
+from support.selection import every_other, few
 
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.mpmd.tasks import Model
@@ -107,7 +107,7 @@ def layers_of(model, w, x):
     return x
 
 
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("remat", few(REMATS, 2))
 @pytest.mark.parametrize("name", few(["untied swiglu grouped", "mlp"], 1))
 def test_a_forward_goes_through_the_layers_and_keeps_its_stash(name, remat):
     model = model_of(name, remat)
@@ -121,7 +121,7 @@ def test_a_forward_goes_through_the_layers_and_keeps_its_stash(name, remat):
         assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (at(stashes, slot), kept)), strict=True))
 
 
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("remat", every_other(REMATS))
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", few(["untied swiglu grouped", "mlp"], 1))
 def test_a_backward_adds_the_gradient_of_the_layers(name, remat, split):

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from support.selection import every_other
+from support.selection import every_other, few
 
 from ppctl import cli
 from ppctl.cli.compose import compose
@@ -89,7 +89,7 @@ def plain(num_microbatches):
     "others",
     [pytest.param((), id="spmd"), pytest.param(("executor=mpmd", "schedule=1f1b"), id="mpmd", marks=pytest.mark.full)],
 )
-@pytest.mark.parametrize("recipe", NABLA)
+@pytest.mark.parametrize("recipe", few(NABLA, 1))
 def test_the_gradients_of_a_nabla_example_are_those_of_plain_jax(recipe, others):
     num_microbatches, _, stated, norms = NABLA[recipe]
     expected, grads = plain(num_microbatches)

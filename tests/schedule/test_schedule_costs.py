@@ -10,6 +10,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+from support.selection import every_other
 from support.sizes import FAMILIES, SIZES, TINY, by_ranks, make, random_programs
 
 from ppctl.schedule import reads, writes
@@ -45,7 +46,7 @@ def peaks(family, p, m, V):
     }[family]
 
 
-@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize("costs", every_other(COSTS), ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bubble_is_the_closed_form(family, costs):
     for size in SIZES:

@@ -4,6 +4,7 @@ from itertools import pairwise, product
 
 import pytest
 from support.all_families import COSTS, REAL, UNIT, cases, make
+from support.selection import every_other
 from support.sizes import random_programs
 
 from ppctl.schedule import build
@@ -63,7 +64,7 @@ def test_a_run_stops_at_its_limit():
     assert jobs.run(jobs.first, limit_s=9.001).makespan_s == 9
 
 
-@pytest.mark.parametrize("costs", [UNIT, REAL])
+@pytest.mark.parametrize("costs", every_other([UNIT, REAL]))
 @pytest.mark.parametrize(("patience", "last"), [*product((0, 0.5, 1), (False, True))])
 def test_a_greedy_run_is_a_valid_schedule_within_the_cap(patience, last, costs):
     for schedule in SCHEDULES:
@@ -90,7 +91,7 @@ def test_a_greedy_run_of_1f1b_with_split_backwards_fills_its_bubbles_with_weight
     assert jobs.run(orders).makespan_s == simulate(build("zb_h1", 8, 32), UNIT).makespan_s
 
 
-@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize("costs", every_other(COSTS), ids=str)
 def test_a_climb_is_never_longer_and_stays_valid_and_within_the_cap(costs):
     for schedule in SCHEDULES[::5]:
         jobs = Jobs(schedule, costs)

@@ -1,6 +1,7 @@
 """The lowering to ticks keeps the schedule, and its table alone drives the right values through the right slots."""
 
 import pytest
+from support.selection import every_other
 from support.sizes import by_ranks, grid, make
 
 from ppctl.errors import ScheduleError
@@ -55,7 +56,7 @@ def test_ticks_run_every_task_once_in_program_order_after_what_it_reads(sizes, s
                 assert all(None in cell for row in cells for cell in row)
 
 
-@pytest.mark.parametrize("sizes", by_ranks(SIZES))
+@pytest.mark.parametrize("sizes", every_other(by_ranks(SIZES)))
 def test_the_cheaper_shape_is_taken(sizes):
     for size in sizes:
         schedule = make(*size)
@@ -159,7 +160,7 @@ def check_table(lowered, keep_input):
 
 
 @remats
-@pytest.mark.parametrize("sizes", by_ranks(SIZES))
+@pytest.mark.parametrize("sizes", every_other(by_ranks(SIZES)))
 def test_the_table_brings_every_value_where_it_is_read_and_no_slot_holds_two(sizes, remat):
     for size in sizes:
         schedule = make(*size)

@@ -59,7 +59,7 @@ def make(model="mlp", optimizer=None, **request):
     return ppctl.pipeline(build(), **(usual | request))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", few(MODELS, 1))
 @pytest.mark.parametrize(
     "request_",
     few([{"schedule": "zb_h1", "executor": "mpmd"}, {"schedule": "interleaved", "num_chunks": 2}], 1),

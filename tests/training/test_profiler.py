@@ -116,7 +116,7 @@ def test_operations_of_another_program_are_no_tasks(tmp_path):
     assert sorted(found) == sorted(str(task) for tasks in job.pipe.schedule.ranks for task in tasks)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_window_holds_its_steps_and_no_other(tmp_path, capsys):
     assert traced_run(tmp_path, "mesh=1x2", "schedule=gpipe", "model.num_layers=2") == 0
     out = capsys.readouterr().out

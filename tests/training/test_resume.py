@@ -18,7 +18,7 @@ from support.selection import few
 
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 
-NUM_STEPS, EVERY = 300, 20
+NUM_STEPS, EVERY = 240, 40
 WORDS = (
     "model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=8 data.num_rows=1024 "
     "data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
@@ -196,7 +196,7 @@ def kill_moments(names):
     moments = {
         "importing": after(chance.uniform(0.2, 1.0)),
         "compiling": after(chance.uniform(0, 1.5), "compiling"),
-        "stepping": trained(chance.randrange(25, 60)),
+        "stepping": trained(chance.randrange(EVERY + 5, EVERY + 40)),
         "saving": saving,
         "evaluating": evaluating,
         "saving again": saving,

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from jax import monitoring
 from orbax.checkpoint import v1 as ocp
-from support.selection import few
+from support.selection import every_other, few
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ppctl import cli
@@ -173,18 +173,36 @@ def test_the_second_train_step_compiles_nothing(train, tmp_path):
 
 @pytest.mark.parametrize(
     ("step", "words", "message"),
-    [
-        (6, "run.resume=never", r"run.resume=never, but there is a checkpoint of step 6 in .*Use run.resume=auto or"),
-        (4, "run.num_steps=3", r"The checkpoint of step 4 in .* is past run.num_steps=3\. Use run.num_steps=4 or more"),
-        (4, "run.seed=1", r"other data or another order \(run.seed: 0 then, 1 now\), so its position 4 means nothing"),
-        (4, "data.batch_size=8", r"\(data.batch_size: 16 then, 8 now\)"),
-        (4, "data.num_rows=400", r"\(data.num_rows: 512 then, 400 now\)"),
-        (4, "model.d_model=32", r"does not fit: .* is stored as float32.* wanted float32.* Set run.resume=never and"),
-        (4, "model.num_layers=3", r"does not fit: .* is stored as float32\[2.* wanted float32\[3"),
-        (6, "model.d_model=32", r"does not fit: "),
-        (0, "run.resume=must", r"run.resume=must, but there is no checkpoint in .*Use run.resume=auto\."),
-        (0, "run.eval_every=1 run.eval_batches=9", r"run.eval_batches\*data.batch_size = 9\*16 = 144 is more than"),
-    ],
+    every_other(
+        [
+            (
+                6,
+                "run.resume=never",
+                r"run.resume=never, but there is a checkpoint of step 6 in .*Use run.resume=auto or",
+            ),
+            (
+                4,
+                "run.num_steps=3",
+                r"The checkpoint of step 4 in .* is past run.num_steps=3\. Use run.num_steps=4 or more",
+            ),
+            (
+                4,
+                "run.seed=1",
+                r"other data or another order \(run.seed: 0 then, 1 now\), so its position 4 means nothing",
+            ),
+            (4, "data.batch_size=8", r"\(data.batch_size: 16 then, 8 now\)"),
+            (4, "data.num_rows=400", r"\(data.num_rows: 512 then, 400 now\)"),
+            (
+                4,
+                "model.d_model=32",
+                r"does not fit: .* is stored as float32.* wanted float32.* Set run.resume=never and",
+            ),
+            (4, "model.num_layers=3", r"does not fit: .* is stored as float32\[2.* wanted float32\[3"),
+            (6, "model.d_model=32", r"does not fit: "),
+            (0, "run.resume=must", r"run.resume=must, but there is no checkpoint in .*Use run.resume=auto\."),
+            (0, "run.eval_every=1 run.eval_batches=9", r"run.eval_batches\*data.batch_size = 9\*16 = 144 is more than"),
+        ]
+    ),
 )
 def test_a_resume_that_cannot_be_is_refused_before_compiling(train, copy, step, words, message):
     run_dir = copy(step)
@@ -347,7 +365,7 @@ def reference_losses(tmp_path_factory):
     return losses(run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [name if name in BY_DEFAULT else pytest.param(name, marks=FULL) for name in list(LAYOUTS)[1:]],

@@ -9,6 +9,7 @@ import textwrap
 import time
 
 import pytest
+from support.selection import few
 
 from ppctl import cli
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -89,6 +90,7 @@ def test_continue_ends_with_the_error_if_the_last_save_fails(train, tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_stop_ends_the_run_long_before_the_next_save(train, tmp_path):
     words = ("run.num_steps=200", "run.checkpoint.every=100", "run.log_every=100")
     code, _, err, steps = train({99: lambda: disk(full=True)}, *words)
@@ -103,7 +105,7 @@ def test_stop_ends_the_run_long_before_the_next_save(train, tmp_path):
     assert 100 <= int(found[1]) < 200
 
 
-@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+@pytest.mark.parametrize("on_failure", few(["stop", "continue"], 1))
 def test_a_directory_that_cannot_be_written_for_a_while(train, tmp_path, on_failure):
     directory, away = tmp_path / "run" / "checkpoints", tmp_path / "away"
 
