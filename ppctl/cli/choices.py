@@ -168,7 +168,7 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     """Return the message on a key that no chosen part has; `chosen` maps a part to its option and dataclass.
 
     >>> unknown_key("mesh.pq", {"mesh": ("2x4", Mesh)})
-    'mesh.pq is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, fsdp)'
+    'mesh.pq is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, fsdp, order)'
     """
     part = key.split(".")[0]
     if part == "hydra":

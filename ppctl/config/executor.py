@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ppctl.config.checks import at_least, choice
+from ppctl.errors import ConfigError
 from ppctl.schedule.remat import Remat
 
 
@@ -16,6 +17,7 @@ class Reference:
     name: str = "reference"
     remat: str = "none"  # none | layer | full: what the backward recomputes
     unroll: int = 16  # layers of a device unrolled in the program up to this many, scanned above
+    xla_flags: Any = "auto"  # of the compiler: auto: what suits the devices | none | a list of 'NAME=VALUE'
 
     IS_PIPELINED: ClassVar[bool] = False
     IN_TICKS: ClassVar[bool] = False  # ranks run in lockstep, in one program
@@ -25,6 +27,14 @@ class Reference:
     def check(self) -> None:
         choice("executor.remat", self.remat, self.REMAT)
         at_least("executor.unroll", self.unroll, 0)
+        flags = self.xla_flags
+        if flags not in ("auto", "none") and not (
+            isinstance(flags, list) and all(isinstance(flag, str) and flag.find("=") > 0 for flag in flags)
+        ):
+            raise ConfigError(
+                f"executor.xla_flags={flags} is neither auto nor none nor a list of NAME=VALUE, which a command line "
+                "has in quotes: executor.xla_flags=\"['xla_gpu_enable_triton_gemm=false']\"."
+            )
 
 
 @dataclass

@@ -88,6 +88,11 @@ def _check_launch(config: Config) -> None:
             f"command starts, but run.distributed={config.run.distributed} says that they are started elsewhere. "
             "Use run.distributed=off, or leave out launch."
         )
+    if config.launch.max_restarts and not config.run.checkpoint.enabled:
+        raise ConfigError(
+            f"launch.max_restarts={config.launch.max_restarts} starts a crashed run again from its newest checkpoint, "
+            "but run.checkpoint.enabled=false writes none. Use launch.max_restarts=0, or leave the other out."
+        )
     if mesh.num_devices % processes:
         divisors = [n for n in range(1, mesh.num_devices + 1) if mesh.num_devices % n == 0]
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ppctl.config.checks import at_least, choice
+from ppctl.config.checks import above_zero, at_least, choice, fraction
 from ppctl.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -13,6 +13,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 @dataclass
 class Checkpoint:
+    enabled: bool = True  # false: nothing is ever saved, not at the end either, as a benchmark wants it
     every: int | None = 50  # steps; None: only at the end and on interruption
     keep: int = 3  # newest checkpoints kept
     on_failure: str = "stop"  # of a save: stop training | continue, and try again at the next save
@@ -47,6 +48,7 @@ class Run:
     seed: int = 0  # of initial weights and data order
     dtype: str | None = None  # of compute: float32 | bfloat16 | float64; None: float64 to verify, else float32
     platform: str | None = None  # cpu | cuda | tpu; None: JAX chooses
+    memory_fraction: float | None = None  # of a GPU's memory that JAX takes when it starts; None: JAX's default, 0.75
     resume: str = "auto"  # auto: go on if a checkpoint is there | must: fail if none | never: fail if one is there
     log_every: int = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: int | None = 100  # steps; None: no evaluation
@@ -77,6 +79,9 @@ class Run:
         choice("run.resume", self.resume, self.RESUME)
         if self.platform is not None:
             choice("run.platform", self.platform, self.PLATFORMS)
+        if self.memory_fraction is not None:
+            above_zero("run.memory_fraction", self.memory_fraction)
+            fraction("run.memory_fraction", self.memory_fraction)
         self._check_processes()
         self.checkpoint.check()
         self.profile.check()

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from ppctl.config import Mpmd, Reference, Spmd
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import AXES
+from ppctl.executors.xla_flags import Flags
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.ticks import Ticks
 
@@ -22,7 +23,7 @@ class Execution:
     remat: none | layer | full, what the backward recomputes. unroll: layers of a device that are unrolled up to this
     many, scanned above. idle (spmd): skip | compute, what a rank without a task does in a tick. gather (spmd): step |
     tick, how often parameters are gathered over fsdp. post_validation (mpmd): a rank updates before the global norm is
-    known, and again if that was wrong.
+    known, and again if that was wrong. xla_flags: options of the compiler, of every program of a step.
     """
 
     executor: str
@@ -31,6 +32,7 @@ class Execution:
     idle: str
     gather: str
     post_validation: bool
+    xla_flags: Flags = ()
 
     @property
     def is_pipelined(self) -> bool:

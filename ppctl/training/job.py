@@ -17,6 +17,7 @@ from ppctl import config as settings
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.data import BUILDERS, DataSet
+from ppctl.errors import ConfigError
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.flops import RelativeCosts, matmul_flops
@@ -58,13 +59,19 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> TrainingJ
     else:
         gpu = gpu_target(of_topology(config.hardware, topology))
         mesh = described_mesh(axes, topology, gpu, gpu_names(), order)
+    device = mesh.devices.flat[0]
+    if config.run.memory_fraction is not None and topology is None and device.platform not in ("gpu", "cuda"):
+        raise ConfigError(
+            f"run.memory_fraction={config.run.memory_fraction} is of GPUs, but the devices are {device.device_kind}. "
+            "Leave it out."
+        )
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     optimizer, lr_schedule = make_optimizer(config)
     sizes = [len(layers) for layers in partition] if isinstance(config.partition, settings.Explicit) else None
     how = {key: value for key, value in asdict(config.executor).items() if key != "name"}
     pipe = pipeline(
-        make_stack(config, data, dtype, mesh.devices.flat[0]),
+        make_stack(config, data, dtype, device),
         mesh=mesh,
         schedule=schedule if lowered is None else lowered,
         batch=batch_shapes(data),

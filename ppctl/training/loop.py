@@ -7,13 +7,12 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from ppctl.errors import ConfigError, NonFiniteError, PpctlError, SaveError
 from ppctl.launch import distributed
@@ -30,6 +29,7 @@ from ppctl.training.job import TrainingJob, model_flops, unit_of_work
 from ppctl.training.known_hardware import mfu_peak_flops
 from ppctl.training.metrics import Metrics
 from ppctl.training.prediction import StepPrediction
+from ppctl.training.step_clock import StepClock
 
 Tree = Any
 MOST_TIMES = 1000  # of steps that are kept, for their median
@@ -49,7 +49,10 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 @dataclass
 class Loop:
-    """The training loop. Numbers of a step are read one step later, so that the devices never wait for the host."""
+    """The training loop. Numbers of a step are read one step later, so that the devices never wait for the host.
+
+    A context manager, which ends the thread that tells when steps are done.
+    """
 
     job: TrainingJob
     footprint: Footprint  # of the compiled step
@@ -60,8 +63,14 @@ class Loop:
     prediction: StepPrediction
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))  # the newest
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
-    _unread: tuple[int, Tree, float] | None = None  # finished steps, numbers, when dispatched
-    _ready_s: float = 0.0
+    _unread: tuple[int, Tree, float, Future[float]] | None = None  # finished steps, numbers, when dispatched and done
+    _clock: StepClock = field(default_factory=StepClock)
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._clock.__exit__(*exception)
 
     def run(self, state: Tree, start: int, stop_requested: Callable[[int], int | None]) -> int:
         """Train from step `start`, and return the exit code. The last step, or the one after a stop request, is saved.
@@ -113,8 +122,9 @@ class Loop:
         else:
             with window.step(step):
                 state, numbers = engine.step(state, batch)
-        self._read(dispatched_s)
-        self._unread = (step + 1, numbers, dispatched_s)
+        done = self._clock.watch(numbers)
+        self._read()
+        self._unread = (step + 1, numbers, dispatched_s, done)
         if measured is not None and distributed.is_lead():
             self._read()  # writing the timeline is no part of the step
             self._show_timeline(measured, step + 1)
@@ -130,20 +140,13 @@ class Loop:
             **self.last,
         }
 
-    def _read(self, next_dispatched_s: float | None = None) -> None:
-        """Wait for the step in flight, check its numbers and log them.
-
-        next_dispatched_s: when the next step's dispatch began, if it has. A step that is done by its end counts as done
-        at its beginning: a dispatch may take as long as a step.
-        """
+    def _read(self) -> None:
+        """Wait for the step in flight, check its numbers and log them."""
         if self._unread is None:
             return
-        (finished, numbers, dispatched_s), self._unread = self._unread, None
-        was_ready = next_dispatched_s is not None and all(a.is_ready() for a in jax.tree.leaves(numbers))
+        (finished, numbers, dispatched_s, done), self._unread = self._unread, None
+        step_time_s = self._clock.step_time_s(dispatched_s, done)
         loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
-        now = next_dispatched_s if was_ready and next_dispatched_s is not None else time.perf_counter()
-        step_time_s = now - max(self._ready_s, dispatched_s)
-        self._ready_s = now
         self.step_times_s.append(step_time_s)
         self.last = {"step": finished, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_time_s": step_time_s}
         self.last |= self._speeds(step_time_s)
@@ -203,8 +206,12 @@ class Loop:
     def _save(self, state: Tree, finished: int, *, is_last: bool, stop_signal: int | None) -> None:
         """Save the state if its every number is finite: a finite loss does not prove that its update is."""
         self._read()
+        is_saved = self.job.config.run.checkpoint.enabled
         if stop_signal is not None:
-            self.metrics.note(f"{signal.Signals(stop_signal).name}: saving step {finished} and leaving")
+            what = f"saving step {finished} and leaving" if is_saved else f"leaving after step {finished}, unsaved"
+            self.metrics.note(f"{signal.Signals(stop_signal).name}: {what}")
+        if not is_saved:
+            return
         self.heartbeat.note("save", finished)
         with self._saving(finished):
             self.checkpoints.wait()  # for the save before

@@ -20,6 +20,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.layout import Layout
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.stage.flops import RelativeCosts, relative_costs
+from ppctl.executors.xla_flags import flags_for
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.costs import Costs, task_costs
@@ -196,6 +197,7 @@ def pipeline(
     idle: str = "skip",
     gather: str = "step",
     post_validation: bool = False,
+    xla_flags: str | Sequence[str] = "auto",
     **knobs: float,
 ) -> Pipeline:
     """Return a model pipelined over a mesh.
@@ -217,6 +219,7 @@ def pipeline(
         idle: What a rank without a task does in a tick of spmd: skip (default) | compute.
         gather: How often spmd gathers parameters over fsdp: step (default) | tick.
         post_validation: In mpmd a rank updates before the global norm is known, and again if that was wrong.
+        xla_flags: Options of XLA's compiler: auto (those that suit the devices; the default) | none | texts NAME=VALUE.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         dtype: Of compute. Parameters have the model's.
         lr_schedule: optax's learning rate of a step, for the metrics.
@@ -225,7 +228,8 @@ def pipeline(
     Raises:
         ConfigError, ScheduleError: The request is impossible, with values, equation and remedy; before any compiling.
     """
-    execution = Execution(executor, Remat.of(remat), unroll, idle, gather, post_validation)
+    flags = flags_for(xla_flags, mesh.devices.flat[0])
+    execution = Execution(executor, Remat.of(remat), unroll, idle, gather, post_validation, flags)
     check_execution(execution, mesh)
     shapes = shapes_of(batch)
     lowered = schedule if isinstance(schedule, Ticks) else None

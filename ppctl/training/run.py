@@ -25,6 +25,7 @@ from ppctl.config import Config, Transformer
 from ppctl.errors import CheckpointError, ConfigError, DamagedError
 from ppctl.executors import placement
 from ppctl.executors.mesh import hosts_text
+from ppctl.executors.xla_flags import text_of
 from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
 from ppctl.reports.charts.drawing import drawing_of_timeline
@@ -87,7 +88,7 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
         prediction = predict(job)
         for line in (*describe(job, start), prediction.line()):
             say(line)
-        where = environment(job.pipe.mesh)
+        where = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
         with _record_start(config, start, overrides, where) as status:
             footprint, compile_time_s = compile_steps(job, console)
             say(f"compiled in {compile_time_s:.1f} s")
@@ -100,7 +101,7 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
             with _metrics(config, start, console) as metrics:
                 show_start(metrics.tensorboard, job, overrides, where, footprint, prediction)
                 loop = Loop(job, footprint, compile_time_s, checkpoints, metrics, heartbeat, prediction)
-                with _stop_requests(console) as stop_requested:
+                with loop, _stop_requests(console) as stop_requested:
                     exit_code = loop.run(state, start, stop_requested)
                 if metrics.tensorboard is not None:
                     metrics.tensorboard.step_times(loop.step_times_s, loop.last["step"])
@@ -109,7 +110,8 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
     summary = loop.summary(exit_code)
     if loop.step_times_s:
         say(prediction.compared(loop.step_times_s, max(footprint.total_bytes)))
-    say(f"{summary['status']} at step {summary['step']}; checkpoints, metrics and logs are in {run_dir}")
+    left = "checkpoints, metrics and logs" if config.run.checkpoint.enabled else "metrics and logs"
+    say(f"{summary['status']} at step {summary['step']}; {left} are in {run_dir}")
     if as_json and is_lead:
         print(json.dumps(summary | placed))
     return exit_code
@@ -283,6 +285,8 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
             f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {many_ticks}bubble "
             f"{bubble:.1%}, at most {max(peak_activations(schedule)):g} live activations"
         )
+    if pipe.execution.xla_flags:
+        yield f"xla       {text_of(pipe.execution.xla_flags)}"
     if pipe.execution.dispatches_tasks:
         barrier = ", no barrier before the optimizer" if pipe.execution.post_validation else ""
         yield f"executor  mpmd: a program for each stage and kind of task, dispatched by the host{barrier}"

@@ -49,6 +49,9 @@ def start_jax(config: Config, dtype: str) -> None:
     platform = config.run.platform or ("cpu" if is_away else None)
     if platform is not None:
         jax.config.update("jax_platforms", platform)
+    if config.run.memory_fraction is not None:
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the older name; jaxlib refuses both
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(config.run.memory_fraction)
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     if config.run.distributed != "off":

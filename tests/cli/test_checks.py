@@ -24,6 +24,10 @@ IMPOSSIBLE = [
         {"launch": c.Launch(processes=3)},
         "mesh=2x4 has 8 devices, not a multiple of launch.processes=3. Use .*processes=2",
     ),
+    (
+        {"launch": c.Launch(max_restarts=2), "run": c.Run(checkpoint=c.Checkpoint(enabled=False))},
+        "launch.max_restarts=2 starts a crashed run again .* but run.checkpoint.enabled=false writes none",
+    ),
     ({"partition": c.Explicit(layers={"a": 1})}, "partition.layers={'a': 1} is neither a list"),
     ({"partition": c.Explicit(layers=4)}, "partition.layers=4 is neither a list .* nor text"),
     ({"partition": c.Explicit(layers=[4, "x"])}, r"partition.layers=\[4, 'x'\]: stage 1 has x layers"),

@@ -72,6 +72,8 @@ def test_hosts_and_their_gpus_are_asked_for_and_the_description_says_what_fits(m
     assert found["hardware"] == "h100"
     assert found["fits"] is True
     assert found["limit_bytes"] == round(known()["h100"].memory_gib * 2**30)  # the compiler refuses nothing
+    assert run_plan(replace(REQUEST, run=config.Run(memory_fraction=0.9)), as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["limit_bytes"] == round(known()["h100"].memory_gib * 0.9 / 0.75 * 2**30)
     small = replace(REQUEST, plan=replace(REQUEST.plan, memory_gib=max(found["total_bytes"]) / 2**30 - 1e-6))
     assert run_plan(small, as_json=True) == 1
 

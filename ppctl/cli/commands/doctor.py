@@ -122,6 +122,9 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     device = job.pipe.mesh.devices.flat[0]
     memory = jax.local_devices()[0].memory_stats() or {}
     limit = f", {_size(memory['bytes_limit'])} of memory each" if "bytes_limit" in memory else ""
+    if limit and device.platform == "gpu":
+        share = config.run.memory_fraction
+        limit += f" (run.memory_fraction={'null: as JAX decides' if share is None else share})"
     schedule = job.pipe.schedule
     state_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(job.pipe.states.natural))
     findings = [

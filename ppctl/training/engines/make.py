@@ -49,16 +49,17 @@ def make_engine(
         training, evaluation = (
             (each, dispatch_order(each, execution.remat)) for each in (schedule, forward_only(schedule))
         )
-        engine = Mpmd(states, shapes, model, (training, evaluation), optimizer, lr_schedule)
+        options = dict(execution.xla_flags)
+        engine = Mpmd(states, shapes, model, (training, evaluation), optimizer, lr_schedule, options)
         if not execution.post_validation:
             return engine
         return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))
     if lowered is None:
         gradients, loss = _by_reference(model, states.layout, execution)
-        return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule)
+        return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, flags=execution.xla_flags)
     gradients, loss = _in_ticks(model, states.layout, schedule, lowered, execution)
     held = spmd_bytes(model, states.layout, lowered)
-    return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held)
+    return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held, execution.xla_flags)
 
 
 def model_of(

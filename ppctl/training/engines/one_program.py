@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_preset import cpu_options, temp_bytes, total_bytes
 from ppctl.executors.mesh import DATA_AXES
 from ppctl.executors.spmd.memory import shard_bytes
+from ppctl.executors.xla_flags import Flags
 from ppctl.training.engines import Footprint
 from ppctl.training.engines.examples import examples_of, put_examples
 from ppctl.training.engines.programs import Choose, StepPrograms, one_program
@@ -35,6 +36,7 @@ class OneProgram:
     optimizer: optax.GradientTransformation
     lr_schedule: optax.Schedule | None = None
     held: Mapping[str, int] = field(default_factory=dict)  # bytes of a device that the executor keeps, by part
+    flags: Flags = ()  # options of the compiler
     compiled: dict[str, jax.stages.Compiled] = field(default_factory=dict)
 
     def new_state(self, seed: int | None = None) -> Tree:
@@ -91,12 +93,17 @@ class OneProgram:
         return self.trace_train_step().lower()
 
     def compile(self, *, evaluate: bool) -> Footprint:
-        self.compiled["step"] = step = self.lower_train_step().compile()
+        self.compiled["step"] = step = self.compile_program(self.lower_train_step())
         if evaluate:
             loss = jax.jit(lambda params, batch: self.loss_of(params, batch)[0])
-            self.compiled["loss"] = loss.lower(self.states.staged["params"], self.placed_batch).compile()
+            lowered = loss.lower(self.states.staged["params"], self.placed_batch)
+            self.compiled["loss"] = self.compile_program(lowered)
         ranks = self.states.layout.mesh.shape["pp"]
         return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
+
+    def compile_program(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Return a lowered program compiled as those of training are."""
+        return lowered.compile(dict(self.flags) or None)
 
     def memory(self) -> tuple[dict[str, int], ...]:
         step = self.compiled.get("step")
@@ -119,7 +126,7 @@ class OneProgram:
 
     def programs(self, choose: Choose | None = None) -> StepPrograms:
         del choose  # there is one
-        return one_program(self.trace_train_step(), self.states.layout.mesh.shape["pp"])
+        return one_program(self.trace_train_step(), self.states.layout.mesh.shape["pp"], self.compile_program)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         return self.compiled["step"](state, batch)

@@ -87,9 +87,11 @@ def compile_all(programs: Sequence[StepProgram]) -> None:
         list(threads.map(lambda program: program.compiled, programs))
 
 
-def one_program(traced: jax.stages.Traced, num_ranks: int) -> StepPrograms:
+def one_program(
+    traced: jax.stages.Traced, num_ranks: int, compiled: Callable[[jax.stages.Lowered], jax.stages.Compiled]
+) -> StepPrograms:
     """Return the programs of a step that is one program of all ranks."""
-    step = StepProgram("step", tuple(range(num_ranks)), 1, traced, traced.lower, lambda: step.lowered.compile())
+    step = StepProgram("step", tuple(range(num_ranks)), 1, traced, traced.lower, lambda: compiled(step.lowered))
     return StepPrograms([step], [], [])
 
 

@@ -1,0 +1,88 @@
+"""Options of XLA's compiler that suit the devices: given to each program that is compiled, not to the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jaxlib.version
+
+from ppctl.errors import ConfigError
+
+Value = bool | int | float | str
+Flags = tuple[tuple[str, Value], ...]
+
+# Of NVIDIA GPUs. Sources: flags that JAX's GPU performance guide and MaxText's GPU recipes give to pipelines; products
+# without Triton took 0.393 s a step instead of 0.411 on one H100 (docs/benchmarks.md, "One H100").
+GPU_FLAGS: Flags = (
+    ("xla_gpu_enable_latency_hiding_scheduler", True),  # collectives start early and end late
+    ("xla_gpu_enable_pipelined_p2p", True),  # what ranks hand on travels while the next tick computes
+    ("xla_gpu_collective_permute_decomposer_threshold", 1024),  # bytes from which a permute is a send and a receive
+    ("xla_gpu_enable_pipelined_all_gather", True),
+    ("xla_gpu_enable_pipelined_reduce_scatter", True),
+    ("xla_gpu_enable_triton_gemm", False),  # matrix products by cuBLAS
+)
+
+
+def flags_for(request: str | Sequence[str], device: Any) -> Flags:
+    """Return the compiler options of executor.xla_flags for a device, which may be a described one.
+
+    request: "auto", those of `GPU_FLAGS` that this XLA knows and XLA_FLAGS does not set, on NVIDIA GPUs, and none
+    elsewhere; "none"; or texts NAME=VALUE in place of auto's.
+
+    Raises:
+        ConfigError: Of an option that XLA does not know, or not with this value.
+    """
+    if request == "none":
+        return ()
+    if request == "auto":
+        if device.platform not in ("gpu", "cuda") or "NVIDIA" not in device.device_kind:
+            return ()
+        of_user = os.environ.get("XLA_FLAGS", "")
+        return tuple(
+            (name, value) for name, value in GPU_FLAGS if name not in of_user and _refusal(name, value) is None
+        )
+    flags = tuple(parsed(text) for text in request)
+    for name, value in flags:
+        reason = _refusal(name, value)
+        if reason is not None:
+            raise ConfigError(
+                f"executor.xla_flags: {name}={value} is refused by XLA of jaxlib {jaxlib.version.__version__}: "
+                f"{reason}. Leave it out, or use executor.xla_flags=auto."
+            )
+    return flags
+
+
+def parsed(text: str) -> tuple[str, Value]:
+    """Return (name, value) of an option as XLA_FLAGS has it.
+
+    >>> parsed("--xla_gpu_enable_triton_gemm=false"), parsed("xla_gpu_autotune_level=2")
+    (('xla_gpu_enable_triton_gemm', False), ('xla_gpu_autotune_level', 2))
+    """
+    name, _, value = text.removeprefix("--").partition("=")
+    if value in ("true", "false"):
+        return name, value == "true"
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value
+
+
+def text_of(flags: Flags) -> str:
+    """Return options as XLA_FLAGS has them, without dashes."""
+    return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in flags)
+
+
+@cache
+def _refusal(name: str, value: Value) -> str | None:
+    """Return why XLA does not take an option, None if it does. All backends know the options of each other."""
+    try:
+        jax.jit(lambda: 0).lower().compile({name: value})
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).split("\n")[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
+    return None
