@@ -7,15 +7,21 @@ twice as fast as contracting with head dimensions in the weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from ppctl.model.attention import Kernel, attention
+from ppctl.model.cross_entropy import cross_entropy
 from ppctl.model.stack import Stack, Tree
 
 EMBED_STD = 0.02
+Rotate = Callable[[jax.Array, float], jax.Array]  # (x [B, T, N, H], theta) -> the same turned by position
 
 
 def _linear(num_in: int, num_out: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
@@ -29,12 +35,11 @@ def _norm(width: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
 class Attention(nnx.Module):
     """Causal grouped-query self-attention with rotary positions (Su et al. 2021; Ainslie et al. 2023)."""
 
-    def __init__(
-        self, d_model: int, num_heads: int, num_kv_heads: int, rope_theta: float, mix: Kernel, dtype, rngs: nnx.Rngs
-    ):
-        self.num_heads, self.num_kv_heads, self.rope_theta, self.mix = num_heads, num_kv_heads, rope_theta, mix
-        self.head_dim = d_model // num_heads
-        kv_width = num_kv_heads * self.head_dim
+    def __init__(self, settings: dict, dtype, rngs: nnx.Rngs):
+        d_model, self.num_heads, self.num_kv_heads = (settings[key] for key in ("d_model", "num_heads", "num_kv_heads"))
+        self.mix, self.rotate = settings["mix"], partial(settings["rotate"], theta=settings["rope_theta"])
+        self.head_dim = d_model // self.num_heads
+        kv_width = self.num_kv_heads * self.head_dim
         self.query = _linear(d_model, d_model, dtype, rngs)
         self.key = _linear(d_model, kv_width, dtype, rngs)
         self.value = _linear(d_model, kv_width, dtype, rngs)
@@ -42,20 +47,46 @@ class Attention(nnx.Module):
 
     def __call__(self, x_MD: jax.Array, num_tokens: int) -> jax.Array:
         kv_shape = (-1, num_tokens, self.num_kv_heads, self.head_dim)
-        q_BTNH = rotate(self.query(x_MD).reshape(-1, num_tokens, self.num_heads, self.head_dim), self.rope_theta)
-        k_BSGH = rotate(self.key(x_MD).reshape(kv_shape), self.rope_theta)
+        q_BTNH = self.rotate(self.query(x_MD).reshape(-1, num_tokens, self.num_heads, self.head_dim))
+        k_BSGH = self.rotate(self.key(x_MD).reshape(kv_shape))
         v_BSGH = self.value(x_MD).reshape(kv_shape)
         return self.out(self.mix(q_BTNH, k_BSGH, v_BSGH).reshape(x_MD.shape))
 
 
 def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
     """Rotary position embedding: pair (i, i + H/2) at position t is turned by t * theta**(-2i/H)."""
-    T, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
-    # numpy: constants of the program; as jax operations they would be computed again in every tick
-    angle_TH = np.arange(T)[:, None] * theta ** (-np.arange(half) / half)
-    cos, sin = (jnp.asarray(table[:, None], x_BTNH.dtype) for table in (np.cos(angle_TH), np.sin(angle_TH)))
+    angle = _angles(x_BTNH, theta)[:, None]
+    cos, sin = (jnp.asarray(table, x_BTNH.dtype) for table in (np.cos(angle), np.sin(angle)))
     a, b = jnp.split(x_BTNH, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def rotate_reversed(x_BTNH: jax.Array, theta: float) -> jax.Array:
+    """`rotate` to the bit, by halves in reverse order: no slices and concatenations, in the gradient neither.
+
+    Those are arrays of their own on accelerators; on CPU they are faster (1.06 to 1.28 times, with the product before).
+    """
+    angle = _angles(x_BTNH, theta)[:, None, None]
+    tables = np.cos(angle), np.concatenate([-np.sin(angle), np.sin(angle)], axis=-2)
+    cos, sin = (jnp.asarray(table, x_BTNH.dtype) for table in tables)
+    halves = x_BTNH.reshape(*x_BTNH.shape[:-1], 2, -1)
+    return (halves * cos + jax.lax.rev(halves, (halves.ndim - 2,)) * sin).reshape(x_BTNH.shape)
+
+
+def _angles(x_BTNH: jax.Array, theta: float) -> np.ndarray:
+    """Return [T, H/2] angles: numpy, as jax operations would be computed again in every tick."""
+    T, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
+    return np.arange(T)[:, None] * theta ** (-np.arange(half) / half)
+
+
+def rotation(device: Any = None) -> Rotate:
+    """Return `rotate` as a device has it fastest; None: the first that is here."""
+
+    def turn(x_BTNH: jax.Array, theta: float) -> jax.Array:
+        platform = (jax.devices()[0] if device is None else device).platform
+        return (rotate if platform == "cpu" else rotate_reversed)(x_BTNH, theta)
+
+    return turn
 
 
 class MLP(nnx.Module):
@@ -77,8 +108,7 @@ class Block(nnx.Module):
     def __init__(self, settings: dict, dtype, rngs: nnx.Rngs):
         D = settings["d_model"]
         self.attention_norm = _norm(D, dtype, rngs)
-        heads, kv_heads = settings["num_heads"], settings["num_kv_heads"]
-        self.attention = Attention(D, heads, kv_heads, settings["rope_theta"], settings["mix"], dtype, rngs)
+        self.attention = Attention(settings, dtype, rngs)
         self.mlp_norm = _norm(D, dtype, rngs)
         self.mlp = MLP(D, round(settings["mlp_ratio"] * D), settings["activation"], dtype, rngs)
 
@@ -113,6 +143,7 @@ def transformer(
     rope_theta: float,
     dtype: jnp.dtype,
     mix: Kernel | None = None,
+    rotate: Rotate | None = None,
 ) -> Stack:
     """Return the stack of a decoder-only language model: num_layers pre-norm blocks between embedding and head.
 
@@ -120,7 +151,7 @@ def transformer(
     d_model must be a multiple of num_heads, with an even quotient (rotary positions), and num_heads of num_kv_heads
     (None: as many as num_heads). mlp_ratio: width of the MLP over d_model. activation: gelu | swiglu. tied: the head's
     matrix is the embedding's. rope_theta: base of the rotary wavelengths. dtype: of the parameters.
-    mix: attention; None: by the device that is here.
+    mix: attention, rotate: rotary positions; None: as the device that is here has them.
     The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail in tracing, with the
     error of the operation.
     """
@@ -130,6 +161,7 @@ def transformer(
         "num_kv_heads": num_kv_heads or num_heads,
         "rope_theta": rope_theta,
         "mix": attention("auto") if mix is None else mix,
+        "rotate": rotation() if rotate is None else rotate,
         "mlp_ratio": mlp_ratio,
         "activation": activation,
     }
@@ -151,10 +183,8 @@ def transformer(
     def head(ends: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(ends_graph, ends)
         x_MD = model.norm(x_BTD.reshape(-1, d_model))
-        logits_MV = x_MD @ (model.embedding[...].T if tied else model.head[...])
-        logits_MV = logits_MV.astype(jnp.promote_types(logits_MV.dtype, jnp.float32))
-        picked_M = jnp.take_along_axis(logits_MV, targets_BT.reshape(-1, 1), axis=-1)[:, 0]
-        losses_M = jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
-        return losses_M.sum(), jnp.asarray(losses_M.size, losses_M.dtype)
+        w = (model.embedding if tied else model.head)[...]
+        loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), is_tied=tied)
+        return loss, jnp.asarray(targets_BT.size, loss.dtype)
 
     return Stack(num_layers, init_ends, init_layer, embed, layer, head)

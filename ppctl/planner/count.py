@@ -21,9 +21,10 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
-from ppctl.executors.stage.flops import PRODUCTS, product_flops
+from ppctl.executors.stage.flops import PRODUCTS, equation_flops
 from ppctl.executors.stage.jaxprs import flatten
 from ppctl.executors.stage.stage import LayerSlots, Stage
+from ppctl.model import cudnn_attention
 from ppctl.planner.roofline import ModelWork, Op, PieceWork
 from ppctl.schedule.remat import Remat
 
@@ -142,19 +143,24 @@ def _ops(function: Callable, *args: Tree) -> list[Op]:
 
 
 def _of_jaxpr(jaxpr: core.Jaxpr) -> list[Op]:
-    products = {id(v) for eqn in jaxpr.eqns if eqn.primitive.name in PRODUCTS for v in eqn.invars}
+    products = {id(v) for eqn in jaxpr.eqns if _is_product(eqn) for v in eqn.invars}
     written = products | {id(v) for v in jaxpr.outvars}
     ops = []
     for eqn in jaxpr.eqns:
         made = sum(_size(v) for v in eqn.outvars if id(v) in written)
-        if eqn.primitive.name in PRODUCTS:
-            ops.append(Op(float(product_flops(eqn)), sum(map(_size, (*eqn.invars, *eqn.outvars)))))
+        if _is_product(eqn):
+            ops.append(Op(float(equation_flops(eqn)), sum(map(_size, (*eqn.invars, *eqn.outvars)))))
         elif eqn.primitive.name == "scan":
             inner = _of_jaxpr(eqn.params["jaxpr"].jaxpr)
             ops += [Op(eqn.params["length"] * op.flops, eqn.params["length"] * op.bytes) for op in inner]
         else:
             ops.append(Op(0.0, 2.0 * made))
     return ops
+
+
+def _is_product(eqn: core.JaxprEqn) -> bool:
+    """Return whether an equation reads and writes its arrays in memory itself: a product, or cuDNN's attention."""
+    return eqn.primitive.name in PRODUCTS or eqn.params.get("target_name") in cudnn_attention.CALLS
 
 
 def _size(v: Any) -> int:

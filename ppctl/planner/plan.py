@@ -58,7 +58,7 @@ def predicted(job: TrainingJob) -> Prediction:
     elif limit is None and total is not None and config.plan.topology is not None:
         fits = True  # the compiler for TPUs refuses what does not
     unit, count = unit_of_work(job)
-    flops = model_flops(pipe)
+    flops = model_flops(job)
     peak = mfu_peak_flops(config.hardware if hardware is None else hardware, "", str(pipe.dtype))
     step_s = None if time_ is None else time_.total_s
     return Prediction(
@@ -68,7 +68,7 @@ def predicted(job: TrainingJob) -> Prediction:
         stages=_stages(job, known=time_ is not None),
         bubble_fraction=pipe.bubble(),
         num_parameters=pipe.num_parameters,
-        step_flops=flops,
+        step_flops=flops.full,
         devices=", ".join(filter(None, (f"{pipe.mesh.size} x {device_kind(pipe)}", hosts_text(pipe.mesh)))),
         hardware=None if hardware is None else hardware.name,
         costs=config.costs.name,
@@ -77,7 +77,8 @@ def predicted(job: TrainingJob) -> Prediction:
         unknown=unknown,
         unit=unit,
         tokens_per_s=None if step_s is None else count / step_s,
-        mfu_fraction=None if step_s is None or peak is None else flops / step_s / (peak * pipe.mesh.size),
+        mfu_fraction=None if step_s is None or peak is None else flops.full / step_s / (peak * pipe.mesh.size),
+        mfu_causal_fraction=None if step_s is None or peak is None else flops.causal / step_s / (peak * pipe.mesh.size),
         memory_bytes=memory,
         total_bytes=needed,
         is_complete=is_complete,

@@ -79,7 +79,7 @@ def _numbers(found: Prediction, config: Config) -> str:
         speed = (exact(found.tokens_per_s, f"{found.tokens_per_s:,.0f} {unit}"), "")
     else:
         step = speed = ("not known", escape(found.unknown or ""))
-    mfu, bubble = found.mfu_fraction, found.bubble_fraction
+    mfu, causal, bubble = found.mfu_fraction, found.mfu_causal_fraction, found.bubble_fraction
     microbatches = f"{config.schedule.num_microbatches} microbatches"
     devices, hardware = escape(found.devices), escape(found.hardware or "not known")
     cards = [
@@ -88,7 +88,9 @@ def _numbers(found: Prediction, config: Config) -> str:
         (
             "MFU",
             "not known" if mfu is None else exact(mfu, f"{mfu:.1%}"),
-            "no peak is stated" if mfu is None else "of the peak of all devices",
+            "no peak is stated"
+            if mfu is None or causal is None
+            else f"of the peak; {exact(causal, f'{causal:.1%}')} causal",
         ),
         (
             "Bubble",

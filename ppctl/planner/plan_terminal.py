@@ -129,7 +129,8 @@ def _time_text(found: Prediction) -> str:
     if found.step_time_s is None or found.tokens_per_s is None or found.once_s is None:
         return f"not known: {found.unknown}"
     unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
-    mfu = "" if found.mfu_fraction is None else f", MFU {found.mfu_fraction:.1%}"
+    mfu, causal = found.mfu_fraction, found.mfu_causal_fraction
+    mfu = "" if mfu is None or causal is None else f", MFU {mfu:.1%} ({causal:.1%} causal)"
     overhead = f"of which {found.once_s / found.step_time_s:.1%} for parameters, gradients and optimizer"
     source = f"costs={found.costs}, hardware={found.hardware}"
     return f"{found.step_time_s:.4g} s, {found.tokens_per_s:,.0f} {unit}{mfu}; {overhead} ({source})"

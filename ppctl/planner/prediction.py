@@ -40,6 +40,7 @@ class Prediction:
     unit: str  # tokens_per_s | rows_per_s
     tokens_per_s: float | None  # or examples, as `unit` says
     mfu_fraction: float | None  # 0..1: of the hardware's peak; None where that is not known, as of CPUs
+    mfu_causal_fraction: float | None  # the same, attention to later tokens not counted
     memory_bytes: tuple[Mapping[str, int], ...]  # for each rank, of one device, by part
     total_bytes: tuple[int, ...]  # for each rank; without "temporaries" it is what is needed at least
     is_complete: bool  # whether temporaries are known, be it by estimate

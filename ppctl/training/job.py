@@ -153,11 +153,29 @@ def open_data(config: Config) -> DataSet:
     return custom_data(**given) if name == "custom" else BUILDERS[name](**given)
 
 
-def model_flops(pipe: Pipeline) -> int:
-    """Return FLOPs of the model in one step: matrix products of a forward and its backward, nothing recomputed."""
-    loss_and_grads = reference(pipe.stack, num_microbatches=1, remat="none", unroll=0, dtype=pipe.dtype)
-    params = jax.eval_shape(lambda: init(pipe.stack, 0))
-    return matmul_flops(loss_and_grads, params, pipe.batch_shapes)
+@dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of the model in one step: matrix products of a forward and its backward, nothing recomputed."""
+
+    full: int  # each token attends to all of its sequence, as most publications count
+    causal: int  # each token attends to itself and those before it, which is all that a kernel need compute
+
+
+def model_flops(job: TrainingJob) -> ModelFlops:
+    """Return the FLOPs of a step, the same whatever computes attention: counted in its plain form."""
+    pipe, model = job.pipe, job.config.model
+    stack, masked = pipe.stack, 0
+    if isinstance(model, settings.Transformer):
+        if model.attention != "xla":
+            plain = replace(job.config, model=replace(model, attention="xla"))
+            stack = make_stack(plain, job.data, pipe.dtype, pipe.mesh.devices.flat[0])
+        num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
+        # scores and their product with values: 4 FLOPs a pair of tokens and unit of width, twice as many backward
+        masked = 12 * num_examples * model.num_layers * model.d_model * (num_tokens * (num_tokens - 1) // 2)
+    loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=pipe.dtype)
+    params = jax.eval_shape(lambda: init(stack, 0))
+    full = matmul_flops(loss_and_grads, params, pipe.batch_shapes)
+    return ModelFlops(full, full - masked)
 
 
 def unit_of_work(job: TrainingJob) -> tuple[str, int]:

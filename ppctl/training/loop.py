@@ -25,7 +25,7 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import versions
 from ppctl.training.heartbeat import Heartbeat
-from ppctl.training.job import TrainingJob, model_flops, unit_of_work
+from ppctl.training.job import ModelFlops, TrainingJob, model_flops, unit_of_work
 from ppctl.training.known_hardware import mfu_peak_flops
 from ppctl.training.metrics import Metrics
 from ppctl.training.prediction import StepPrediction
@@ -175,8 +175,9 @@ class Loop:
         unit, count, flops, peak, bubble = self._work
         return {
             unit: count / step_time_s,
-            "model_flops_per_s": flops / step_time_s,
-            "mfu_fraction": None if peak is None else flops / step_time_s / peak,
+            "model_flops_per_s": flops.full / step_time_s,
+            "mfu_fraction": None if peak is None else flops.full / step_time_s / peak,
+            "mfu_causal_fraction": None if peak is None else flops.causal / step_time_s / peak,
             "compile_time_s": self.compile_time_s,
             "predicted_bubble_fraction": bubble,
             "predicted_step_time_s": self.prediction.step_time_s,
@@ -185,14 +186,14 @@ class Loop:
         }
 
     @cached_property
-    def _work(self) -> tuple[str, int, int, float | None, float | None]:
+    def _work(self) -> tuple[str, int, ModelFlops, float | None, float | None]:
         """Unit of speed, units and FLOPs of a step; peak FLOP/s of all devices; predicted bubble."""
         pipe, config = self.job.pipe, self.job.config
         unit, count = unit_of_work(self.job)
         device = pipe.mesh.devices.flat[0]
         peak = mfu_peak_flops(config.hardware, device.device_kind, str(pipe.dtype))
         all_peak = None if peak is None else peak * pipe.mesh.size
-        return unit, count, model_flops(pipe), all_peak, pipe.bubble()
+        return unit, count, model_flops(self.job), all_peak, pipe.bubble()
 
     def _evaluate(self, state: Tree, finished: int) -> None:
         self._read()

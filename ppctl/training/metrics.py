@@ -180,7 +180,7 @@ def _train_tag(key: str) -> str:
     >>> _train_tag("loss"), _train_tag("tokens_per_s"), _train_tag("mfu_fraction")
     ('train/loss', 'speed/tokens_per_s', 'speed/mfu_fraction')
     """
-    return f"speed/{key}" if key.endswith("_s") or key == "mfu_fraction" else f"train/{key}"
+    return f"speed/{key}" if key.endswith("_s") or key.startswith("mfu") else f"train/{key}"
 
 
 def _eval_tag(key: str) -> str:
@@ -205,11 +205,12 @@ _SHOWN = {
     "tokens_per_s": lambda value: f"{value:,.0f} tok/s",
     "rows_per_s": lambda value: f"{value:,.0f} rows/s",
     "mfu_fraction": lambda value: f"mfu {value:.1%}",
+    "mfu_causal_fraction": lambda value: f"({value:.1%} causal)",
     "step_time_s": lambda value: f"{value:.3f} s/step",
 }
 
 
-_SPEEDS = ("tokens_per_s", "rows_per_s", "mfu_fraction")
+_SPEEDS = ("tokens_per_s", "rows_per_s", "mfu_fraction", "mfu_causal_fraction")
 _ON_BAR = ("loss", "tokens_per_s", "rows_per_s")
 
 

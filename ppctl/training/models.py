@@ -15,6 +15,7 @@ from ppctl.model import mlp as mlp_model
 from ppctl.model import transformer as transformer_model
 from ppctl.model.attention import attention, choose
 from ppctl.model.stack import Stack
+from ppctl.model.transformer import rotation
 from ppctl.training.user_code import custom_stack
 
 
@@ -90,7 +91,7 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
             f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
         )
     mix = attention(attention_kernel(config, compute, device), device)
-    return transformer_model.transformer(**sizes, vocab_size=vocab_size, dtype=dtype, mix=mix)
+    return transformer_model.transformer(**sizes, vocab_size=vocab_size, dtype=dtype, mix=mix, rotate=rotation(device))
 
 
 def attention_kernel(config: Config, compute: jnp.dtype, device: Any) -> str:

@@ -102,7 +102,7 @@ FAULTS = [
     ("train optim.lr=fast", "optim.lr takes a number .default 0.002"),
     ("train run.name=[a]", "run.name takes text"),
     ("train run=3", "run=3: run is a part. Set what is in it, for example run.name"),
-    ("train run.checkpoint=null", "run.checkpoint is a part. Set what is in it, for example run.checkpoint.every"),
+    ("train run.checkpoint=null", "run.checkpoint is a part. Set what is in it, for example run.checkpoint.enabled"),
     ("train hydra.job.num=abc", "hydra.job.num=abc: hydra.job.num does not take such a value"),
     ("train model={name:[1]}", "model.name does not take such a value"),
     ("train model=???", "You must specify 'model'"),

@@ -1,6 +1,7 @@
 """What the transformer computes, from its public functions. Shape suffixes as in the model."""
 
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from support.selection import few
 from ppctl.executors.reference import reference
 from ppctl.model.attention import KERNELS, softmax
 from ppctl.model.stack import init
-from ppctl.model.transformer import rotate, transformer
+from ppctl.model.transformer import rotate, rotate_reversed, rotation, transformer
 
 B, T, D, V, L, HEADS = 2, 8, 16, 32, 3, 4
 SETTINGS = {
@@ -225,3 +226,18 @@ def test_bfloat16_compute_keeps_losses_and_parameters_in_float32(changes):
     exact, _ = step_of(stack, jnp.float32)(params, batch)
     assert loss == pytest.approx(float(exact), rel=0.05)
     assert loss != exact
+
+
+def test_both_forms_of_rotary_positions_have_the_same_bits():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    pulls = [jax.vjp(lambda x, form=form: form(x, 10000.0), x) for form in (rotate, rotate_reversed)]
+    for one, other in zip(*((out, pull(out)[0]) for out, pull in pulls), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_rotary_positions_are_concatenated_on_cpu_alone(platform):
+    turn = rotation(SimpleNamespace(platform=platform))
+    there_and_back = lambda x: jax.vjp(lambda x: turn(x, 10000.0), x)[1](x)  # noqa: E731
+    found = {eqn.primitive.name for eqn in jax.make_jaxpr(there_and_back)(jnp.zeros((1, 4, 2, 8))).jaxpr.eqns}
+    assert ("concatenate" in found, "rev" in found) == (platform == "cpu", platform != "cpu")

@@ -13,8 +13,10 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import matmul_flops
+from ppctl.model.attention import KERNELS
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
+from ppctl.planner import count
 from ppctl.planner.count import CountedModel, work_of
 from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
 from ppctl.planner.roofline import Op
@@ -197,3 +199,14 @@ def test_masked_ticks_have_the_flops_of_the_program(family, remat):
     headless = step_time(op_times, case.program(), table, plain, copies=1, masked=True)
     assert headless.pipeline_s + number * op_times.head.all_s == program
     assert headless.pipeline_s < time.pipeline_s <= program
+
+
+def test_attention_by_cudnn_is_the_work_of_the_plain_form_without_its_scores_in_memory():
+    q, k = (jax.ShapeDtypeStruct((2, 256, number, 64), jnp.bfloat16) for number in (4, 2))
+
+    def there_and_back(kernel):
+        return count._ops(lambda q, k, v, g: jax.vjp(kernel, q, k, v)[1](g), q, k, k, q)
+
+    cudnn, plain = there_and_back(KERNELS["cudnn"]), there_and_back(KERNELS["xla"])
+    assert sum(op.flops for op in cudnn) == sum(op.flops for op in plain) == 3 * 4 * 2 * 256 * 256 * 4 * 64
+    assert sum(op.bytes for op in cudnn) < 0.5 * sum(op.bytes for op in plain)

@@ -61,13 +61,17 @@ def test_flops_of_a_transformer_are_six_a_weight_and_token_plus_attention(activa
     num_matrices = 3 if activation == "swiglu" else 2
     weights = L * (2 * D * D + 2 * D * kv_width + num_matrices * D * int(mlp_ratio * D)) + D * V
     attention = L * 2 * (2 * M * T * D)  # scores and mixture, every position with every position
-    assert model_flops(assemble(transformer_config(model=model)).pipe) == 6 * weights * M + 3 * attention
+    for kernel in ("xla", "chunked"):
+        found = model_flops(assemble(transformer_config(model=replace(model, attention=kernel))))
+        assert found.full == 6 * weights * M + 3 * attention
+        assert found.causal == 6 * weights * M + 3 * attention * (T + 1) // (2 * T)  # token t to t + 1 tokens
 
 
 def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data():
     L, D, I, O = 4, 16, 5, 3
     inputs = 2 * BATCH_SIZE * I * D  # the data need no gradient
-    assert model_flops(assemble(mlp_config()).pipe) == 6 * BATCH_SIZE * (L * D * D + D * O) + 2 * inputs
+    found = model_flops(assemble(mlp_config()))
+    assert found.full == found.causal == 6 * BATCH_SIZE * (L * D * D + D * O) + 2 * inputs
 
 
 @pytest.mark.slow
@@ -83,7 +87,7 @@ def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data(
 )
 def test_flops_and_the_initial_state_do_not_depend_on_the_layout(parts):
     here, there = assemble(transformer_config()), assemble(transformer_config(**parts))
-    assert model_flops(here.pipe) == model_flops(there.pipe)
+    assert model_flops(here) == model_flops(there)
     states = [built.pipe.to_natural(built.pipe.init()) for built in (here, there)]
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         # to the bit where layers are compiled as a user has it: tests/executors/test_layout.py

@@ -106,7 +106,14 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
     for line in lines:
         assert set(line) == {
             *("step", "loss", "grad_norm", "lr", "step_time_s", "compile_time_s", "model_flops_per_s", "mfu_fraction"),
-            *("predicted_bubble_fraction", "predicted_step_time_s", "predicted_memory_bytes", "memory_bytes", speed),
+            *(
+                "mfu_causal_fraction",
+                "predicted_bubble_fraction",
+                "predicted_step_time_s",
+                "predicted_memory_bytes",
+                "memory_bytes",
+                speed,
+            ),
         }
         count = 16 * 8 if speed == "tokens_per_s" else 16
         assert line[speed] == pytest.approx(count / line["step_time_s"])
