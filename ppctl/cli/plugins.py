@@ -63,8 +63,9 @@ class PpctlSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         if _is_recipe(config_path):
             return self.files.load_config(config_path)
-        sizes = map(int, config_path.removeprefix("mesh/").split("x"))
-        return ConfigResult(self.provider, self.full_path(), OmegaConf.structured(Mesh(*sizes)), {"package": None})
+        dp, pp, fsdp = map(int, f"{config_path.removeprefix('mesh/')}x1".split("x")[:3])
+        mesh = OmegaConf.structured(Mesh(dp, pp, fsdp))
+        return ConfigResult(self.provider, self.full_path(), mesh, {"package": None})
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         if _is_recipe(config_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from ppctl.config.checks import at_least, choice
 from ppctl.errors import ConfigError
@@ -27,10 +27,9 @@ class Reference:
     def check(self) -> None:
         choice("executor.remat", self.remat, self.REMAT)
         at_least("executor.unroll", self.unroll, 0)
-        flags = self.xla_flags
-        if flags not in ("auto", "none") and not (
-            isinstance(flags, list) and all(isinstance(flag, str) and flag.find("=") > 0 for flag in flags)
-        ):
+        flags: Any = self.xla_flags
+        texts = cast("list[object]", flags) if isinstance(flags, list) else [] if flags in ("auto", "none") else [""]
+        if not all("=" in str(text)[1:] for text in texts):
             raise ConfigError(
                 f"executor.xla_flags={flags} is neither auto nor none nor a list of NAME=VALUE, which a command line "
                 "has in quotes: executor.xla_flags=\"['xla_gpu_enable_triton_gemm=false']\"."

@@ -65,7 +65,7 @@ def laid_out(devices: Sequence[Any], shape: tuple[int, ...], order: str = "auto"
     groups = hosts_of(devices)
     if len(groups) == 1 and order == "auto":
         return _within(devices, shape)
-    sizes = dict(zip(AXES, shape, strict=True))
+    sizes: dict[str, int] = dict(zip(AXES, shape, strict=True))
     counts = sorted({len(group) for group in groups})
     if len(counts) > 1:
         raise ConfigError(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import jax
-import jaxlib.version
 
 from ppctl.errors import ConfigError
 
@@ -50,7 +50,7 @@ def flags_for(request: str | Sequence[str], device: Any) -> Flags:
         reason = _refusal(name, value)
         if reason is not None:
             raise ConfigError(
-                f"executor.xla_flags: {name}={value} is refused by XLA of jaxlib {jaxlib.version.__version__}: "
+                f"executor.xla_flags: {name}={value} is refused by XLA of jaxlib {version('jaxlib')}: "
                 f"{reason}. Leave it out, or use executor.xla_flags=auto."
             )
     return flags
@@ -73,6 +73,11 @@ def parsed(text: str) -> tuple[str, Value]:
     return name, value
 
 
+def options(flags: Flags) -> dict[str, str | bool]:
+    """Return options as JAX takes them. Its types leave out the numbers, which XLA takes as text too."""
+    return {name: value if isinstance(value, bool) else str(value) for name, value in flags}
+
+
 def text_of(flags: Flags) -> str:
     """Return options as XLA_FLAGS has them, without dashes."""
     return " ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in flags)
@@ -82,7 +87,7 @@ def text_of(flags: Flags) -> str:
 def _refusal(name: str, value: Value) -> str | None:
     """Return why XLA does not take an option, None if it does. All backends know the options of each other."""
     try:
-        jax.jit(lambda: 0).lower().compile({name: value})
+        jax.jit(lambda: 0).lower().compile(options(((name, value),)))
     except jax.errors.JaxRuntimeError as error:
         return str(error).split("\n")[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
     return None
