@@ -13,7 +13,7 @@ Mask = list[bool]
 
 CALLS = (  # primitive -> the parameter that holds what it calls
     dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr")
-    | dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+    | dict.fromkeys(("closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
     | {"custom_vjp_call_jaxpr": "fun_jaxpr"}
 )
 BARRIER = "optimization_barrier"
