@@ -12,15 +12,15 @@ import jax
 
 from ppctl.errors import ConfigError
 
-Value = bool | int | float | str
+Value = bool | str  # XLA takes numbers as text too
 Flags = tuple[tuple[str, Value], ...]
 
-# Of NVIDIA GPUs. Sources: flags that JAX's GPU performance guide and MaxText's GPU recipes give to pipelines; products
-# without Triton took 0.393 s a step instead of 0.411 on one H100 (docs/benchmarks.md, "One H100").
+# Of NVIDIA GPUs: what others ship for pipelines. Without Triton's products a step took 0.393 s instead of 0.411 on one
+# H100 (docs/benchmarks.md, "One H100"); the others have been compiled with, not timed.
 GPU_FLAGS: Flags = (
     ("xla_gpu_enable_latency_hiding_scheduler", True),  # collectives start early and end late
     ("xla_gpu_enable_pipelined_p2p", True),  # what ranks hand on travels while the next tick computes
-    ("xla_gpu_collective_permute_decomposer_threshold", 1024),  # bytes from which a permute is a send and a receive
+    ("xla_gpu_collective_permute_decomposer_threshold", "1024"),  # bytes from which a permute is a send and a receive
     ("xla_gpu_enable_pipelined_all_gather", True),
     ("xla_gpu_enable_pipelined_reduce_scatter", True),
     ("xla_gpu_enable_triton_gemm", False),  # matrix products by cuBLAS
@@ -60,22 +60,10 @@ def parsed(text: str) -> tuple[str, Value]:
     """Return (name, value) of an option as XLA_FLAGS has it.
 
     >>> parsed("--xla_gpu_enable_triton_gemm=false"), parsed("xla_gpu_autotune_level=2")
-    (('xla_gpu_enable_triton_gemm', False), ('xla_gpu_autotune_level', 2))
+    (('xla_gpu_enable_triton_gemm', False), ('xla_gpu_autotune_level', '2'))
     """
     name, _, value = text.removeprefix("--").partition("=")
-    if value in ("true", "false"):
-        return name, value == "true"
-    for kind in (int, float):
-        try:
-            return name, kind(value)
-        except ValueError:
-            continue
-    return name, value
-
-
-def options(flags: Flags) -> dict[str, str | bool]:
-    """Return options as JAX takes them. Its types leave out the numbers, which XLA takes as text too."""
-    return {name: value if isinstance(value, bool) else str(value) for name, value in flags}
+    return name, value == "true" if value in ("true", "false") else value
 
 
 def text_of(flags: Flags) -> str:
@@ -87,7 +75,7 @@ def text_of(flags: Flags) -> str:
 def _refusal(name: str, value: Value) -> str | None:
     """Return why XLA does not take an option, None if it does. All backends know the options of each other."""
     try:
-        jax.jit(lambda: 0).lower().compile(options(((name, value),)))
+        jax.jit(lambda: 0).lower().compile({name: value})
     except jax.errors.JaxRuntimeError as error:
         return str(error).split("\n")[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
     return None

@@ -15,7 +15,6 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.memory import spmd_bytes
 from ppctl.executors.spmd.program import Options, spmd
-from ppctl.executors.xla_flags import options
 from ppctl.model.stack import Stack
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.ir import Schedule, Task
@@ -50,8 +49,7 @@ def make_engine(
         training, evaluation = (
             (each, dispatch_order(each, execution.remat)) for each in (schedule, forward_only(schedule))
         )
-        flags = options(execution.xla_flags)
-        engine = Mpmd(states, shapes, model, (training, evaluation), optimizer, lr_schedule, flags)
+        engine = Mpmd(states, shapes, model, (training, evaluation), optimizer, lr_schedule, dict(execution.xla_flags))
         if not execution.post_validation:
             return engine
         return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))

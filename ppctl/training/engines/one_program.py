@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_preset import cpu_options, temp_bytes, total_bytes
 from ppctl.executors.mesh import DATA_AXES
 from ppctl.executors.spmd.memory import shard_bytes
-from ppctl.executors.xla_flags import Flags, options
+from ppctl.executors.xla_flags import Flags
 from ppctl.training.engines import Footprint
 from ppctl.training.engines.examples import examples_of, put_examples
 from ppctl.training.engines.programs import Choose, StepPrograms, one_program
@@ -103,7 +103,7 @@ class OneProgram:
 
     def compile_program(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Return a lowered program compiled as those of training are."""
-        return lowered.compile(options(self.flags) or None)
+        return lowered.compile(dict(self.flags) or None)
 
     def memory(self) -> tuple[dict[str, int], ...]:
         step = self.compiled.get("step")
