@@ -49,10 +49,7 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 @dataclass
 class Loop:
-    """The training loop. Numbers of a step are read one step later, so that the devices never wait for the host.
-
-    A context manager, which ends the thread that tells when steps are done.
-    """
+    """The training loop. Numbers of a step are read one step later, so that the devices never wait for the host."""
 
     job: TrainingJob
     footprint: Footprint  # of the compiled step
@@ -61,16 +58,10 @@ class Loop:
     metrics: Metrics
     heartbeat: Heartbeat
     prediction: StepPrediction
+    clock: StepClock
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))  # the newest
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
     _unread: tuple[int, Tree, float, Future[float]] | None = None  # finished steps, numbers, when dispatched and done
-    _clock: StepClock = field(default_factory=StepClock)
-
-    def __enter__(self) -> Loop:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._clock.__exit__(*exception)
 
     def run(self, state: Tree, start: int, stop_requested: Callable[[int], int | None]) -> int:
         """Train from step `start`, and return the exit code. The last step, or the one after a stop request, is saved.
@@ -122,7 +113,7 @@ class Loop:
         else:
             with window.step(step):
                 state, numbers = engine.step(state, batch)
-        done = self._clock.watch(numbers)
+        done = self.clock.watch(numbers)
         self._read()
         self._unread = (step + 1, numbers, dispatched_s, done)
         if measured is not None and distributed.is_lead():
@@ -145,7 +136,7 @@ class Loop:
         if self._unread is None:
             return
         (finished, numbers, dispatched_s, done), self._unread = self._unread, None
-        step_time_s = self._clock.step_time_s(dispatched_s, done)
+        step_time_s = self.clock.step_time_s(dispatched_s, done)
         loss, grad_norm, lr = (float(numbers[name]) for name in ("loss", "grad_norm", "lr"))
         self.step_times_s.append(step_time_s)
         self.last = {"step": finished, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_time_s": step_time_s}

@@ -46,6 +46,7 @@ from ppctl.training.models import attention_kernel
 from ppctl.training.prediction import StepPrediction
 from ppctl.training.process_group import compare, process_group
 from ppctl.training.start import start_jax
+from ppctl.training.step_clock import StepClock
 from ppctl.training.tensorboard import TensorBoardLog
 
 Tree = Any
@@ -98,10 +99,10 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
             state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
             del restored
             placed = _show_placement(job, state, console) if config.run.show_placement else {}
-            with _metrics(config, start, console) as metrics:
+            with _metrics(config, start, console) as metrics, StepClock() as clock:
                 show_start(metrics.tensorboard, job, overrides, where, footprint, prediction)
-                loop = Loop(job, footprint, compile_time_s, checkpoints, metrics, heartbeat, prediction)
-                with loop, _stop_requests(console) as stop_requested:
+                loop = Loop(job, footprint, compile_time_s, checkpoints, metrics, heartbeat, prediction, clock)
+                with _stop_requests(console) as stop_requested:
                     exit_code = loop.run(state, start, stop_requested)
                 if metrics.tensorboard is not None:
                     metrics.tensorboard.step_times(loop.step_times_s, loop.last["step"])
