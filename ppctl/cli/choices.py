@@ -17,11 +17,18 @@ from types import UnionType
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Run, ScheduleConfig, Tune
+from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Rehearse, Run, ScheduleConfig, Tune
 from ppctl.config.files import ROOT
 
 # the parts of which there is one
-PLAIN: dict[str, type] = {"run": Run, "launch": Launch, "plan": Plan, "tune": Tune, "inspect": Inspect}
+PLAIN: dict[str, type] = {
+    "run": Run,
+    "launch": Launch,
+    "plan": Plan,
+    "rehearse": Rehearse,
+    "tune": Tune,
+    "inspect": Inspect,
+}
 PARTS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in PLAIN)  # the parts that are chosen by name
 GROUPS = (*PARTS, "recipes")
 DRAWN = ("mesh", "schedule", "costs")  # the parts that `ppctl schedule` depends on

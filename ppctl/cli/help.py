@@ -47,6 +47,10 @@ EXAMPLES = {
         "ppctl plan recipes=tiny plan.compile=true plan.html=plan.html --json",
         "ppctl plan mesh=4x4 data.batch_size=64 plan.compile=true plan.topology=v5e:4x4",
     ),
+    "rehearse": (
+        "ppctl rehearse mesh=1x8 schedule=zb_v",
+        "ppctl rehearse mesh=2x4 executor=mpmd rehearse.html=rehearsal.html --json",
+    ),
     "tune": (
         "ppctl tune mesh=2x4 data.batch_size=64 tune.measure=3",
         "ppctl tune hardware=h100 tune.devices=64 model.num_layers=64 model.d_model=8192 data.batch_size=512",
@@ -68,10 +72,11 @@ FIRST_EXAMPLES = (  # what to try first
     "ppctl plan mesh=2x4 schedule=1f1b hardware=h100",
 )
 APPLIES_TO = {  # the commands that a part applies to; any other part applies to all of them
-    "hardware": ("train", "plan", "tune"),
-    "costs": ("train", "plan", "tune"),
+    "hardware": ("train", "plan", "rehearse", "tune"),
+    "costs": ("train", "plan", "rehearse", "tune"),
     "launch": ("train", "doctor"),
     "plan": ("plan",),
+    "rehearse": ("rehearse",),
     "tune": ("tune",),
     "inspect": ("inspect",),
 }
@@ -102,6 +107,7 @@ MOST_USED = (
     "plan.topology",
     "plan.memory_gib",
     "plan.html",
+    "rehearse.html",  # rehearse: of `ppctl rehearse`
     "tune.devices",  # tune: of `ppctl tune`
     "tune.measure",
     "tune.recipe",

@@ -14,7 +14,7 @@ from ppctl.config.mesh import Mesh
 from ppctl.config.model import MLP, CustomModel, Transformer
 from ppctl.config.optim import SGD, AdamW, Optim
 from ppctl.config.partition import Balanced, Explicit, Uniform
-from ppctl.config.plan import Plan
+from ppctl.config.plan import Plan, Rehearse
 from ppctl.config.request import Config, ScheduleConfig, check
 from ppctl.config.run import DTYPES, Checkpoint, Profile, Run
 from ppctl.config.schedule import Auto, Chunked, Csv, Eager1F1B, Gis, Hanayo, Interleaved, Schedule
@@ -53,6 +53,7 @@ __all__ = [
     "Profile",
     "Reference",
     "Regression",
+    "Rehearse",
     "Run",
     "Schedule",
     "ScheduleConfig",

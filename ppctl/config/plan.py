@@ -1,4 +1,4 @@
-"""The settings of `ppctl plan`."""
+"""The settings of `ppctl plan` and of `ppctl rehearse`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from ppctl.config.checks import at_least
 from ppctl.errors import ConfigError
 
 TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
@@ -35,3 +36,14 @@ class Plan:
                 f"plan.topology={self.topology} names what the compiler compiles for, but plan.compile=false. "
                 "Use plan.compile=true, or leave the topology out."
             )
+
+
+@dataclass
+class Rehearse:
+    """How often `ppctl rehearse` runs each rank on the one device, and a page to write."""
+
+    runs: int = 5  # of a step of each rank, after one that warms up; the median counts
+    html: str | None = None  # write the rehearsal to this file too, as a page for browsers that loads nothing
+
+    def check(self) -> None:
+        at_least("rehearse.runs", self.runs, 1)

@@ -15,7 +15,7 @@ from ppctl.config.mesh import Mesh
 from ppctl.config.model import MLP, CustomModel, Transformer
 from ppctl.config.optim import SGD, AdamW
 from ppctl.config.partition import Balanced, Explicit, Uniform
-from ppctl.config.plan import Plan
+from ppctl.config.plan import Plan, Rehearse
 from ppctl.config.run import Run
 from ppctl.config.schedule import Auto, Chunked, Csv, Eager1F1B, Gis, Hanayo, Interleaved, Schedule
 from ppctl.config.tune import Tune
@@ -38,6 +38,7 @@ class Config:
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     plan: Plan = field(default_factory=Plan)
+    rehearse: Rehearse = field(default_factory=Rehearse)
     tune: Tune = field(default_factory=Tune)
     inspect: Inspect = field(default_factory=Inspect)
 

@@ -47,6 +47,16 @@ def make_mesh(dp: int, pp: int, fsdp: int, order: str = "auto") -> Mesh:
     return mesh_of(laid_out(devices[:need], (dp, pp, fsdp), order))
 
 
+def repeated_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
+    """Return a mesh that is one device of this process all over: for shapes, and for programs of one device.
+
+    No program that spans it runs.
+    """
+    devices = np.empty((dp, pp, fsdp), object)
+    devices[:] = all_devices()[0]
+    return mesh_of(devices)
+
+
 def mesh_of(devices: np.ndarray) -> Mesh:
     """Return the mesh of devices that are laid out as [dp, pp, fsdp]."""
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))

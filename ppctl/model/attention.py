@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ BLOCK = 256  # tokens of a block of `chunked`
 # tokens from which auto takes `chunked` where the device has no kernel: it takes 0.57 of the CPU seconds of `xla` there
 LONG = 1024
 LANES = 128  # of a TPU
+PALLAS_BLOCKS = (512, 384, 256, LANES)  # tokens of a block on TPUs: the first that divides a sequence, as MaxText's 512
 NEVER = -1e30  # score of a token that comes later
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q [B, T, N, H], k and v [B, S, G, H] -> [B, T, N, H]
@@ -238,8 +240,16 @@ def pallas(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *, interpret
 
     T, N, H = q_BTNH.shape[1:]
     mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * N)
+    block = next(size for size in PALLAS_BLOCKS if T % size == 0)
+    names = (field.name for field in fields(splash_attention_kernel.BlockSizes) if field.name.startswith("block"))
+    sizes: dict[str, Any] = dict.fromkeys(names, block)
     kernel = splash_attention_kernel.make_splash_mha(
-        mask, head_shards=1, q_seq_shards=1, residual_checkpoint_name="saved", interpret=interpret
+        mask,
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=splash_attention_kernel.BlockSizes(**sizes),
+        residual_checkpoint_name="saved",
+        interpret=interpret,
     )
     q_BNTH, k_BGSH, v_BGSH = (a.transpose(0, 2, 1, 3) for a in (q_BTNH, k_BSGH, v_BSGH))
     out_BNTH: Any = jax.vmap(kernel)(q_BNTH * H**-0.5, k_BGSH, v_BGSH)

@@ -107,12 +107,24 @@ def overhead_s(params: ParamBytes, machine: Machine, layout: PlannedLayout, *, g
     Embedding and head are divided over pp and fsdp, a rank's layers over fsdp; sums over dp are of what each device
     keeps. Collectives of single arrays count as one, as compilers combine them.
     """
+    update = _held(params, layout) * (
+        2 * (1 + params.moments) + 2
+    )  # read and written; gradients read twice, for a norm
+    moved_s = exchange_s(params, machine, layout, gathers_layers=gathers_layers)
+    return moved_s + update / machine.speed.bytes_per_s
+
+
+def exchange_s(params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gathers_layers: bool = True) -> float:
+    """Return `overhead_s` without the optimizer: parameters gathered and cast, gradients summed over replicas."""
     layers, embed_head = layout.rank_layers * params.layer, params.embed_head
     links = layout.links(machine)
-    held = layers / layout.fsdp + embed_head / (layout.pp * layout.fsdp)
     layers_s = links["fsdp"].gather_s(layers, layout.fsdp)  # gathered, or summed and scattered
     embed_head_s = links["both"].gather_s(embed_head, layout.pp * layout.fsdp)
-    sum_s = links["dp"].sum_s(held, layout.dp)
-    cast = (layers + embed_head) * (1 + params.compute_ratio)
-    update = held * (2 * (1 + params.moments) + 2)  # all read and written; gradients read twice, once for their norm
-    return layers_s * (1 + gathers_layers) + embed_head_s * 2 + sum_s + (cast + update) / machine.speed.bytes_per_s
+    sum_s = links["dp"].sum_s(_held(params, layout), layout.dp)
+    cast_s = (layers + embed_head) * (1 + params.compute_ratio) / machine.speed.bytes_per_s
+    return layers_s * (1 + gathers_layers) + embed_head_s * 2 + sum_s + cast_s
+
+
+def _held(params: ParamBytes, layout: PlannedLayout) -> float:
+    """Return the bytes of parameters that a device keeps."""
+    return layout.rank_layers * params.layer / layout.fsdp + params.embed_head / (layout.pp * layout.fsdp)

@@ -21,7 +21,7 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
-from ppctl.executors.stage.flops import PRODUCTS, equation_flops
+from ppctl.executors.stage.flops import PALLAS, PRODUCTS, equation_flops
 from ppctl.executors.stage.jaxprs import flatten
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model import cudnn_attention
@@ -159,8 +159,8 @@ def _of_jaxpr(jaxpr: core.Jaxpr) -> list[Op]:
 
 
 def _is_product(eqn: core.JaxprEqn) -> bool:
-    """Return whether an equation reads and writes its arrays in memory itself: a product, or cuDNN's attention."""
-    return eqn.primitive.name in PRODUCTS or eqn.params.get("target_name") in cudnn_attention.CALLS
+    """Return whether an equation reads and writes its arrays in memory itself: a product, a kernel of attention."""
+    return eqn.primitive.name in (*PRODUCTS, PALLAS) or eqn.params.get("target_name") in cudnn_attention.CALLS
 
 
 def _size(v: Any) -> int:

@@ -25,7 +25,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.compiler_preset import cpu_options
 from ppctl.planner.calibrate import corrected, small_request, small_step
 from ppctl.planner.op_times import OpTimes, PieceTimes
-from ppctl.planner.step_runs import run_steps
+from ppctl.planner.step_runs import examples_of_device, run_steps
 from ppctl.planner.timing import (
     LAYERS,
     Timing,
@@ -48,7 +48,7 @@ SMALL_PARTS = ("mesh", "schedule", "executor", "model", "data")  # of the reques
 
 def measured_op_times(job: TrainingJob, cache_dir: Path) -> OpTimes:
     """Return the op times of a job, on the devices of its mesh."""
-    times = _kept(cache_dir, _key(job, with_mesh=False), lambda: _pieces(job.pipe))
+    times = _kept(cache_dir, _key(job, with_mesh=False), lambda: _pieces(job))
     times |= _kept(cache_dir, _key(job, with_mesh=True), lambda: _of_mesh(job))
     op_times, small = _combined(job.pipe, times), _kept(cache_dir, _small_key(job), lambda: small_step(job))
     return corrected(job, op_times, small["small"]) if small else op_times
@@ -98,10 +98,10 @@ def _is_shared(pipe: Pipeline) -> bool:
     return pipe.mesh.devices.flat[0].platform == "cpu"
 
 
-def _pieces(pipe: Pipeline) -> Times:
+def _pieces(job: TrainingJob) -> Times:
     """Time the tasks of a layer, of embedding and of head on all devices at the same time; "alone": F on one device."""
-    model, mesh = pipe.model, pipe.mesh
-    bodies = layer_bodies(model, split=pipe.schedule.is_split) | embed_head_bodies(model)
+    pipe, model, mesh = job.pipe, job.pipe.model, job.pipe.mesh
+    bodies = layer_bodies(model, split=pipe.schedule.is_split) | embed_head_bodies(model, examples_of_device(job))
     is_quick = pipe.execution.dispatches_tasks and not model.remat.recomputes and _is_shared(pipe)
     options = cpu_options("quick") if is_quick else None
     times = {name: turn(*body, mesh, options) for name, body in bodies.items()}
@@ -186,6 +186,7 @@ def _key(job: TrainingJob, *, with_mesh: bool) -> dict[str, Any]:
         "cores": [platform.processor() or platform.machine(), os.cpu_count()] if _is_shared(pipe) else None,
         "executor": [execution.executor, execution.remat, execution.unroll],
         "model": [asdict(config.model) | {"num_layers": None}, job.data.vocab_size, _own_source(config)],
+        "data": config.data.name,
         "shapes": jax.tree.map(lambda a: [a.shape, str(a.dtype)], pipe.model.microbatch),
         "dtype": str(pipe.dtype),
     }

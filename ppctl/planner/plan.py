@@ -20,9 +20,9 @@ from ppctl.executors.mesh import hosts_text
 from ppctl.planner.advise import propose
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.planner.step_runs import as_run
-from ppctl.planner.step_time import device_bytes, device_kind, hardware_of, op_times_of, predicted_time
+from ppctl.planner.step_time import device_bytes, device_kind, hardware_of, mfu_of, op_times_of, predicted_time
 from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
-from ppctl.training.known_hardware import NOMINAL, mfu_peak_flops
+from ppctl.training.known_hardware import NOMINAL
 from ppctl.training.pipeline import Pipeline
 
 AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")  # as XLA's compiler for TPUs refuses
@@ -59,8 +59,8 @@ def predicted(job: TrainingJob) -> Prediction:
         fits = True  # the compiler for TPUs refuses what does not
     unit, count = unit_of_work(job)
     flops = model_flops(job)
-    peak = mfu_peak_flops(config.hardware if hardware is None else hardware, "", str(pipe.dtype))
     step_s = None if time_ is None else time_.total_s
+    mfu = mfu_of(job, step_s, flops)
     return Prediction(
         schedule=label(config.schedule),
         partition=tuple(map(len, pipe.partition)),
@@ -77,8 +77,8 @@ def predicted(job: TrainingJob) -> Prediction:
         unknown=unknown,
         unit=unit,
         tokens_per_s=None if step_s is None else count / step_s,
-        mfu_fraction=None if step_s is None or peak is None else flops.full / step_s / (peak * pipe.mesh.size),
-        mfu_causal_fraction=None if step_s is None or peak is None else flops.causal / step_s / (peak * pipe.mesh.size),
+        mfu_fraction=mfu.full,
+        mfu_causal_fraction=mfu.causal,
         memory_bytes=memory,
         total_bytes=needed,
         is_complete=is_complete,

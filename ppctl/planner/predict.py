@@ -21,6 +21,6 @@ def predict_step(job: TrainingJob) -> StepPrediction:
     known = max(sum(of_rank.values()) for of_rank in pipe.memory())
     examples, params = pipe.model.microbatch["inputs"].shape[0], param_bytes(pipe.states.natural, pipe.dtype)
     microbatch = Microbatch(examples, config.schedule.num_microbatches, 0, config.executor.remat)
-    workspace = workspace_bytes(work_of(pipe.model), params, layout_of(pipe), microbatch)
+    workspace = workspace_bytes(work_of(job.counted_model), params, layout_of(pipe), microbatch)
     name = "unknown hardware" if hardware is None else f"hardware={hardware.name}"
     return StepPrediction(None if time is None else time.total_s, known + workspace, f"costs={costs.name}, {name}")

@@ -6,6 +6,7 @@ import statistics
 import time
 
 import jax
+import jax.numpy as jnp
 
 from ppctl.planner.op_times import OpTimes, StepTime, costs_of_stages, step_time
 from ppctl.planner.step_timeline import step_timeline
@@ -49,6 +50,14 @@ def as_run(pipe: Pipeline, op_times: OpTimes) -> tuple[Costs, int]:
 
 def _is_masked(pipe: Pipeline) -> bool:
     return pipe.ticks is not None and pipe.execution.idle == "compute"
+
+
+def examples_of_device(job: TrainingJob) -> dict[str, jax.Array]:
+    """Return a device's share of a batch of the job's data: {"inputs", "targets"}."""
+    model = job.pipe.model
+    number = model.num_microbatches * model.microbatch["inputs"].shape[0]
+    batch = next(job.data.batches(rows=range(number)))
+    return {name: jnp.asarray(batch[name], a.dtype) for name, a in model.microbatch.items()}
 
 
 def run_steps(job: TrainingJob, count: int = STEPS) -> Timing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from ppctl.planner.measure import measured_op_times
 from ppctl.planner.op_times import OpTimes, StepTime
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import time_of
-from ppctl.training.job import TrainingJob
-from ppctl.training.known_hardware import NOMINAL, links_of, of_topology, peak_flops, resolved
+from ppctl.training.job import ModelFlops, TrainingJob
+from ppctl.training.known_hardware import NOMINAL, links_of, mfu_peak_flops, of_topology, peak_flops, resolved
 from ppctl.training.pipeline import Pipeline
 
 Tree = Any
@@ -49,7 +49,7 @@ def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
     """Return the op times of a job: measured, or counted for the hardware that is described."""
     config, pipe = job.config, job.pipe
     if not isinstance(request, Measure):
-        return counted_op_times(pipe, machine_of(config, device_kind(pipe), str(pipe.dtype)))
+        return counted_op_times(job, machine_of(config, device_kind(pipe), str(pipe.dtype)))
     if not pipe.stack.are_alike:
         raise ConfigError(
             "costs=measure times one layer for all, but the layers that a ppctl.Network is cut into differ. Use "
@@ -68,11 +68,11 @@ def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
     return measured_op_times(job, cache_dir(request))
 
 
-def counted_op_times(pipe: Pipeline, machine: Machine) -> OpTimes:
-    """Return the op times of a pipeline on these devices, by counting operations and bytes."""
-    execution = pipe.execution
+def counted_op_times(job: TrainingJob, machine: Machine) -> OpTimes:
+    """Return the op times of a job on these devices, by counting operations and bytes."""
+    pipe, execution = job.pipe, job.pipe.execution
     return analytic.op_times(
-        work_of(pipe.model),
+        work_of(job.counted_model),
         param_bytes(pipe.states.natural, pipe.dtype),
         machine,
         layout_of(pipe),
@@ -134,6 +134,23 @@ def hardware_of(job: TrainingJob) -> Hardware | None:
         return resolved(job.config.hardware, device_kind(job.pipe), job.config.plan.topology)
     except ConfigError:
         return None
+
+
+class Mfu(NamedTuple):
+    """Model FLOPs of a step over what the devices' peak would do in its time, 0..1; None where no peak is known."""
+
+    full: float | None
+    causal: float | None  # attention to later tokens not counted
+
+
+def mfu_of(job: TrainingJob, step_s: float | None, flops: ModelFlops) -> Mfu:
+    """Return the MFU of a step that takes so long."""
+    hardware = hardware_of(job)
+    peak = mfu_peak_flops(job.config.hardware if hardware is None else hardware, "", str(job.pipe.dtype))
+    if step_s is None or peak is None:
+        return Mfu(None, None)
+    most = step_s * peak * job.pipe.mesh.size
+    return Mfu(flops.full / most, flops.causal / most)
 
 
 def device_bytes(config: Config, device: Any) -> int | None:

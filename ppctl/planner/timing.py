@@ -29,19 +29,26 @@ LAYERS = 2  # of a timed stage
 SLOTS = 4  # read in turn, so that nothing of a turn can be done before the loop
 RUNS = 5  # after one that warms up; the median counts
 LEAST_S = 0.1  # of a run
+SCALE = 0.02  # of random numbers
 DISPATCHES = 100  # of a run
+TURNS = {"cpu": 1}  # in a loop of known length; a GPU's host waits at each end of one of unknown length
+MANY_TURNS = 8  # of other platforms
 
 
 def random_like(tree: Tree) -> Tree:
-    """Return arrays of the shapes, small numbers (integers are zeros)."""
-    rng = np.random.default_rng(0)
+    """Return arrays of the shapes, small random numbers made on the device (integers are zeros)."""
 
-    def fill(a: Any) -> jax.Array:
+    def fill() -> Tree:
+        leaves, treedef = jax.tree.flatten(tree)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        return jax.tree.unflatten(treedef, [one(key, a) for key, a in zip(keys, leaves, strict=True)])
+
+    def one(key: jax.Array, a: Any) -> jax.Array:
         if not jnp.issubdtype(a.dtype, jnp.floating):
             return jnp.zeros(a.shape, a.dtype)
-        return jnp.asarray(rng.standard_normal(a.shape, np.float32) * 0.02, a.dtype)
+        return (jax.random.normal(key, a.shape, jnp.float32) * SCALE).astype(a.dtype)
 
-    return jax.tree.map(fill, tree)
+    return jax.jit(fill)()
 
 
 class Timing(NamedTuple):
@@ -57,10 +64,12 @@ def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapp
     compiler_options: of XLA, as jax.jit takes them.
     """
     shape = tuple(mesh.shape.values())
+    turns = TURNS.get(mesh.devices.flat[0].platform, MANY_TURNS)
 
     def loop(count: jax.Array, stays: Tree, goes: Tree) -> Tree:
         own = jax.tree.map(lambda a: a.reshape(a.shape[len(shape) :]), (stays, goes))
-        out = jax.lax.fori_loop(0, count, lambda i, goes: body(i, own[0], goes), own[1])
+        several = lambda i, goes: jax.lax.fori_loop(0, turns, lambda j, goes: body(i * turns + j, own[0], goes), goes)  # noqa: E731
+        out = jax.lax.fori_loop(0, count, several, own[1])
         return jax.tree.map(lambda a: a.reshape((1,) * len(shape) + a.shape), out)
 
     each = P(*mesh.axis_names)
@@ -84,7 +93,7 @@ def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapp
     for _ in range(RUNS):
         goes, measured = _timed(run, count, stays, goes)
         runs.append(measured)
-    return Timing(*(statistics.median(seconds) / count for seconds in zip(*runs, strict=True)))
+    return Timing(*(statistics.median(seconds) / (count * turns) for seconds in zip(*runs, strict=True)))
 
 
 def _timed(run: Callable, count: int, stays: Tree, goes: Tree) -> tuple[Tree, Timing]:
@@ -127,13 +136,17 @@ def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tr
     return bodies
 
 
-def embed_head_bodies(model: Model) -> dict[str, tuple[Body, Tree, Tree]]:
-    """Return the same for "embed", "embed_grad" and "head" (with its gradients)."""
+def embed_head_bodies(model: Model, examples: Mapping[str, Any]) -> dict[str, tuple[Body, Tree, Tree]]:
+    """Return the same for "embed", "embed_grad" and "head" (with its gradients).
+
+    examples: {"inputs", "targets"} of real data. With tokens that are all alike a GPU may take many times as long: the
+    sums of their gradients wait for each other at one row of the embedding.
+    """
     stack: Stack = model.stack
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, model.dtype), model.ends)
     ends, x = random_like(shapes), random_like(model.x)
     acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), model.ends)
-    slots = random_like(jax.tree.map(lambda a: jax.ShapeDtypeStruct((SLOTS, *a.shape), a.dtype), model.microbatch))
+    slots = {name: _in_slots(examples[name], a) for name, a in model.microbatch.items()}
 
     def embed(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         return stack.embed(stays[0], read_slot(stays[1]["inputs"], i % SLOTS)).astype(goes.dtype)
@@ -152,6 +165,12 @@ def embed_head_bodies(model: Model) -> dict[str, tuple[Body, Tree, Tree]]:
         "embed_grad": (embed_grad, (ends, slots, x), acc),
         "head": (head, (ends, slots), (x, acc)),
     }
+
+
+def _in_slots(examples: Any, microbatch: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return examples as SLOTS microbatches, again from the first where there are fewer."""
+    rows = np.arange(SLOTS * microbatch.shape[0]) % len(examples)
+    return jnp.asarray(np.asarray(examples)[rows], microbatch.dtype).reshape(SLOTS, *microbatch.shape)
 
 
 def dispatched(model: Model, here: Mesh, there: Mesh) -> Timing:

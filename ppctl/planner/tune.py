@@ -38,9 +38,9 @@ from ppctl.training.job import (
     batch_shapes,
     make_optimizer,
     open_data,
+    stack_for,
 )
 from ppctl.training.known_hardware import mfu_peak_flops, resolved
-from ppctl.training.models import make_stack
 from ppctl.training.optim import clipped
 from ppctl.training.start import start_jax
 from ppctl.training.train_step import init_state
@@ -62,7 +62,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         )
     dtype = jnp.dtype(dtype_name)
     data = open_data(config)
-    stack = make_stack(config, data, dtype, device)
+    stack = stack_for(hardware, config, data, dtype, device)
     optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
     state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), optimizer))
     batch = batch_shapes(data)

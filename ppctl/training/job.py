@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,16 +19,17 @@ from ppctl.config import Config
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.data import BUILDERS, DataSet
 from ppctl.errors import ConfigError
-from ppctl.executors.mesh import make_mesh
+from ppctl.executors.mesh import make_mesh, repeated_mesh
+from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.flops import RelativeCosts, matmul_flops
 from ppctl.executors.topology import described_mesh
-from ppctl.model.stack import init
+from ppctl.model.stack import Stack, init
 from ppctl.schedule import Schedule
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.training import optim
-from ppctl.training.known_hardware import gpu_names, gpu_target, of_topology
+from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, of_topology
 from ppctl.training.models import make_stack
 from ppctl.training.pipeline import Pipeline, pipeline
 from ppctl.training.start import start_jax
@@ -46,15 +48,35 @@ class TrainingJob:
     data: DataSet
     pipe: Pipeline
 
+    @cached_property
+    def counted_model(self) -> Model:
+        """The model with the kernels that the hardware of the request takes, to be counted: it need not run here."""
+        device, asked = self.pipe.mesh.devices.flat[0], self.config.hardware
+        is_of_ours = isinstance(self.config.model, settings.Transformer)
+        if not is_of_ours or isinstance(asked, settings.AutoHardware) or device.device_kind in asked.device_kinds:
+            return self.pipe.model
+        return replace(self.pipe.model, stack=stack_for(asked, self.config, self.data, self.pipe.dtype, device))
 
-def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE) -> TrainingJob:
-    """Return the training job of a config. ConfigError, ScheduleError or DataError for what cannot be."""
+
+def stack_for(hardware: settings.Hardware, config: Config, data: DataSet, dtype: jnp.dtype, device: Any) -> Stack:
+    """Return the model as devices of this hardware would run it; `device`, which is here, where it is none of those."""
+    return make_stack(config, data, dtype, described_device(hardware) or device)
+
+
+def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE, on_one_device: bool = False) -> TrainingJob:
+    """Return the training job of a config. ConfigError, ScheduleError or DataError for what cannot be.
+
+    on_one_device: the first device here stands for all of the mesh; the job's shapes and programs of one device are
+    those of the mesh, but it does not train.
+    """
     schedule, lowered, partition = plan(config)
     dtype_name = config.run.dtype or default_dtype
-    start_jax(config, dtype_name)
+    start_jax(config, dtype_name, num_devices=1 if on_one_device else None)
     axes, order = (config.mesh.dp, config.mesh.pp, config.mesh.fsdp), config.mesh.order
     topology = config.plan.topology
-    if topology is None:
+    if on_one_device:
+        mesh = repeated_mesh(*axes)
+    elif topology is None:
         mesh = make_mesh(*axes, order)
     else:
         gpu = gpu_target(of_topology(config.hardware, topology))

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import typing
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,27 @@ def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
     if hardware is None or hardware.cuda is None:
         return None
     return GpuTarget(hardware.name, hardware.device_kinds[0], hardware.memory_bytes_per_s, **vars(hardware.cuda))
+
+
+@dataclass(frozen=True)
+class DescribedDevice:
+    """What chooses kernels for a device that is not here, named as jax.Device names it."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str | None = None
+
+
+def described_device(hardware: Hardware) -> DescribedDevice | None:
+    """Return a device of this hardware, None where it is neither an NVIDIA GPU nor a TPU.
+
+    >>> described_device(known()["h100"]).compute_capability, described_device(known()["host"])
+    ('9.0', None)
+    """
+    kind = hardware.device_kinds[0] if hardware.device_kinds else ""
+    if hardware.cuda is not None:
+        return DescribedDevice("gpu", kind, hardware.cuda.capability)
+    return DescribedDevice("tpu", kind) if kind.startswith("TPU") else None
 
 
 def gpu_names() -> list[str]:

@@ -37,10 +37,10 @@ def mesh(*, dp: int = 1, pp: int = 1, fsdp: int = 1, order: str = "auto") -> Mes
     return make_mesh(dp, pp, fsdp, order)
 
 
-def start_jax(config: Config, dtype: str) -> None:
+def start_jax(config: Config, dtype: str, num_devices: int | None = None) -> None:
     """Set what JAX reads when it first looks for devices, and join the other processes of the run, if any.
 
-    Simulated CPU devices follow from the mesh.
+    num_devices: simulated CPU devices; None: those of the mesh.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in CPU_FLAGS if flag.split("=")[0] not in flags]
@@ -59,7 +59,7 @@ def start_jax(config: Config, dtype: str) -> None:
         return
     if is_away:
         return
-    _simulate(config.mesh.num_devices)
+    _simulate(config.mesh.num_devices if num_devices is None else num_devices)
 
 
 def _simulate(num_devices: int) -> None:

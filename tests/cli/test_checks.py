@@ -37,7 +37,7 @@ IMPOSSIBLE = [
     ({"plan": TOPOLOGY, "run": c.Run(platform="cuda")}, "run.platform=cuda starts devices. Use"),
     ({"plan": c.Plan(memory_gib=0.0)}, "plan.memory_gib=0.0 is not a size. Use a number above 0"),
 ]
-PLANNERS = "`ppctl train`, `ppctl plan` and `ppctl tune`"
+PLANNERS = "`ppctl train`, `ppctl plan`, `ppctl rehearse` and `ppctl tune`"
 INAPPLICABLE = [
     ("verify", {"launch": c.Launch(processes=2)}, "launch.processes=2: applies to `ppctl train` and `ppctl doctor`"),
     ("bench", {"launch": c.Launch(max_restarts=2)}, "launch.max_restarts=2: applies to `ppctl train` and `ppctl doct"),

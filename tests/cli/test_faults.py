@@ -18,7 +18,7 @@ FAULTS = [
         "trian",
         r"trian is not a command. Did you mean train\? \(train, .*, inspect, bench, sched.*, report, examples, init\)",
     ),
-    ("tone", "tone is not a command. .*train, verify, doctor, plan, tune, inspect, bench"),
+    ("tone", "tone is not a command. .*train, verify, doctor, plan, rehearse, tune, inspect, bench"),
     ("model=mlp", "model=mlp: a command comes first, for example ppctl train model=mlp"),
     ("train --jsn", "--jsn is not an option. Did you mean --json"),
     ("train --json=1", "argument --json: ignored explicit argument '1'"),
@@ -114,7 +114,7 @@ FAULTS = [
     ("train run.num_steps=0", "run.num_steps=0 must be"),
     (
         "verify hardware=h100",
-        "hardware=h100: applies to `ppctl train`, `ppctl plan` and `ppctl tune` only. Leave it out",
+        "hardware=h100: applies to `ppctl train`, `ppctl plan`, `ppctl rehearse` and `ppctl tune` only. Leave it out",
     ),
     ("train hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: add --multirun for a sweep, or leave it out"),
     ("doctor launch.processes=2 launch.max_restarts=1", "launch.max_restarts=1: only `ppctl train` is started again"),

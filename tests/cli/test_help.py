@@ -80,7 +80,7 @@ def test_a_command_shows_the_groups_that_apply_to_it(capsys):
         assert cli.main([command, "--help"]) == 0
         out = capsys.readouterr().out
         for line in ("  hardware  auto |", "  costs     analytic | measure\n"):
-            assert (line in out) == (command in ("train", "plan", "tune")), (command, line)
+            assert (line in out) == (command in ("train", "plan", "rehearse", "tune")), (command, line)
 
 
 def test_cfg_prints_the_composed_config(capsys, served):

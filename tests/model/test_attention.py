@@ -82,6 +82,20 @@ def test_the_kernel_of_tpus_has_the_numbers_of_the_plain_form():
     assert text.count("tpu_custom_call") == 3  # forward, gradients of q, gradients of k and v
 
 
+@pytest.mark.parametrize(("tokens", "block"), [(1024, 512), (384, 384), (1280, 256), (640, 128)])
+def test_the_kernel_of_tpus_counts_the_products_of_all_its_blocks(tokens, block):
+    shapes = [jax.ShapeDtypeStruct((2, tokens, heads, 128), jnp.bfloat16) for heads in (4, 2, 2)]
+    plain = matmul_flops(KERNELS["xla"], *shapes)
+    with jax.enable_x64(False):
+        forward = matmul_flops(attention.pallas, *shapes)
+        both = matmul_flops(lambda *a: there_and_back(attention.pallas, *a), *shapes, shapes[0])
+        text = str(jax.make_jaxpr(attention.pallas)(*shapes))
+    assert forward == plain
+    # 2 products forward, 4 and 3 backward, as both kernels form the scores again; and row sums outside of them
+    assert both == pytest.approx(9 / 2 * plain, rel=1e-3)
+    assert f"grid=(2, 4, {tokens // block}, {tokens // block})" in text
+
+
 def test_memory_of_chunked_grows_with_the_tokens():
     def temp_bytes(kernel, tokens):
         shapes = [jax.ShapeDtypeStruct((1, tokens, 2, 32), jnp.float32)] * 4

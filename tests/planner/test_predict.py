@@ -11,6 +11,7 @@ from ppctl.cli.compose import compose
 from ppctl.config import Config
 from ppctl.errors import ConfigError
 from ppctl.planner import measure, predict
+from ppctl.planner.count import work_of
 from ppctl.planner.step_time import cache_dir, predicted_time
 from ppctl.training.job import assemble
 from ppctl.training.known_hardware import known
@@ -125,3 +126,18 @@ def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_har
     job = replace(job, config=replace(request, hardware=known()["host"]))
     with pytest.raises(ConfigError, match=r"^hardware=host states no peak for float32\."):
         predict.predict_step(job)
+
+
+def test_counted_for_hardware_that_is_not_here_a_model_has_its_kernels():
+    """cuDNN reads and writes no scores; XLA's plain form, which this machine would take, does."""
+    words = "model=transformer model.d_model=64 model.num_heads=2 model.seq_len=512 data=synthetic data.vocab_size=64"
+    words = f"{words} run.dtype=bfloat16 mesh=1x2 schedule=gpipe data.batch_size=4 schedule.num_microbatches=2"
+    job, plain = (
+        assemble(compose([*words.split(), "hardware=h100", *more], [], ["plan"]))
+        for more in ([], ["model.attention=xla"])
+    )
+    assert work_of(job.counted_model).flops(2) == work_of(plain.counted_model).flops(2)
+    assert 0 < step_s(job) < 0.9 * step_s(plain)
+    for none in ("hardware=host", "hardware=auto"):
+        here = assemble(compose([*words.split(), none], [], ["plan"]))
+        assert here.counted_model is here.pipe.model

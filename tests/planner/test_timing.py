@@ -1,6 +1,8 @@
 """Timed bodies are those of the executors, run as often as counted; no test here depends on how fast they run."""
 
+import time
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from support.selection import every_other, few
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.planner import timing
+from ppctl.planner.step_runs import run_steps
 from ppctl.planner.timing import LAYERS, RUNS, SLOTS, Timing
 
 ROWS = 2
@@ -56,15 +59,18 @@ def runs(monkeypatch):
     return seen
 
 
-def test_every_device_takes_as_many_turns_as_are_counted(runs):
+@pytest.mark.parametrize("turns", [1, 3])
+def test_every_device_takes_as_many_turns_as_are_counted(runs, monkeypatch, turns):
+    monkeypatch.setattr(timing, "TURNS", {"cpu": turns})
     mesh = small_mesh((2, 3), ("a", "b"))
     body = lambda i, stays, goes: (goes[0] + 1, goes[1] + i, goes[2] + stays)  # noqa: E731
     stays, goes = jnp.float32(0.5), (jnp.int32(0), jnp.int32(0), jnp.zeros((4,), jnp.float32))
     measured = timing.turn(body, stays, goes, mesh)
-    assert measured == (pytest.approx(1e-6), pytest.approx(3e-6))  # of one turn
+    assert measured == (pytest.approx(1e-6 / turns), pytest.approx(3e-6 / turns))  # of one turn
     total = numbers = 0
     for count, (turned, summed, added) in runs:
-        total, numbers = total + count, numbers + count * (count - 1) // 2  # turns are numbered from 0 in each run
+        taken = count * turns
+        total, numbers = total + taken, numbers + taken * (taken - 1) // 2  # turns are numbered from 0 in each run
         assert turned.shape == (2, 3)
         assert (turned == total).all()
         assert (summed == numbers).all()
@@ -96,6 +102,34 @@ def test_more_work_takes_more_cpu_time(monkeypatch):
         square = jnp.full((n, n), 1 / n, jnp.float32)
         cpu_s.append(timing.turn(body, square, square, small_mesh((1,), ("all",))).cpu_s)
     assert cpu_s[1] > 10 * cpu_s[0] > 0  # 1000 times as many FLOPs, 100 times as many numbers
+
+
+class Unfinished:
+    """A result of a device whose dispatch returns at once: a second later it is there."""
+
+    def __init__(self, clock):
+        self.clock, self.is_there = clock, False
+
+    def block_until_ready(self):
+        self.clock["s"] += 0.0 if self.is_there else 1.0
+        self.is_there = True
+        return self
+
+
+def test_what_is_timed_is_finished_where_dispatch_returns_early(monkeypatch):
+    clock = {"s": 0.0}
+    monkeypatch.setattr(time, "perf_counter", lambda: clock["s"])
+    _, measured = timing._timed(lambda count, stays, goes: Unfinished(clock), 1, (), ())
+    assert measured.wall_s == 1.0
+
+    engine = SimpleNamespace(
+        compile=lambda **_: None,
+        new_state=lambda: None,
+        put=lambda batch: batch,
+        step=lambda state, batch: (Unfinished(clock), Unfinished(clock)),
+    )
+    job = SimpleNamespace(pipe=SimpleNamespace(engine=engine), data=SimpleNamespace(batches=lambda: iter([None])))
+    assert run_steps(job, count=2).wall_s == 2.0  # both results are waited for, one after the other
 
 
 # --- bodies ----------------------------------------------------------------------------------------------------------
@@ -149,7 +183,11 @@ def test_a_backward_adds_the_gradient_of_the_layers(name, remat, split):
 @pytest.mark.parametrize("name", ["untied gelu", "tied swiglu", "mlp"])
 def test_the_ends_give_their_values_and_add_their_gradients(name):
     model = model_of(name)
-    stack, bodies = model.stack, timing.embed_head_bodies(model)
+    batch = make_batch(name, 2 * ROWS)
+    stack, bodies = model.stack, timing.embed_head_bodies(model, batch)
+    for part in ("inputs", "targets"):  # of the data, again from the first after the last
+        two = jnp.reshape(batch[part], (2, ROWS, *batch[part].shape[1:]))
+        assert np.array_equal(bodies["head"][1][1][part], jnp.concatenate([two, two]))
     body, (ends, slots), goes = bodies["embed"]
     assert np.array_equal(body(jnp.int32(1), (ends, slots), goes), stack.embed(ends, at(slots["inputs"], 1)))
     body, stays, acc = bodies["embed_grad"]

@@ -1,5 +1,7 @@
 """How good are predictions? Steps of many layouts of a model, predicted (costs=measure) and measured. `make bench-plan`
 
+With --by rehearse predictions are those of `ppctl rehearse`, which runs each rank on one device.
+
 All layouts train the same model on the same batch, so that their ranking means something: the plan's choice is the
 layout with the shortest prediction, its regret its time over the fastest. Simulated devices share cores with whatever
 else the machine does, so CPU seconds are printed next to seconds, and the noise of each next to the errors.
@@ -20,6 +22,7 @@ import jax
 
 from ppctl.cli.compose import compose
 from ppctl.planner.measure import measured_op_times
+from ppctl.planner.rehearse import rehearse
 from ppctl.planner.step_runs import time_of
 from ppctl.training.job import TrainingJob, assemble
 
@@ -66,13 +69,16 @@ STEPS = 8  # timed, after two that warm up
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--by", choices=["measure", "rehearse"], default="measure")
     parser.add_argument("--only", help="layouts with this text")
     parser.add_argument("--cache-dir", help="measured costs kept from another run; none by default")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     layouts = [layout for layout in LAYOUTS if options.only is None or options.only in layout]
+    if options.by == "rehearse":
+        layouts = [layout for layout in layouts if "executor=reference" not in layout]
     with tempfile.TemporaryDirectory() as fresh:
-        rows = [compared(layout, Path(options.cache_dir or fresh)) for layout in layouts]
+        rows = [compared(layout, options.by, Path(options.cache_dir or fresh)) for layout in layouts]
     found = {"wall": figures(rows, "predicted_s", "taken_s"), "cpu": figures(rows, "predicted_cpu_s", "taken_cpu_s")}
     if options.json:
         print(json.dumps({"layouts": rows, **found}))
@@ -85,20 +91,28 @@ def main() -> int:
     return 0
 
 
-def compared(layout: str, cache_dir: Path) -> dict:
-    """Return one layout, predicted and measured."""
-    config = compose([*MODEL, "partition=uniform", *layout.split()], [], [])
-    job = assemble(config)
+def predicted_by(job: TrainingJob, how: str, cache_dir: Path) -> tuple[float, float]:
+    """Return the predicted seconds and CPU seconds of a step."""
+    if how == "rehearse":
+        found, _ = rehearse(job.config)
+        return found.step_time_s, found.step_cpu_s or 0.0
     op_times = measured_op_times(job, cache_dir)
     time_ = time_of(job.pipe, op_times)
+    return time_.total_s, time_.work_s * op_times.cores + op_times.overhead_cpu_s
+
+
+def compared(layout: str, how: str, cache_dir: Path) -> dict:
+    """Return one layout, predicted and measured."""
+    job = assemble(compose([*MODEL, "partition=uniform", *layout.split()], [], []))
+    predicted_s, predicted_cpu_s = predicted_by(job, how, cache_dir)
     wall, cpu = steps(job)
     half = len(wall) // 2
     row = {
         "layout": layout,
-        "predicted_s": time_.total_s,
+        "predicted_s": predicted_s,
         "taken_s": statistics.median(wall),
         "noise": abs(statistics.median(wall[:half]) / statistics.median(wall[half:]) - 1),
-        "predicted_cpu_s": time_.work_s * op_times.cores + op_times.overhead_cpu_s,
+        "predicted_cpu_s": predicted_cpu_s,
         "taken_cpu_s": statistics.median(cpu),
         "cpu_noise": abs(statistics.median(cpu[:half]) / statistics.median(cpu[half:]) - 1),
     }

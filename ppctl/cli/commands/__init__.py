@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-COMPOSED = ("train", "verify", "doctor", "plan", "tune", "inspect", "bench")  # in the order of `ppctl --help`
+COMPOSED = (
+    "train",
+    "verify",
+    "doctor",
+    "plan",
+    "rehearse",
+    "tune",
+    "inspect",
+    "bench",
+)  # in the order of `ppctl --help`
 OTHERS = ("schedule", "runs", "report", "examples", "init")
 
 

@@ -44,5 +44,10 @@ def shard_bytes(tree: Tree) -> int:
     return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
+def shard_shapes(tree: Tree) -> Tree:
+    """Return the shapes of one device's share of a tree of sharded arrays or shapes."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), tree)
+
+
 def _in(dtype: Any, tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(dtype)), tree)

@@ -21,6 +21,7 @@ from ppctl.schedule.partition.partition import Partition, stage_costs
 
 Tree = Any
 PRODUCTS = ("dot_general", "conv_general_dilated")
+PALLAS = "pallas_call"
 
 
 def matmul_flops(function: Callable, *args: Any) -> int:
@@ -93,7 +94,8 @@ def _flops(jaxpr: core.Jaxpr) -> int:
 def equation_flops(equation: core.JaxprEqn) -> int:
     """Return the FLOPs of the matrix products that an equation is or holds, convolutions included.
 
-    Those of attention by cuDNN are all pairs of tokens, as in the plain form.
+    Those of attention by cuDNN are all pairs of tokens, as in the plain form. A Pallas kernel counts at every point of
+    its grid, also where it skips a block.
     """
     if equation.primitive.name in PRODUCTS:
         return product_flops(equation)
@@ -101,6 +103,8 @@ def equation_flops(equation: core.JaxprEqn) -> int:
         arrays: list[Any] = [v.aval for v in equation.invars]
         return cudnn_attention.flops(equation.params["target_name"], arrays[0].shape, arrays[1].shape[1])
     inner = [_flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
+    if equation.primitive.name == PALLAS:
+        return prod(n for n in equation.params["grid_mapping"].grid if isinstance(n, int)) * sum(inner)
     if equation.primitive.name == "cond":
         return max(inner, default=0)
     return equation.params.get("length", 1) * sum(inner)

@@ -13,7 +13,7 @@ from ppctl.config import Config
 from ppctl.launch.local import newest_checkpoint
 
 # What changes nothing that a run computes or records.
-FREE_PARTS = ("launch", "plan", "tune", "inspect")
+FREE_PARTS = ("launch", "plan", "rehearse", "tune", "inspect")
 FREE_OF_RUN = (
     *("name", "dir", "resume", "log_every", "tensorboard", "checkpoint", "join_s", "heartbeat_s", "slow_after_s"),
     *("distributed", "coordinator", "num_processes", "process_id", "show_placement"),

@@ -42,6 +42,10 @@ class Engine(Protocol):
         """Return a state's parameters, staged: one tree, or one for each rank, of None if other processes'."""
         ...
 
+    def share(self, rank: int) -> Tree:
+        """Return the shapes of one device's share of a rank's state: {"params", "optimizer", "step"}."""
+        ...
+
     @property
     def examples(self) -> Sequence[int]:
         """The examples of a global batch that this process's devices work on, ascending."""

@@ -25,7 +25,7 @@ from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, roles, task_ent
 from ppctl.executors.mpmd.rank import GradientPrograms, rank_entries, rank_entry, rank_roles, with_tied
 from ppctl.executors.mpmd.runtime import Runtime, Walk
 from ppctl.executors.mpmd.tasks import Model
-from ppctl.executors.spmd.memory import shard_bytes
+from ppctl.executors.spmd.memory import shard_bytes, shard_shapes
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.training.engines import Footprint
 from ppctl.training.engines.examples import examples_of, put_examples
@@ -86,6 +86,10 @@ class Mpmd:
 
     def parameters(self, state: Tree) -> Sequence[Tree]:
         return tuple(of_rank["params"] for of_rank in state)
+
+    def share(self, rank: int) -> Tree:
+        shapes = self.given_shapes()
+        return shard_shapes({name: shapes[name, rank] for name in STATE})
 
     @property
     def examples(self) -> Sequence[int]:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_preset import cpu_options, temp_bytes, total_bytes
 from ppctl.executors.mesh import DATA_AXES
-from ppctl.executors.spmd.memory import shard_bytes
+from ppctl.executors.spmd.memory import shard_bytes, shard_shapes
 from ppctl.executors.xla_flags import Flags
 from ppctl.training.engines import Footprint
 from ppctl.training.engines.examples import examples_of, put_examples
@@ -50,6 +50,10 @@ class OneProgram:
 
     def parameters(self, state: Tree) -> Sequence[Tree]:
         return (state["params"],)
+
+    def share(self, rank: int) -> Tree:
+        del rank  # all hold alike
+        return shard_shapes(self.states.staged)
 
     @property
     def examples(self) -> Sequence[int]:

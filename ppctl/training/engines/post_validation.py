@@ -57,6 +57,9 @@ class PostValidated:
     def parameters(self, state: Attempt) -> Sequence[Tree]:
         return self.engine.parameters(self.settled(state))
 
+    def share(self, rank: int) -> Tree:
+        return self.engine.share(rank)
+
     @property
     def examples(self) -> Sequence[int]:
         return self.engine.examples

@@ -1,0 +1,187 @@
+"""One rank's tasks of a step on one device: what other ranks would send stands in, and nothing is sent."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ppctl.executors.compiler_preset import cpu_options, temp_bytes
+from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, last_uses
+from ppctl.executors.mpmd.rank import GradientPrograms, RankRole, prepare_rank
+from ppctl.planner.timing import Timing, random_like
+from ppctl.training.job import TrainingJob
+from ppctl.training.optim import global_norm
+from ppctl.training.train_step import apply_gradients
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What a rank's part of a step takes on this device."""
+
+    tasks: Timing  # all its tasks, one after the other
+    update: Timing  # the norm of its gradients, the optimizer
+    task_s: dict[tuple[int, str], float]  # of (stage, kind), so that all tasks of the rank add up to `tasks`
+    temp_bytes: int  # of the task that needs most
+
+
+class RankOnDevice:
+    """A rank's tasks, compiled for one device, and the values that they start from.
+
+    prepare: the entry of the program that makes the rank ready; of it only the shapes are taken. entries: the rank's
+    tasks in order. batch: the device's examples, as `examples_of_device` gives them.
+    """
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        here: RankRole,
+        prepare: PlanEntry,
+        entries: Sequence[PlanEntry],
+        batch: Mapping[str, Any],
+    ):
+        pipe, model = job.pipe, job.pipe.model
+        self.device = pipe.mesh.devices.flat[0]
+        self.entries, self.model = entries, model
+        self.library = GradientPrograms(model, {})
+        self.options = dict(pipe.execution.xla_flags)
+        self.has_presets = pipe.execution.dispatches_tasks and self.device.platform == "cpu"
+        self.freed = last_uses(entries, keep=set(_lasting(prepare, entries)))
+        shapes = self._shapes(here, prepare, batch)
+        self.arriving = random_like(model.x)
+        self.programs = self._compiled(shapes)
+        self.values = {key: self._filled(key, shape) for key, shape in shapes.items()}
+        self.values |= {(name,): jax.device_put(a, self.device) for name, a in batch.items() if (name,) in self.values}
+        self.update, self.state = self._update(job, pipe.engine.share(prepare.rank))
+
+    def times(self, runs: int) -> RankTimes:
+        """Return medians over so many runs, after one that warms up."""
+        by_task: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+
+        def watched(entry: PlanEntry, call: Callable[..., Sequence], values: Sequence) -> Sequence:
+            began = time.perf_counter()
+            written = jax.block_until_ready(call(*values))
+            assert entry.task is not None, "of tasks alone"
+            by_task[entry.task.stage, entry.task.kind].append(time.perf_counter() - began)
+            return written
+
+        self._run()
+        whole = [_timed(self._run) for _ in range(runs)]
+        self._run(watched)
+        update = [_timed(self._run_update) for _ in range(runs + 1)][1:]
+        tasks = _median(whole)
+        alone = {which: statistics.median(seconds) for which, seconds in by_task.items()}
+        longer = tasks.wall_s / sum(alone[which] * len(by_task[which]) for which in alone)
+        temps = max(map(temp_bytes, self.programs.values()))
+        return RankTimes(tasks, _median(update), {which: s * longer for which, s in alone.items()}, temps)
+
+    def _run(self, watched: Callable[..., Sequence] | None = None) -> None:
+        values = dict(self.values)
+        for entry, drop in zip(self.entries, self.freed, strict=True):
+            program = self.programs[_id(entry)]
+            read = [values[key] if key in values else _arrived(self.arriving) for key in entry.reads]
+            written = program(*read) if watched is None else watched(entry, program, read)
+            del read
+            values.update(zip(entry.writes, written, strict=True))
+            for key in drop:
+                values.pop(key, None)
+        self.values = jax.block_until_ready({key: values[key] for key in self.values})
+
+    def _run_update(self) -> None:
+        self.state = jax.block_until_ready(self.update(*self.state))
+
+    def _shapes(self, here: RankRole, prepare: PlanEntry, batch: Mapping[str, Any]) -> dict[Key, Tree]:
+        """Return the shapes of what a rank's tasks start from."""
+        model, program = self.model, _id(prepare)
+        stacked = (len(here.stages), 1, here.num_layer_slots)
+        params = {
+            "ends": model.keep(model.ends, model.used_by(here.has_first, here.has_last)),
+            "layers": jax.tree.map(lambda a: jax.ShapeDtypeStruct((*stacked, *a.shape), a.dtype), model.layer),
+        }
+        whole = jax.tree.map(lambda _: P(), params)
+        made = jax.eval_shape(partial(prepare_rank, model, here, program, whole), params)
+        read = {key for entry in self.entries for key in entry.reads}
+        given: dict[Key, Tree] = dict(zip(prepare.writes, made, strict=True))
+        given |= {(name,): jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items() if (name,) in read}
+        return given | {key: jax.ShapeDtypeStruct((), jnp.int32) for key in read if key[0] == "m"}
+
+    def _filled(self, key: Key, shape: Tree) -> Tree:
+        if key[0] == "m":
+            return jax.device_put(jnp.int32(key[2]), self.device)
+        if key[0] in ("w", "ends_in", "ends_out"):
+            return jax.device_put(random_like(shape), self.device)
+        return jax.device_put(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape), self.device)
+
+    def _compiled(self, given: dict[Key, Tree]) -> dict[ProgramId, jax.stages.Compiled]:
+        """Return the programs of the tasks, compiled in threads."""
+        shapes, lowered = dict(given), dict[ProgramId, jax.stages.Lowered]()
+        written: dict[ProgramId, Tree] = {}
+        for entry in self.entries:
+            program = _id(entry)
+            if program not in lowered:
+                donated = self.library.donated(program)
+                function = self.library.function(program)
+                donate = [i for i, name in enumerate(program.reads) if name in donated]
+                reads = [shapes.get(key, self.model.x) for key in entry.reads]
+                lowered[program] = jax.jit(function, donate_argnums=donate).lower(*reads)
+                written[program] = jax.tree.map(
+                    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), lowered[program].out_info
+                )
+            shapes.update(zip(entry.writes, written[program], strict=True))
+
+        def compiled(program: ProgramId) -> jax.stages.Compiled:
+            preset = cpu_options(self.library.preset(program)) if self.has_presets else {}
+            return lowered[program].compile(preset | self.options)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            return dict(zip(lowered, threads.map(compiled, lowered), strict=True))
+
+    def _update(self, job: TrainingJob, shapes: Tree) -> tuple[Callable[..., Tree], Tree]:
+        """Return the update of a device's share of the state, and what it takes: the state and gradients."""
+        optimizer = job.pipe.optimizer
+
+        def update(state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+            return apply_gradients(optimizer, state, grads, global_norm(grads)), grads
+
+        state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        arguments = jax.device_put((state, jax.tree.map(jnp.copy, state["params"])), self.device)
+        return jax.jit(update, donate_argnums=(0, 1)).lower(*arguments).compile(self.options or None), arguments
+
+
+def _lasting(prepare: PlanEntry, entries: Sequence[PlanEntry]) -> list[Key]:
+    """Return the keys of values that outlast the tasks: what they start from."""
+    read = (key for entry in entries for key in entry.reads)
+    return [*prepare.writes, *(key for key in read if key[0] in ("inputs", "targets", "m"))]
+
+
+def _id(entry: PlanEntry) -> ProgramId:
+    assert entry.program is not None, "moves have none"
+    return entry.program
+
+
+@jax.jit
+def _arrived(a: jax.Array) -> jax.Array:
+    """Return a copy, as a transfer writes one."""
+    return jnp.copy(a)
+
+
+def _timed(call: Callable[[], None]) -> Timing:
+    cpu, wall = time.process_time(), time.perf_counter()
+    call()
+    return Timing(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def _median(measured: Sequence[Timing]) -> Timing:
+    return Timing(*map(statistics.median, zip(*measured, strict=True)))

@@ -1,0 +1,273 @@
+"""A large run's ranks, rehearsed on one device: what a step of the whole mesh takes.
+
+Each rank that differs from those before it runs its own tasks and its optimizer's update here. The whole pipeline is
+then simulated from these times, with transfers and collectives as `planner.analytic` counts them for the links of
+hardware=.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from statistics import mean
+
+import jax
+
+from ppctl.config import Analytic, Config, Measure
+from ppctl.config.schedule_from_config import label
+from ppctl.errors import ConfigError
+from ppctl.executors.mpmd.plan import PlanEntry, roles, task_entries
+from ppctl.executors.mpmd.rank import RankRole, rank_entries, rank_roles
+from ppctl.planner.analytic import Machine, exchange_s
+from ppctl.planner.op_times import OpTimes, PieceTimes, StepTime, step_time
+from ppctl.planner.rank_on_device import RankOnDevice, RankTimes
+from ppctl.planner.step_runs import examples_of_device
+from ppctl.planner.step_time import (
+    counted_op_times,
+    device_bytes,
+    device_kind,
+    hardware_of,
+    layout_of,
+    machine_of,
+    mfu_of,
+    param_bytes,
+    predicted_time,
+)
+from ppctl.planner.step_timeline import step_timeline
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.ir import Schedule
+from ppctl.schedule.simulate import Timeline
+from ppctl.schedule.ticks import Ticks
+from ppctl.training.engines.make import dispatch_order
+from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
+
+
+@dataclass(frozen=True)
+class RehearsedRank:
+    """What a rank's part of a step took here."""
+
+    rank: int
+    ran_as: int  # the rank whose run this is: ranks with equal stages run once
+    tasks_s: float  # all its tasks, one after the other
+    update_s: float  # the norm of its gradients, the optimizer
+    cpu_s: float | None  # CPU seconds of both; None for accelerators
+    stages: tuple[int, ...]
+    forward_s: tuple[float, ...]  # of a microbatch through each stage
+    backward_s: tuple[float, ...]  # B, or I and W
+    memory_bytes: Mapping[str, int]  # of one device, by part
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a step of the whole mesh takes, as `ppctl rehearse --json` prints it."""
+
+    schedule: str
+    device: str  # that the ranks ran on
+    hardware: str | None  # whose links are counted
+    step_time_s: float
+    once_s: float  # of it the per-step overhead: gathering parameters, reducing gradients, the optimizer
+    step_cpu_s: float | None  # CPU seconds of all devices; None for accelerators
+    unit: str  # tokens_per_s | rows_per_s
+    tokens_per_s: float  # or examples, as `unit` says
+    mfu_fraction: float | None  # 0..1: of the hardware's peak; None where that is not known, as of CPUs
+    mfu_causal_fraction: float | None  # the same, attention to later tokens not counted
+    bubble_fraction: float  # 0..1: the share of the time of tasks in which devices wait
+    limit_bytes: int | None  # memory of a device
+    ranks: tuple[RehearsedRank, ...]
+    analytic_step_time_s: float | None  # of costs=analytic for the same request
+    analytic_once_s: float | None
+    analytic_unknown: str | None  # why these are not known
+
+
+def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
+    """Run the ranks of a request on the first device here; return what a step takes, and its timeline.
+
+    ConfigError, ScheduleError or DataError for what cannot be, and where this device has not the memory for a rank.
+    """
+    _check(config)
+    job = assemble(config, on_one_device=True)
+    machine = machine_of(config, device_kind(job.pipe), str(job.pipe.dtype))  # refused before anything is compiled
+    simulated = Simulated(job, machine, *_run_ranks(job))
+    return simulated.found, simulated.timeline
+
+
+def _check(config: Config) -> None:
+    refused = None
+    if not config.executor.IS_PIPELINED:
+        refused = "executor=reference has no ranks. Use executor=spmd or mpmd"
+    elif config.run.distributed != "off":
+        refused = f"run.distributed={config.run.distributed} joins processes, but one device runs. Leave it out"
+    elif isinstance(config.costs, Measure):
+        refused = "costs=measure times pieces of a model, a rehearsal whole ranks. Leave it out"
+    if refused is not None:
+        raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
+
+
+def rank_parts(job: TrainingJob) -> list[tuple[RankRole, PlanEntry, list[PlanEntry]]]:
+    """Return for each rank its role, the entry that makes it ready, and its tasks in the order of a step."""
+    pipe, model = job.pipe, job.pipe.model
+    stage_roles = roles(pipe.partition, are_alike=pipe.stack.are_alike)
+    kinds = rank_roles(model, pipe.layout, stage_roles)
+    order = dispatch_order(pipe.schedule, pipe.execution.remat)
+    entries = task_entries(pipe.schedule, order, stage_roles, keeps_input=model.stage.keeps_input)
+    prepare, _ = rank_entries(pipe.layout, kinds, with_grads=True)
+    tasks = ([entry for entry in entries if entry.rank == r and entry.program] for r in range(len(kinds)))
+    return list(zip(kinds, prepare, tasks, strict=True))
+
+
+def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
+    """Return the times of the ranks that were run, and for each rank the one that ran for it."""
+    parts, batch, ran = rank_parts(job), examples_of_device(job), dict[int, RankTimes]()
+    kinds = [kind for kind, _, _ in parts]
+    ran_as = [kinds.index(kind) for kind in kinds]
+    for r in sorted(set(ran_as)):
+        try:
+            ran[r] = RankOnDevice(job, *parts[r], batch).times(job.config.rehearse.runs)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")
+            raise ConfigError(
+                f"Rank {r} does not fit this {device_kind(job.pipe)}: {reason.rstrip('.')}. Use more ranks (mesh.pp), "
+                "more and smaller microbatches (schedule.num_microbatches), or executor.remat=full."
+            ) from error
+    return ran, ran_as
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The whole pipeline, simulated from the times of ranks that were run; ran_as: for each rank which one."""
+
+    job: TrainingJob
+    machine: Machine  # of which links count
+    ran: Mapping[int, RankTimes]
+    ran_as: Sequence[int]
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs of each stage's tasks. A stage of a rank that did not run is its like on the rank that did."""
+        pipe = self.job.pipe
+        of_rank = _stages_of_ranks(pipe.schedule.rank_of)
+        forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
+        gather_s = self._counted.task_s - self.machine.task_s  # executor.gather=tick: of a chunk's parameters
+        for s, rank in enumerate(pipe.schedule.rank_of):
+            like = self.ran_as[rank]
+            times, stage = self.ran[like].task_s, of_rank[like][of_rank[rank].index(s)]
+            whole = times.get((stage, "B"), 0.0) / 2
+            forward.append(times.get((stage, "F"), 0.0) + gather_s)
+            input_grad.append(times.get((stage, "I"), whole) + gather_s)
+            weight_grad.append(times.get((stage, "W"), whole))
+        return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=self._counted.hop_s)
+
+    @cached_property
+    def step(self) -> StepTime:
+        return step_time(self._op_times, *self._how, masked=self._is_masked)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return step_timeline(self._op_times, *self._how, masked=self._is_masked)
+
+    @cached_property
+    def found(self) -> Rehearsal:
+        """What is printed."""
+        job, config, pipe, step = self.job, self.job.config, self.job.pipe, self.step
+        hardware = hardware_of(job)
+        analytic, unknown = predicted_time(job, Analytic(doctor=config.costs.doctor))
+        unit, count = unit_of_work(job)
+        mfu = mfu_of(job, step.total_s, model_flops(job))
+        ranks = tuple(self._rank(r) for r in range(pipe.schedule.num_ranks))
+        return Rehearsal(
+            schedule=label(config.schedule),
+            device=device_kind(pipe),
+            hardware=None if hardware is None else hardware.name,
+            step_time_s=step.total_s,
+            once_s=step.overhead_s,
+            step_cpu_s=sum(each.cpu_s or 0.0 for each in ranks) * self._copies if self._is_shared else None,
+            unit=unit,
+            tokens_per_s=count / step.total_s,
+            mfu_fraction=mfu.full,
+            mfu_causal_fraction=mfu.causal,
+            bubble_fraction=step.bubble_fraction,
+            limit_bytes=device_bytes(config, pipe.mesh.devices.flat[0]),
+            ranks=ranks,
+            analytic_step_time_s=None if analytic is None else analytic.total_s,
+            analytic_once_s=None if analytic is None else analytic.overhead_s,
+            analytic_unknown=unknown,
+        )
+
+    def _rank(self, rank: int) -> RehearsedRank:
+        schedule, times = self.job.pipe.schedule, self.ran[self.ran_as[rank]]
+        stages = _stages_of_ranks(schedule.rank_of)[rank]
+        memory = {**self.job.pipe.memory()[rank], "temporaries": times.temp_bytes}
+        seconds = lambda kind: tuple(self.costs.seconds(kind, s, 1) for s in stages)  # noqa: E731
+        return RehearsedRank(
+            rank=rank,
+            ran_as=self.ran_as[rank],
+            tasks_s=times.tasks.wall_s,
+            update_s=times.update.wall_s,
+            cpu_s=times.tasks.cpu_s + times.update.cpu_s if self._is_shared else None,
+            stages=tuple(stages),
+            forward_s=seconds("F"),
+            backward_s=seconds("B"),
+            memory_bytes=memory,
+            total_bytes=sum(memory.values()),
+        )
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the devices of the mesh share this machine's cores, as simulated ones do."""
+        return self.job.pipe.mesh.devices.flat[0].platform == "cpu"
+
+    @property
+    def _copies(self) -> int:
+        return self.job.pipe.mesh.shape["dp"] * self.job.pipe.mesh.shape["fsdp"]
+
+    @property
+    def _how(self) -> tuple[Schedule, Ticks | None, Costs, int]:
+        return self.job.pipe.schedule, self.job.pipe.ticks, self.costs, self._copies
+
+    @property
+    def _is_masked(self) -> bool:
+        return self.job.pipe.ticks is not None and self.job.pipe.execution.idle == "compute"
+
+    @cached_property
+    def _counted(self) -> OpTimes:
+        """The op times of costs=analytic, for what ranks exchange."""
+        return counted_op_times(self.job, self.machine)
+
+    @cached_property
+    def _op_times(self) -> OpTimes:
+        pipe, times = self.job.pipe, self.ran.values()
+        each_tick = pipe.execution.in_ticks and pipe.execution.gather == "tick"
+        params = param_bytes(pipe.states.natural, pipe.dtype)
+        exchanged_s = exchange_s(params, self.machine, layout_of(pipe), gathers_layers=not each_tick)
+        alone = mean(each.tasks.cpu_s / each.tasks.wall_s for each in times)  # cores that a rank keeps busy
+        return OpTimes(
+            embed=self._counted.embed,
+            layer=self._layer,
+            head=self._counted.head,
+            task_s=0.0,
+            hop_s=self._counted.hop_s,
+            overhead_s=max(each.update.wall_s for each in times) + exchanged_s,
+            capacity=max(1.0, (os.cpu_count() or 1) / alone) if self._is_shared else inf,
+        )
+
+    @property
+    def _layer(self) -> PieceTimes:
+        """A layer of the largest stage."""
+        sizes = [len(layers) for layers in self.job.pipe.partition]
+        s = max(range(len(sizes)), key=sizes.__getitem__)
+        return PieceTimes(*(self.costs.seconds(kind, s, 1) / max(1, sizes[s]) for kind in "FIW"))
+
+
+def _stages_of_ranks(rank_of: Sequence[int]) -> dict[int, list[int]]:
+    """Return the stages of each rank."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for s, rank in enumerate(rank_of):
+        found[rank].append(s)
+    return found

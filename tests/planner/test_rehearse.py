@@ -1,0 +1,166 @@
+"""Ranks run one by one on one device do what the engine dispatches, and the whole is simulated from their times."""
+
+import json
+import re
+from dataclasses import replace
+from math import prod
+
+import jax
+import pytest
+from support.selection import few
+
+from ppctl import cli, config
+from ppctl.errors import ConfigError
+from ppctl.planner import rehearse
+from ppctl.planner.analytic import Machine
+from ppctl.planner.rank_on_device import RankOnDevice, RankTimes
+from ppctl.planner.roofline import Link, Speed
+from ppctl.planner.step_runs import examples_of_device
+from ppctl.planner.timing import Timing
+from ppctl.training.job import assemble
+
+SMALL = config.Config(
+    model=config.MLP(num_layers=8, d_model=16),
+    mesh=config.Mesh(1, 4, 1),
+    schedule=config.Schedule("1f1b", 6),
+    executor=config.Mpmd(remat="none"),
+    data=config.Regression(batch_size=24),
+    run=config.Run(dtype="float32"),
+    rehearse=config.Rehearse(runs=1),
+)
+FREE = Machine(Speed(1e30, 1e30), Link(0.0, 1e30), None, None, 0.0)  # nothing but tasks takes time
+REQUESTS = {
+    "1f1b": SMALL,
+    "split, placed in a V": replace(SMALL, schedule=config.Schedule("zb_v", 6)),
+    "chunks": replace(
+        SMALL, schedule=config.Interleaved(num_microbatches=8, num_chunks=2), data=config.Regression(batch_size=16)
+    ),
+    "recomputed": replace(SMALL, executor=config.Mpmd(remat="full")),
+    "copies": replace(SMALL, mesh=config.Mesh(1, 2, 2)),
+}
+MANY_CORES, ALL_CORES = 1e-9, 1e9  # that a rank keeps busy
+
+
+def times(request, forward_s, backward_s, busy=MANY_CORES):
+    """Return times of every rank of a request whose tasks take these."""
+    job = assemble(request, on_one_device=True)
+    stages = range(job.pipe.schedule.num_stages)
+    task_s = {(s, kind): seconds for s in stages for kind, seconds in (("F", forward_s), ("B", backward_s))}
+    ranks = range(job.pipe.schedule.num_ranks)
+    ran = {r: RankTimes(Timing(1.0, busy), Timing(0.5, busy), task_s, 100) for r in ranks}
+    return rehearse.Simulated(job, FREE, ran, list(ranks))
+
+
+@pytest.mark.parametrize("name", few(REQUESTS, 3))
+def test_the_tasks_of_a_rank_are_those_that_the_engine_dispatches(name):
+    job = assemble(REQUESTS[name], on_one_device=True)
+    entries, _ = job.pipe.engine.plan("step")
+    for r, (_, prepare, tasks) in enumerate(rehearse.rank_parts(job)):
+        assert tasks == [entry for entry in entries if entry.task and entry.program and entry.rank == r]
+        assert prepare in entries
+
+
+@pytest.mark.parametrize("name", few(REQUESTS, 2))
+def test_every_task_runs_and_their_seconds_add_up_to_those_of_the_rank(name):
+    job = assemble(REQUESTS[name], on_one_device=True)
+    parts = rehearse.rank_parts(job)
+    for part in parts[:1] + parts[-1:]:
+        _, _, tasks = part
+        found = RankOnDevice(job, *part, examples_of_device(job)).times(1)
+        each = [found.task_s[entry.task.stage, entry.task.kind] for entry in tasks]
+        assert sum(each) == pytest.approx(found.tasks.wall_s)
+        assert min(each) > 0
+        assert found.update.wall_s > 0
+
+
+@pytest.mark.parametrize(("fsdp", "share"), [(1, 1), (2, 2)])
+def test_a_device_updates_its_share_of_the_state(fsdp, share):
+    job = assemble(replace(SMALL, mesh=config.Mesh(1, 2, fsdp)), on_one_device=True)
+    shapes = job.pipe.engine.share(0)["params"]
+    of_layers = sum(prod(a.shape) for a in jax.tree.leaves(shapes["layers"]))
+    per_layer = sum(a.size for a in jax.tree.leaves(job.pipe.model.layer))
+    assert of_layers == 4 * per_layer / share
+
+
+def test_a_step_of_equal_stages_is_the_closed_form():
+    found = times(SMALL, 1.0, 2.0)
+    assert found.step.pipeline_s == pytest.approx((6 + 4 - 1) * 3.0)
+    assert found.step.overhead_s == pytest.approx(0.5)
+    assert found.step.bubble_fraction == pytest.approx(3 / 9)
+    assert found.timeline.makespan_s == pytest.approx(27.0)
+
+
+def test_where_a_rank_keeps_all_cores_busy_the_others_wait_for_it():
+    assert times(SMALL, 1.0, 2.0, busy=ALL_CORES).step.pipeline_s == pytest.approx(4 * 6 * 3.0)
+
+
+def test_a_rank_that_is_like_another_takes_its_times_stage_by_stage():
+    job = assemble(replace(SMALL, schedule=config.Schedule("zb_v", 6)), on_one_device=True)
+    kinds = [kind for kind, _, _ in rehearse.rank_parts(job)]
+    assert [kinds.index(kind) for kind in kinds] == [0, 1, 1, 1]  # rank 0 has the embedding and the head
+    task_s = {
+        (s, kind): 10.0 * s + {"F": 1.0, "I": 2.0, "W": 3.0}[kind] for s in (0, 1, 6, 7) for kind in ("F", "I", "W")
+    }
+    ran = {r: RankTimes(Timing(1.0, 1.0), Timing(0.0, 0.0), task_s, 0) for r in (0, 1)}
+    costs = rehearse.Simulated(job, FREE, ran, [0, 1, 1, 1]).costs
+    assert costs.forward_s == (1.0, 11.0, 11.0, 11.0, 61.0, 61.0, 61.0, 71.0)
+    assert costs.weight_grad_s == (3.0, 13.0, 13.0, 13.0, 63.0, 63.0, 63.0, 73.0)
+
+
+@pytest.mark.parametrize("executor", [config.Spmd(remat="none"), config.Mpmd(remat="none")], ids=["spmd", "mpmd"])
+def test_memory_is_that_of_the_run_with_the_temporaries_of_a_task(executor):
+    found = times(replace(SMALL, executor=executor), 1.0, 2.0).found
+    held = assemble(replace(SMALL, executor=executor)).pipe.memory()
+    for of_rank, known in zip(found.ranks, held, strict=True):
+        assert of_rank.memory_bytes == {**known, "temporaries": 100}
+        assert of_rank.total_bytes == sum(known.values()) - known.get("temporaries", 0) + 100
+
+
+@pytest.mark.parametrize("gather", ["step", "tick"])
+def test_gathering_each_tick_is_counted_in_tasks_and_not_once(gather):
+    asked = replace(SMALL, mesh=config.Mesh(1, 2, 2), executor=config.Spmd(remat="none", gather=gather))
+    slow = replace(FREE, link=Link(1.0, 1e30))
+    found = replace(times(asked, 1.0, 2.0), machine=slow)
+    assert found.costs.forward_s[0] == pytest.approx(1.0 + (gather == "tick"))  # fsdp - 1 messages
+    assert found.step.overhead_s == pytest.approx(0.5 + 1.0 * (gather == "step") + 1.0 + 2 * 3.0)
+
+
+def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ["model=mlp", "model.num_layers=4", "model.d_model=16", "data=regression", "data.batch_size=16"]
+    words += ["mesh=1x4", "schedule=1f1b", "schedule.num_microbatches=4", "rehearse.runs=1"]
+    assert cli.main(["rehearse", *words, f"rehearse.html={page}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["ran_as"] for each in found["ranks"]] == [0, 1, 1, 3]
+    assert found["step_time_s"] > found["once_s"] > 0
+    assert 0 <= found["bubble_fraction"] < 1
+    assert found["mfu_fraction"] is None  # a CPU has no peak
+    assert found["analytic_step_time_s"] > 0
+    text = page.read_text()
+    assert "Rehearsal: mlp of 4 layers, mesh 1x4, 1f1b" in text
+    assert not re.search(r"(src|href)=", text)  # it loads nothing
+    assert cli.main(["rehearse", *words, "executor=mpmd"]) == 0
+    assert "3 of 4 ranks on one cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"executor": config.Reference(), "mesh": config.Mesh()}, "executor=reference has no ranks. Use executor=spmd"),
+        ({"run": config.Run(distributed="env", num_processes=2)}, "run.distributed=env joins processes"),
+        ({"costs": config.Measure()}, "costs=measure times pieces of a model"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused_before_anything_is_built(changes, message, monkeypatch):
+    monkeypatch.setattr(rehearse, "assemble", lambda *args, **more: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=message):
+        rehearse.rehearse(replace(SMALL, **changes))
+
+
+def test_a_rank_that_the_device_cannot_hold_is_named(monkeypatch):
+    def full(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.\nmore")
+
+    monkeypatch.setattr(rehearse, "RankOnDevice", full)
+    with pytest.raises(ConfigError, match=r"Rank 0 does not fit this cpu: Out of memory .* 99 bytes\. Use more ranks"):
+        rehearse.rehearse(SMALL)
