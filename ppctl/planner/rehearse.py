@@ -76,7 +76,7 @@ class Rehearsal:
     tokens_per_s: float  # or examples, as `unit` says
     mfu_fraction: float | None  # 0..1: of the hardware's peak; None where that is not known, as of CPUs
     mfu_causal_fraction: float | None  # the same, attention to later tokens not counted
-    bubble_fraction: float  # 0..1: the share of the time of tasks in which devices wait
+    bubble_fraction: float  # 0..1: idle share of the ranks in the simulated step, per-step overhead apart
     limit_bytes: int | None  # memory of a device
     ranks: tuple[RehearsedRank, ...]
     analytic_step_time_s: float | None  # of costs=analytic for the same request
@@ -192,7 +192,7 @@ class Simulated:
             tokens_per_s=count / step.total_s,
             mfu_fraction=mfu.full,
             mfu_causal_fraction=mfu.causal,
-            bubble_fraction=step.bubble_fraction,
+            bubble_fraction=self.timeline.bubble_fraction,
             limit_bytes=device_bytes(config, pipe.mesh.devices.flat[0]),
             ranks=ranks,
             analytic_step_time_s=None if analytic is None else analytic.total_s,

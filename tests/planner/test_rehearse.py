@@ -86,7 +86,7 @@ def test_a_step_of_equal_stages_is_the_closed_form():
     found = times(SMALL, 1.0, 2.0)
     assert found.step.pipeline_s == pytest.approx((6 + 4 - 1) * 3.0)
     assert found.step.overhead_s == pytest.approx(0.5)
-    assert found.step.bubble_fraction == pytest.approx(3 / 9)
+    assert found.found.bubble_fraction == pytest.approx(3 / 9)
     assert found.timeline.makespan_s == pytest.approx(27.0)
 
 
