@@ -23,6 +23,7 @@ GPU_FLAGS: Flags = (
     ("xla_gpu_collective_permute_decomposer_threshold", "1024"),  # bytes from which a permute is a send and a receive
     ("xla_gpu_enable_pipelined_all_gather", True),
     ("xla_gpu_enable_pipelined_reduce_scatter", True),
+    ("xla_gpu_copy_insertion_use_region_analysis", True),  # sums and slots are carried from tick to tick without copies
     ("xla_gpu_enable_triton_gemm", False),  # matrix products by cuBLAS
 )
 

@@ -26,8 +26,8 @@ def case(schedule, mesh, *settings, **more):
 
 
 DEFAULT = [
-    # every family, its remat setting taking turns
-    *(case(name, (1, 4, 1), remat=REMATS[i % 3]) for i, name in enumerate(SINGLE_OP)),
+    # every family, remat and loops taking turns
+    *(case(name, (1, 4, 1), remat=REMATS[i % 3], loops=i % 2 == 0) for i, name in enumerate(SINGLE_OP)),
     case("zb_h1", (2, 2, 2), remat="none", gather_each_tick=True, model="tied swiglu"),
     case("zb_v", (2, 2, 2), remat="full", model="untied gelu"),
     # 10 layers on 4 x 2 stages, unrolled and scanned
@@ -37,7 +37,7 @@ DEFAULT = [
     case("zb_h1", (8, 1, 1), remat="layer"),
 ]
 MORE = [  # of `make test-full`; `make exhaustive` has the whole product
-    *(case(name, (2, 2, 1), remat=REMATS[(i + 1) % 3]) for i, name in enumerate(SINGLE_OP)),
+    *(case(name, (2, 2, 1), remat=REMATS[(i + 1) % 3], loops=i % 2 == 1) for i, name in enumerate(SINGLE_OP)),
     *(case("zb_h1", (1, 4, 1), remat=remat, model="untied swiglu grouped") for remat in REMATS),
     *(case("zb_v", (1, 4, 1), remat=remat, unroll=0) for remat in REMATS),
     *(case(name, (1, 3, 1), 6, remat="none", num_layers=7, batch_size=60, unroll=0) for name in SINGLE_OP),

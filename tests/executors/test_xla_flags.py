@@ -55,25 +55,29 @@ def test_what_xla_does_not_know_is_refused(flag, reason):
         flags_for([flag], H100)
 
 
-@pytest.mark.skipif(not has_plugin(), reason="needs XLA's plugin for CUDA: pip install ppctl[cuda12]")
-@pytest.mark.parametrize("flags", ["none", "auto"])
-def test_what_ranks_hand_on_travels_while_the_backward_computes(flags, monkeypatch):
+def compiled_for_gpus(schedule="1f1b", ranks=8, flags="auto"):
+    """The text of a train step compiled for H100s that are not here."""
     request = config.Config(
-        model=config.MLP(num_layers=8, d_model=64),
-        mesh=config.Mesh(1, 8, 1),
-        schedule=config.Schedule("1f1b", 8),
-        executor=config.Spmd(xla_flags=flags),
-        data=config.Regression(batch_size=8 * 64),
-        plan=config.Plan(compile=True, topology="h100:1x8"),
+        model=config.MLP(num_layers=2 * ranks, d_model=64),
+        mesh=config.Mesh(1, ranks, 1),
+        schedule=config.Schedule(schedule, ranks),
+        executor=config.Spmd(xla_flags=flags, remat="none"),
+        data=config.Regression(batch_size=ranks * 32),
+        plan=config.Plan(compile=True, topology=f"h100:1x{ranks}"),
     )
     engine = assemble(request).pipe.engine
-    text = engine.compile_program(engine.lower_train_step()).as_text()
+    return engine.compile_program(engine.lower_train_step()).as_text()
+
+
+@pytest.mark.skipif(not has_plugin(), reason="needs XLA's plugin for CUDA: pip install ppctl[cuda12]")
+@pytest.mark.parametrize("flags", ["none", "auto"])
+def test_what_ranks_hand_on_travels_while_the_backward_computes(flags):
     order = []  # of the compiler's schedule
-    for line in text.splitlines():
+    for line in compiled_for_gpus(flags=flags).splitlines():
         op = re.search(r" = .* ([a-z-]+)\(", line)
         if op and op[1] in ("send", "send-done", "collective-permute-start"):
             order.append(op[1])
-        elif op and op[1] == "conditional" and 'tick_backward/cond"' in line:
+        elif op and op[1] == "while" and 'tick_backward/while"' in line:
             order.append("backward")
     backward = order.index("backward")
     if flags == "none":
@@ -82,3 +86,17 @@ def test_what_ranks_hand_on_travels_while_the_backward_computes(flags, monkeypat
         assert "send" in order[:backward]
         assert "send-done" in order[backward:]
         assert "send-done" not in order[:backward]
+
+
+@pytest.mark.skipif(not has_plugin(), reason="needs XLA's plugin for CUDA: pip install ppctl[cuda12]")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_no_tick_copies_sums_of_gradients(schedule):
+    """Square weights of the layers are 64 x 64; outside of the loops they are copied where they begin as zeros."""
+    text, inside = compiled_for_gpus(schedule, ranks=4), []
+    for part in re.split(r"\n(?=%|ENTRY )", text):
+        name = part.split(" ", 1)[0]
+        inside += (
+            [name] * (not name.startswith(("ENTRY", "%fused"))) * len(re.findall(r"= f32\[64,64\]\S* copy\(", part))
+        )
+    assert "tick_" in text
+    assert inside == []

@@ -23,7 +23,13 @@ def spmd_cases() -> Iterator[tuple[str, Any, Callable]]:
 
     factors = FACTORS | {"schedule": [*FACTORS["schedule"], *SINGLE_OP.items()]}
     free = ("schedule", "mesh", "remat", "layers")
-    fixed = {"model": "untied swiglu grouped", "unroll": 16, "gather_each_tick": False, "skip_idle": True}
+    fixed = {
+        "model": "untied swiglu grouped",
+        "unroll": 16,
+        "gather_each_tick": False,
+        "skip_idle": True,
+        "loops": False,
+    }
     product = (dict(zip(free, values, strict=True)) for values in itertools.product(*(factors[name] for name in free)))
     for case in (case_of(values | fixed) for values in filter(possible, product)):
         run = lambda params, batch, case=case: run_spmd(case, make_stack(case.model, case.num_layers), params, batch)  # noqa: E731

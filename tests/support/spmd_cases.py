@@ -25,6 +25,7 @@ FACTORS = {
     "unroll": [16, 0],
     "gather_each_tick": [False, True],
     "skip_idle": [True, False],
+    "loops": [False, True],
 }
 
 
@@ -94,13 +95,14 @@ def case_of(values):
         num_layers=num_layers_of(mesh[1] * num_chunks, values["layers"]),
         model=values["model"],
         batch_size=60 if mesh[1] == 3 else 64,
-        **{name: values[name] for name in ("remat", "unroll", "gather_each_tick", "skip_idle")},
+        **{name: values[name] for name in ("remat", "unroll", "gather_each_tick", "skip_idle", "loops")},
     )
 
 
 def name_of(case):
     mesh = "x".join(map(str, case.mesh))
     flags = ["scan"] * (case.unroll == 0) + ["gather"] * case.gather_each_tick + ["compute"] * (not case.skip_idle)
+    flags += ["loops"] * case.loops
     chunks = str(case.num_chunks) * (case.schedule in ("interleaved", "looped_bfs"))
     return " ".join([case.schedule + chunks, mesh, f"L{case.num_layers}", case.remat, case.model, *flags])
 

@@ -34,6 +34,7 @@ class Options:
     gather_each_tick: bool = False  # gather layers over fsdp in every tick instead of once a step
     unroll: int = 16  # a rank's layers are unrolled up to this many, scanned above
     dtype: Any = jnp.float32  # of compute
+    loops: bool = False  # what a tick may skip stands in a loop of one turn or none, not in a branch: see `run_if`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", Remat.of(self.remat))
@@ -106,11 +107,33 @@ class Device:
             layers = self.chunks[v]
         return layers, self.layer_slots[v]
 
+    def run_if(
+        self, active: jax.Array, run: Callable[[Tree, Tree], tuple[Tree, Tree]], value: Tree, carry: Tree
+    ) -> tuple[Tree, Tree]:
+        """Return run(value, carry) where active, else both as they are.
+
+        XLA updates what a loop carries in place, and for GPUs copies much of what a branch passes on: sums of gradients
+        and slots, in every tick. For CPUs it does not, and runs loops slower.
+        """
+        if self.options.loops:
+            return jax.lax.fori_loop(0, active.astype(jnp.int32), lambda _, state: run(*state), (value, carry))
+        return jax.lax.cond(active, run, lambda value, carry: (value, carry), value, carry)
+
     def on_chunk(self, chunk: jax.Array, run: Callable[[int], Any]) -> Any:
         """Return run(v) for the chunk that a tick names."""
         if self.num_chunks == 1:
             return run(0)
         return jax.lax.switch(chunk, [partial(run, v) for v in range(self.num_chunks)])
+
+    def add_on_chunk(
+        self, chunk: jax.Array, run: Callable[[int, Tree], tuple[Tree, Tree]], value: Tree, sums: Tree
+    ) -> tuple[Tree, Tree]:
+        """Return run(v, sums) for the chunk that a tick names; value: of the shapes that it gives with the sums."""
+        if not self.options.loops or self.num_chunks == 1:
+            return self.on_chunk(chunk, lambda v: run(v, sums))
+        for v in range(self.num_chunks):
+            value, sums = self.run_if(chunk == v, lambda _, sums, v=v: run(v, sums), value, sums)
+        return value, sums
 
     def microbatch(self, name: str, m: Any) -> Tree:
         """Return the inputs or targets of microbatch m."""
@@ -163,17 +186,22 @@ class Device:
     def head(self, place: Place, y: jax.Array, otherwise: Callable | None, sums: Tree) -> tuple[jax.Array, Tree]:
         """Return (gradient of the loss, sums with the loss) on the last stage, else (otherwise(), sums).
 
-        otherwise=None: the stage is the only one.
+        otherwise=None: the stage is the only one. Of the sums it needs the first three alone.
         """
 
         def run(sums: Tree) -> tuple[jax.Array, Tree]:
             targets = self.microbatch("targets", place.microbatch)
             y_grad, ends_grad, loss, number = head_grads(self.stack.head, self.ends, y, targets)
-            return y_grad, (sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad), sums[3])
+            return y_grad, (sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad))
 
+        own, layers = sums[:3], sums[3:]
         if otherwise is None:
-            return run(sums)
-        return jax.lax.cond(place.last, run, lambda sums: (otherwise(), sums), sums)
+            gy, own = run(own)
+        elif self.options.loops:
+            gy, own = self.run_if(place.last, lambda _, sums: run(sums), otherwise(), own)
+        else:
+            gy, own = jax.lax.cond(place.last, run, lambda sums: (otherwise(), sums), own)
+        return gy, (*own, *layers)
 
     def loss(self, place: Place, y: jax.Array, sums: Tree) -> Tree:
         """Return the sums with the loss of y added if the stage is the last one; for forwards alone."""
@@ -187,11 +215,11 @@ class Device:
     def embedded(self, place: Place, gx: jax.Array, sums: Tree) -> Tree:
         """Return the sums with the embedding's gradient added if the stage is the first one."""
 
-        def run(total: Tree) -> Tree:
+        def run(_: None, total: Tree) -> tuple[None, Tree]:
             inputs = self.microbatch("inputs", place.microbatch)
-            return add_trees(total, embedding_grad(self.stack.embed, self.ends, inputs, gx))
+            return None, add_trees(total, embedding_grad(self.stack.embed, self.ends, inputs, gx))
 
-        return (*sums[:2], jax.lax.cond(place.first, run, lambda total: total, sums[2]), sums[3])
+        return (*sums[:2], self.run_if(place.first, run, None, sums[2])[1], sums[3])
 
     # tasks, whatever the ticks they run in
 
@@ -200,33 +228,46 @@ class Device:
         x = self.input(place, slots, slot)
         return self.on_chunk(place.chunk, lambda v: self.stage.forward(*self.chunk(v), x))
 
-    def stash_and_cotangent(self, place: Place, kept: Kept, grads: jax.Array, grad: jax.Array, sums: Tree) -> tuple:
-        """(stash, cotangent) for `Stage.backward` and `Stage.input_grad`, whose aux is the sums.
+    def stash_and_cotangent(
+        self, place: Place, kept: Kept, grads: jax.Array, grad: jax.Array
+    ) -> tuple[Tree, Callable[[Tree], Callable]]:
+        """(stash, function from the sums to the cotangent) for `Stage.backward` and `Stage.input_grad`.
 
+        Their aux is what is left of the first three sums, () where these do not change.
         kept: where the stash is; grads, grad: the slots of gradients, and the one that this task reads.
         """
         arrived = lambda: read_slot(grads, grad)  # noqa: E731
         if not self.stage.keeps_input:
-            return read_slot(kept.stash, kept.stash_slot), lambda _: (arrived(), sums)
+            return read_slot(kept.stash, kept.stash_slot), lambda sums: lambda _: (arrived(), ())
         otherwise = arrived if grads.shape[0] else None  # no gradient ever arrives at a single stage
         stash = self.input(place, kept.acts, kept.act_slot)
-        return stash, lambda y: self.head(place, y, otherwise, sums)
+        return stash, lambda sums: lambda y: self.head(place, y, otherwise, sums[:3])
 
     def backward(
-        self, place: Place, stash: Tree, cotangent: Callable, masked: Callable[[Tree], Tree] = lambda dw: dw
+        self,
+        place: Place,
+        stash: Tree,
+        cotangent: Callable[[Tree], Callable],
+        sums: Tree,
+        masked: Callable[[Tree], Tree] = lambda dw: dw,
     ) -> tuple[jax.Array, Tree]:
         """(gradient of the input, sums with the gradients of a whole backward added, `masked` by the caller)."""
 
-        def run(v: int) -> tuple[jax.Array, Tree]:
-            gx, dw, sums = self.stage.backward(*self.chunk(v), stash, cotangent)
-            return gx, add_layers(sums, v, masked(dw))
+        def run(v: int, sums: Tree) -> tuple[jax.Array, Tree]:
+            gx, dw, own = self.stage.backward(*self.chunk(v), stash, cotangent(sums))
+            return gx, add_layers(with_own(sums, own), v, masked(dw))
 
-        gx, sums = self.on_chunk(place.chunk, run)
+        gx, sums = self.add_on_chunk(place.chunk, run, zeros_like(self.x), sums)
         return gx, self.embedded(place, gx, sums)
 
     def hop(self, value: jax.Array, step: int) -> jax.Array:
         """Return the value of the rank that is `step` ranks before this one, round the ring."""
         return jax.lax.ppermute(value, "pp", [(r, (r + step) % self.num_ranks) for r in range(self.num_ranks)])
+
+
+def with_own(sums: Tree, own: Tree) -> Tree:
+    """Return the sums with the first ones as a backward's aux has them; (): as they were."""
+    return (*own, *sums[len(own) :])
 
 
 def add_layers(sums: Tree, v: int, dw: Tree) -> Tree:

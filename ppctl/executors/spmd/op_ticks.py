@@ -15,7 +15,17 @@ from typing import Any
 
 import jax
 
-from ppctl.executors.spmd.body import SCOPES, Device, Kept, Place, add_layers, read_slot, write_arrival, write_slot
+from ppctl.executors.spmd.body import (
+    SCOPES,
+    Device,
+    Kept,
+    Place,
+    add_layers,
+    read_slot,
+    with_own,
+    write_arrival,
+    write_slot,
+)
 from ppctl.executors.stage.layers import zeros_like
 from ppctl.schedule.ir import KINDS, Kind
 from ppctl.schedule.op_ticks import HOPS
@@ -40,8 +50,7 @@ def run_op_ticks(device: Device, table: jax.Array) -> Tree:
         out = zeros_like(device.x)
         for kind, number in kinds.items():
             with jax.named_scope(SCOPES[kind]):
-                skip = lambda out, carry: (out, carry)  # noqa: E731
-                out, carry = jax.lax.cond(at["kind"] == number, partial(tasks[kind], at), skip, out, carry)
+                out, carry = device.run_if(at["kind"] == number, partial(tasks[kind], at), out, carry)
         # transfers last: a value may arrive in a slot that this tick's task has just freed
         for hop, step in hops.items():
             value = device.hop(out, step) if step else out
@@ -82,29 +91,32 @@ class _SingleOpTicks:
 
     def backward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
-        gx, carry["sums"] = device.backward(place, *self._stash_and_cotangent(at, carry))
+        gx, carry["sums"] = device.backward(place, *self._stash_and_cotangent(at, carry), carry["sums"])
         return gx, carry
 
     def input_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         stash, cotangent = self._stash_and_cotangent(at, carry)
-        run = lambda v: self.stage.input_grad(*device.chunk(v), stash, cotangent)  # noqa: E731
-        gx, pending, sums = device.on_chunk(place.chunk, run)
+        run = lambda v: self.stage.input_grad(*device.chunk(v), stash, cotangent(carry["sums"]))  # noqa: E731
+        gx, pending, own = device.on_chunk(place.chunk, run)
         carry["pending"] = write_slot(carry["pending"], at["pending"], pending)
-        carry["sums"] = device.embedded(place, gx, sums)
+        carry["sums"] = device.embedded(place, gx, with_own(carry["sums"], own))
         return gx, carry
 
     def weight_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         pending = read_slot(carry["pending"], at["pending"])
-        run = lambda v: add_layers(carry["sums"], v, self.stage.weight_grad(*device.chunk(v), pending))  # noqa: E731
-        carry["sums"] = device.on_chunk(place.chunk, run)
+
+        def run(v: int, sums: Tree) -> tuple[None, Tree]:
+            return None, add_layers(sums, v, self.stage.weight_grad(*device.chunk(v), pending))
+
+        _, carry["sums"] = device.add_on_chunk(place.chunk, run, None, carry["sums"])
         return out, carry
 
     def _stash_and_cotangent(self, at: dict, carry: Tree) -> tuple[Tree, Callable]:
         values = carry["values"]  # activations and gradients
         kept = Kept(values, at["act"], carry["stash"], at["stash"])
-        return self.device.stash_and_cotangent(_place(at), kept, values, at["grad"], carry["sums"])
+        return self.device.stash_and_cotangent(_place(at), kept, values, at["grad"])
 
 
 def _place(at: dict[str, jax.Array]) -> Place:

@@ -103,6 +103,7 @@ def _in_ticks(
         gather_each_tick=execution.gather == "tick",
         unroll=execution.unroll,
         dtype=model.dtype,
+        loops=layout.mesh.devices.flat[0].platform in ("gpu", "cuda"),
     )
     evaluation = ticks(forward_only(schedule), task_costs(execution.remat), execution.remat)
     return spmd(model.stack, layout, lowered, options), spmd(model.stack, layout, evaluation, options)
