@@ -1,8 +1,8 @@
 """Cross-entropy of a language model's head without the logits of all tokens at once.
 
 Where they are many, tokens are taken chunk by chunk, and each chunk's gradient is made beside its loss: logits in
-float32 exist for one chunk at a time, and nothing is computed twice. Shape suffixes: M tokens, K chunks, C tokens of a
-chunk, D d_model, V vocabulary.
+float32 exist for one chunk at a time, their gradient never, and nothing is computed twice. Shape suffixes: M tokens, K
+chunks, C tokens of a chunk, D d_model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-MOST_LOGITS = 2**25  # of a chunk: 128 MiB in float32
-LEAST_TOKENS = 1024  # of a chunk all the same: each reads the whole matrix and adds to its whole gradient
+FEW_LOGITS = 2**25  # up to here all at once, as JAX differentiates it: 128 MiB in float32
+MOST_LOGITS = 2**27  # of a chunk: 512 MiB. Each chunk reads the whole matrix and adds to its whole gradient
+LEAST_TOKENS = 1024  # of a chunk all the same
 
 
 def cross_entropy(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, *, is_tied: bool) -> jax.Array:
@@ -22,9 +23,9 @@ def cross_entropy(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, *, is_tie
     w: the head's matrix [D, V], or the embedding's [V, D] where it is tied. logits are x @ w in at least float32.
     """
     num_tokens, vocab_size = x_MD.shape[0], w.shape[0 if is_tied else 1]
-    size = max(LEAST_TOKENS, MOST_LOGITS // vocab_size)
-    if num_tokens <= size:
+    if num_tokens * vocab_size <= FEW_LOGITS:
         return _losses(x_MD, w, targets_M, is_tied).sum()
+    size = max(LEAST_TOKENS, MOST_LOGITS // vocab_size)
     num_chunks = -(-num_tokens // size)
     size = -(-num_tokens // num_chunks)
     padding = num_chunks * size - num_tokens

@@ -19,6 +19,7 @@ def chunks(monkeypatch):
     """Chunks of five tokens."""
     monkeypatch.setattr(module, "LEAST_TOKENS", 5)
     monkeypatch.setattr(module, "MOST_LOGITS", 1)
+    monkeypatch.setattr(module, "FEW_LOGITS", 1)
 
 
 def arrays(num_tokens, is_tied, dtype="float64"):
@@ -71,7 +72,7 @@ def test_nothing_is_computed_twice(chunks):
 
 
 def test_logits_of_a_large_vocabulary_exist_for_a_chunk_at_a_time():
-    tokens, vocab_size, width = 8192, 2**15, 8
+    tokens, vocab_size, width = 2**15, 2**15, 8
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, width), (width, vocab_size)))
     targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
 
