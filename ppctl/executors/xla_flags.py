@@ -24,6 +24,7 @@ GPU_FLAGS: Flags = (
     ("xla_gpu_enable_pipelined_all_gather", True),
     ("xla_gpu_enable_pipelined_reduce_scatter", True),
     ("xla_gpu_copy_insertion_use_region_analysis", True),  # sums and slots are carried from tick to tick without copies
+    ("xla_gpu_dot_merger_threshold_mb", "8"),  # large products stay apart: of merged ones slices are copied
     ("xla_gpu_enable_triton_gemm", False),  # matrix products by cuBLAS
 )
 
