@@ -48,7 +48,7 @@ EXAMPLES = {
         "ppctl plan mesh=4x4 data.batch_size=64 plan.compile=true plan.topology=v5e:4x4",
     ),
     "rehearse": (
-        "ppctl rehearse mesh=1x8 schedule=zb_v",
+        "ppctl rehearse mesh=1x8 schedule=zb_v model.num_layers=16",
         "ppctl rehearse mesh=2x4 executor=mpmd rehearse.html=rehearsal.html --json",
     ),
     "tune": (

@@ -23,6 +23,10 @@ EXAMPLES = (  # a test composes each
         "ppctl plan mesh=2x4 schedule=1f1b hardware=h100 data.batch_size=64",
     ),
     (
+        "know it from the ranks' own work, with one accelerator for eight",
+        "ppctl rehearse mesh=1x8 schedule=zb_v model.num_layers=16",
+    ),
+    (
         "let it find the fastest layout for the devices you have",
         "ppctl tune hardware=h100 tune.devices=64 data.batch_size=512",
     ),
