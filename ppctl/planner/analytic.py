@@ -107,9 +107,8 @@ def overhead_s(params: ParamBytes, machine: Machine, layout: PlannedLayout, *, g
     Embedding and head are divided over pp and fsdp, a rank's layers over fsdp; sums over dp are of what each device
     keeps. Collectives of single arrays count as one, as compilers combine them.
     """
-    update = _held(params, layout) * (
-        2 * (1 + params.moments) + 2
-    )  # read and written; gradients read twice, for a norm
+    read_and_written = 2 * (1 + params.moments) + 2  # gradients are read twice, once for their norm
+    update = _held(params, layout) * read_and_written
     moved_s = exchange_s(params, machine, layout, gathers_layers=gathers_layers)
     return moved_s + update / machine.speed.bytes_per_s
 

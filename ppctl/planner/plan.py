@@ -19,7 +19,7 @@ from ppctl.config.schedule_from_config import label
 from ppctl.executors.mesh import hosts_text
 from ppctl.planner.advise import propose
 from ppctl.planner.prediction import Prediction, StagePart
-from ppctl.planner.step_runs import as_run
+from ppctl.planner.step_runs import as_run, out_of_memory
 from ppctl.planner.step_time import device_bytes, device_kind, hardware_of, mfu_of, op_times_of, predicted_time
 from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
 from ppctl.training.known_hardware import NOMINAL
@@ -124,9 +124,9 @@ def _compile(pipe: Pipeline) -> tuple[tuple[int, ...] | None, float, str | None]
     try:
         total = pipe.engine.compile(evaluate=False).total_bytes
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        reason = out_of_memory(error)
+        if reason is None:
             raise
-        reason = " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")
         return None, time.perf_counter() - began, reason
     return total, time.perf_counter() - began, None
 

@@ -128,12 +128,19 @@ def _time_text(found: Prediction) -> str:
     """Return seconds, speed and MFU of a step, and where they come from, in a line."""
     if found.step_time_s is None or found.tokens_per_s is None or found.once_s is None:
         return f"not known: {found.unknown}"
-    unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
-    mfu, causal = found.mfu_fraction, found.mfu_causal_fraction
-    mfu = "" if mfu is None or causal is None else f", MFU {mfu:.1%} ({causal:.1%} causal)"
-    overhead = f"of which {found.once_s / found.step_time_s:.1%} for parameters, gradients and optimizer"
-    source = f"costs={found.costs}, hardware={found.hardware}"
-    return f"{found.step_time_s:.4g} s, {found.tokens_per_s:,.0f} {unit}{mfu}; {overhead} ({source})"
+    speed = speed_text(found.step_time_s, found.tokens_per_s, found.unit, found.mfu_fraction, found.mfu_causal_fraction)
+    return f"{speed}; {overhead_text(found.once_s, found.step_time_s)} (costs={found.costs}, hardware={found.hardware})"
+
+
+def speed_text(step_s: float, per_s: float, unit: str, mfu: float | None, causal: float | None) -> str:
+    """Return seconds, speed and MFU of a step; unit: tokens_per_s | rows_per_s."""
+    mfu_text = "" if mfu is None or causal is None else f", MFU {mfu:.1%} ({causal:.1%} causal)"
+    return f"{step_s:.4g} s, {per_s:,.0f} {'tok/s' if unit == 'tokens_per_s' else 'rows/s'}{mfu_text}"
+
+
+def overhead_text(overhead_s: float, step_s: float) -> str:
+    """Return the per-step overhead as a share of the step."""
+    return f"of which {overhead_s / step_s:.1%} for parameters, gradients and optimizer"
 
 
 def fit_text(found: Prediction) -> str:

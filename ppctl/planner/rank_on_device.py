@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_preset import cpu_options, temp_bytes
 from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.rank import GradientPrograms, RankRole, prepare_rank
-from ppctl.planner.timing import Timing, random_like
+from ppctl.planner.timing import Timing, median, random_like, timed
 from ppctl.training.job import TrainingJob
 from ppctl.training.optim import global_norm
 from ppctl.training.train_step import apply_gradients
@@ -29,7 +29,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What a rank's part of a step takes on this device."""
+    """The seconds of a rank's part of a step on this device, and the temporary memory of its tasks."""
 
     tasks: Timing  # all its tasks, one after the other
     update: Timing  # the norm of its gradients, the optimizer
@@ -78,14 +78,14 @@ class RankOnDevice:
             return written
 
         self._run()
-        whole = [_timed(self._run) for _ in range(runs)]
+        whole = [timed(self._run)[1] for _ in range(runs)]
         self._run(watched)
-        update = [_timed(self._run_update) for _ in range(runs + 1)][1:]
-        tasks = _median(whole)
+        update = [timed(self._run_update)[1] for _ in range(runs + 1)][1:]
+        tasks = median(whole)
         alone = {which: statistics.median(seconds) for which, seconds in by_task.items()}
         longer = tasks.wall_s / sum(alone[which] * len(by_task[which]) for which in alone)
         temps = max(map(temp_bytes, self.programs.values()))
-        return RankTimes(tasks, _median(update), {which: s * longer for which, s in alone.items()}, temps)
+        return RankTimes(tasks, median(update), {which: s * longer for which, s in alone.items()}, temps)
 
     def _run(self, watched: Callable[..., Sequence] | None = None) -> None:
         values = dict(self.values)
@@ -175,13 +175,3 @@ def _id(entry: PlanEntry) -> ProgramId:
 def _arrived(a: jax.Array) -> jax.Array:
     """Return a copy, as a transfer writes one."""
     return jnp.copy(a)
-
-
-def _timed(call: Callable[[], None]) -> Timing:
-    cpu, wall = time.process_time(), time.perf_counter()
-    call()
-    return Timing(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def _median(measured: Sequence[Timing]) -> Timing:
-    return Timing(*map(statistics.median, zip(*measured, strict=True)))

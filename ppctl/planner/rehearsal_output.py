@@ -1,4 +1,4 @@
-"""What `ppctl rehearse` found, for people: on the terminal, and as one html file that loads nothing."""
+"""The printed form of `ppctl rehearse` and its page, one html file that loads nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ppctl.config import Config
 from ppctl.planner.plan_page import MOST_BARS
+from ppctl.planner.plan_terminal import overhead_text, speed_text
 from ppctl.planner.rehearse import Rehearsal, RehearsedRank
 from ppctl.reports.charts.drawing import drawing_of_timeline
 from ppctl.reports.charts.elements import section, table
@@ -71,15 +72,10 @@ def _lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _step_text(found: Rehearsal) -> str:
-    unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
-    mfu, causal = found.mfu_fraction, found.mfu_causal_fraction
-    mfu = "" if mfu is None or causal is None else f", MFU {mfu:.1%} ({causal:.1%} causal)"
+    speed = speed_text(found.step_time_s, found.tokens_per_s, found.unit, found.mfu_fraction, found.mfu_causal_fraction)
     cpu = "" if found.step_cpu_s is None else f", {found.step_cpu_s:.4g} CPU seconds"
-    overhead = f"of which {found.once_s / found.step_time_s:.1%} for parameters, gradients and optimizer"
-    return (
-        f"{found.step_time_s:.4g} s, {found.tokens_per_s:,.0f} {unit}{mfu}, bubble {found.bubble_fraction:.1%}{cpu}; "
-        f"{overhead}"
-    )
+    overhead = overhead_text(found.once_s, found.step_time_s)
+    return f"{speed}, bubble {found.bubble_fraction:.1%}{cpu}; {overhead}"
 
 
 def _shown(ranks: tuple[RehearsedRank, ...], most: int = MOST_RANKS) -> tuple[RehearsedRank, ...]:

@@ -8,7 +8,6 @@ hardware=.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,9 +22,9 @@ from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan import PlanEntry, roles, task_entries
 from ppctl.executors.mpmd.rank import RankRole, rank_entries, rank_roles
 from ppctl.planner.analytic import Machine, exchange_s
-from ppctl.planner.op_times import OpTimes, PieceTimes, StepTime, step_time
+from ppctl.planner.op_times import OpTimes, PieceTimes, StepTime
 from ppctl.planner.rank_on_device import RankOnDevice, RankTimes
-from ppctl.planner.step_runs import examples_of_device
+from ppctl.planner.step_runs import examples_of_device, out_of_memory, time_of, timeline_of
 from ppctl.planner.step_time import (
     counted_op_times,
     device_bytes,
@@ -37,18 +36,15 @@ from ppctl.planner.step_time import (
     param_bytes,
     predicted_time,
 )
-from ppctl.planner.step_timeline import step_timeline
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import Schedule
 from ppctl.schedule.simulate import Timeline
-from ppctl.schedule.ticks import Ticks
 from ppctl.training.engines.make import dispatch_order
 from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
 
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """What a rank's part of a step took here."""
+    """A rank's part of a step as it ran here: its seconds, and the memory of one of its devices."""
 
     rank: int
     ran_as: int  # the rank whose run this is: ranks with equal stages run once
@@ -64,7 +60,7 @@ class RehearsedRank:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a step of the whole mesh takes, as `ppctl rehearse --json` prints it."""
+    """The predicted step of the whole mesh, as `ppctl rehearse --json` prints it."""
 
     schedule: str
     device: str  # that the ranks ran on
@@ -129,9 +125,9 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
         try:
             ran[r] = RankOnDevice(job, *parts[r], batch).times(job.config.rehearse.runs)
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            reason = out_of_memory(error)
+            if reason is None:
                 raise
-            reason = " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")
             raise ConfigError(
                 f"Rank {r} does not fit this {device_kind(job.pipe)}: {reason.rstrip('.')}. Use more ranks (mesh.pp), "
                 "more and smaller microbatches (schedule.num_microbatches), or executor.remat=full."
@@ -151,13 +147,12 @@ class Simulated:
     @cached_property
     def costs(self) -> Costs:
         """The costs of each stage's tasks. A stage of a rank that did not run is its like on the rank that did."""
-        pipe = self.job.pipe
-        of_rank = _stages_of_ranks(pipe.schedule.rank_of)
+        schedule = self.job.pipe.schedule
         forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
         gather_s = self._counted.task_s - self.machine.task_s  # executor.gather=tick: of a chunk's parameters
-        for s, rank in enumerate(pipe.schedule.rank_of):
+        for s, rank in enumerate(schedule.rank_of):
             like = self.ran_as[rank]
-            times, stage = self.ran[like].task_s, of_rank[like][of_rank[rank].index(s)]
+            times, stage = self.ran[like].task_s, schedule.stages_of[like][schedule.chunk_of[s]]
             whole = times.get((stage, "B"), 0.0) / 2
             forward.append(times.get((stage, "F"), 0.0) + gather_s)
             input_grad.append(times.get((stage, "I"), whole) + gather_s)
@@ -166,28 +161,29 @@ class Simulated:
 
     @cached_property
     def step(self) -> StepTime:
-        return step_time(self._op_times, *self._how, masked=self._is_masked)
+        return time_of(self.job.pipe, self._op_times, self.costs)
 
     @cached_property
     def timeline(self) -> Timeline:
-        return step_timeline(self._op_times, *self._how, masked=self._is_masked)
+        return timeline_of(self.job.pipe, self._op_times, self.costs)
 
     @cached_property
     def found(self) -> Rehearsal:
-        """What is printed."""
+        """The rehearsal, as it is printed."""
         job, config, pipe, step = self.job, self.job.config, self.job.pipe, self.step
         hardware = hardware_of(job)
         analytic, unknown = predicted_time(job, Analytic(doctor=config.costs.doctor))
         unit, count = unit_of_work(job)
         mfu = mfu_of(job, step.total_s, model_flops(job))
         ranks = tuple(self._rank(r) for r in range(pipe.schedule.num_ranks))
+        copies = pipe.mesh.shape["dp"] * pipe.mesh.shape["fsdp"]
         return Rehearsal(
             schedule=label(config.schedule),
             device=device_kind(pipe),
             hardware=None if hardware is None else hardware.name,
             step_time_s=step.total_s,
             once_s=step.overhead_s,
-            step_cpu_s=sum(each.cpu_s or 0.0 for each in ranks) * self._copies if self._is_shared else None,
+            step_cpu_s=sum(each.cpu_s or 0.0 for each in ranks) * copies if self._is_shared else None,
             unit=unit,
             tokens_per_s=count / step.total_s,
             mfu_fraction=mfu.full,
@@ -202,7 +198,7 @@ class Simulated:
 
     def _rank(self, rank: int) -> RehearsedRank:
         schedule, times = self.job.pipe.schedule, self.ran[self.ran_as[rank]]
-        stages = _stages_of_ranks(schedule.rank_of)[rank]
+        stages = schedule.stages_of[rank]
         memory = {**self.job.pipe.memory()[rank], "temporaries": times.temp_bytes}
         seconds = lambda kind: tuple(self.costs.seconds(kind, s, 1) for s in stages)  # noqa: E731
         return RehearsedRank(
@@ -211,7 +207,7 @@ class Simulated:
             tasks_s=times.tasks.wall_s,
             update_s=times.update.wall_s,
             cpu_s=times.tasks.cpu_s + times.update.cpu_s if self._is_shared else None,
-            stages=tuple(stages),
+            stages=stages,
             forward_s=seconds("F"),
             backward_s=seconds("B"),
             memory_bytes=memory,
@@ -222,18 +218,6 @@ class Simulated:
     def _is_shared(self) -> bool:
         """Whether the devices of the mesh share this machine's cores, as simulated ones do."""
         return self.job.pipe.mesh.devices.flat[0].platform == "cpu"
-
-    @property
-    def _copies(self) -> int:
-        return self.job.pipe.mesh.shape["dp"] * self.job.pipe.mesh.shape["fsdp"]
-
-    @property
-    def _how(self) -> tuple[Schedule, Ticks | None, Costs, int]:
-        return self.job.pipe.schedule, self.job.pipe.ticks, self.costs, self._copies
-
-    @property
-    def _is_masked(self) -> bool:
-        return self.job.pipe.ticks is not None and self.job.pipe.execution.idle == "compute"
 
     @cached_property
     def _counted(self) -> OpTimes:
@@ -263,11 +247,3 @@ class Simulated:
         sizes = [len(layers) for layers in self.job.pipe.partition]
         s = max(range(len(sizes)), key=sizes.__getitem__)
         return PieceTimes(*(self.costs.seconds(kind, s, 1) / max(1, sizes[s]) for kind in "FIW"))
-
-
-def _stages_of_ranks(rank_of: Sequence[int]) -> dict[int, list[int]]:
-    """Return the stages of each rank."""
-    found: dict[int, list[int]] = defaultdict(list)
-    for s, rank in enumerate(rank_of):
-        found[rank].append(s)
-    return found

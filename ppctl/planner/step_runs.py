@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from ppctl.planner.op_times import OpTimes, StepTime, costs_of_stages, step_time
 from ppctl.planner.step_timeline import step_timeline
-from ppctl.planner.timing import Timing
+from ppctl.planner.timing import Timing, median, timed
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.partition.partition import stage_costs
@@ -21,31 +20,33 @@ from ppctl.training.pipeline import Pipeline
 STEPS = 5  # that are timed, after one that warms up
 
 
-def time_of(pipe: Pipeline, op_times: OpTimes) -> StepTime:
-    """Return the seconds of a train step by these op times."""
+def time_of(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -> StepTime:
+    """Return the seconds of a train step by these op times; costs: of the stages' tasks, None: those of op times."""
     if not pipe.execution.is_pipelined:
         alone = build(BASELINE, 1, pipe.schedule.num_microbatches)
         return step_time(
             op_times, alone, None, costs_of_stages(op_times, [pipe.stack.num_layers], keeps_input=False), 1
         )
-    return step_time(op_times, pipe.schedule, pipe.ticks, *as_run(pipe, op_times), masked=_is_masked(pipe))
+    return step_time(op_times, pipe.schedule, pipe.ticks, *as_run(pipe, op_times, costs), masked=_is_masked(pipe))
 
 
-def timeline_of(pipe: Pipeline, op_times: OpTimes) -> Timeline:
+def timeline_of(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -> Timeline:
     """Return when each task of a step runs, by the rules of `time_of`; per-step overhead stands outside.
 
     Not of a pipeline without stages (executor=reference).
     """
-    return step_timeline(op_times, pipe.schedule, pipe.ticks, *as_run(pipe, op_times), masked=_is_masked(pipe))
+    return step_timeline(op_times, pipe.schedule, pipe.ticks, *as_run(pipe, op_times, costs), masked=_is_masked(pipe))
 
 
-def as_run(pipe: Pipeline, op_times: OpTimes) -> tuple[Costs, int]:
-    """Return the costs of each stage's tasks, and how many pipelines run at the same time (dp*fsdp)."""
+def as_run(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -> tuple[Costs, int]:
+    """Return the costs of each stage's tasks, those given if any, and how many pipelines run at the same time."""
+    copies = pipe.mesh.shape["dp"] * pipe.mesh.shape["fsdp"]
+    if costs is not None:
+        return costs, copies
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
     sizes = stage_costs(pipe.partition, embed=0.0, head=0.0, layers=layers)
     keeps_input = pipe.execution.remat.keeps_input_only
-    costs = costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=pipe.schedule.is_split)
-    return costs, pipe.mesh.shape["dp"] * pipe.mesh.shape["fsdp"]
+    return costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=pipe.schedule.is_split), copies
 
 
 def _is_masked(pipe: Pipeline) -> bool:
@@ -67,8 +68,13 @@ def run_steps(job: TrainingJob, count: int = STEPS) -> Timing:
     state, batch = engine.new_state(), engine.put(next(job.data.batches()))
     measured = []
     for _ in range(count + 1):
-        cpu, wall = time.process_time(), time.perf_counter()
-        state, _ = running = engine.step(state, batch)
-        jax.block_until_ready(running)
-        measured.append(Timing(time.perf_counter() - wall, time.process_time() - cpu))
-    return Timing(*map(statistics.median, zip(*measured[1:], strict=True)))
+        (state, _), seconds = timed(partial(engine.step, state, batch))
+        measured.append(seconds)
+    return median(measured[1:])
+
+
+def out_of_memory(error: Exception) -> str | None:
+    """Return how a compiler or a device says that memory does not suffice; None where an error is another."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    return " ".join(str(error).split("\n")[0].split()).removeprefix("RESOURCE_EXHAUSTED: ")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,13 +93,23 @@ def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapp
     for _ in range(RUNS):
         goes, measured = _timed(run, count, stays, goes)
         runs.append(measured)
-    return Timing(*(statistics.median(seconds) / (count * turns) for seconds in zip(*runs, strict=True)))
+    return Timing(*(seconds / (count * turns) for seconds in median(runs)))
 
 
 def _timed(run: Callable, count: int, stays: Tree, goes: Tree) -> tuple[Tree, Timing]:
+    return timed(lambda: run(jnp.int32(count), stays, goes))
+
+
+def timed(call: Callable[[], Tree]) -> tuple[Tree, Timing]:
+    """Return what a call gives, when all of it is there, and the seconds until then."""
     cpu, wall = time.process_time(), time.perf_counter()
-    goes = jax.block_until_ready(run(jnp.int32(count), stays, goes))
-    return goes, Timing(time.perf_counter() - wall, time.process_time() - cpu)
+    result = jax.block_until_ready(call())
+    return result, Timing(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def median(measured: Sequence[Timing]) -> Timing:
+    """Return the medians of several timings."""
+    return Timing(*map(statistics.median, zip(*measured, strict=True)))
 
 
 def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tree]]:
@@ -203,7 +213,7 @@ def dispatched(model: Model, here: Mesh, there: Mesh) -> Timing:
 
     times(1)
     measured = [times(DISPATCHES) for _ in range(RUNS)]
-    return Timing(*map(statistics.median, zip(*measured, strict=True)))
+    return median(measured)
 
 
 def tick_body(x: jax.ShapeDtypeStruct, num_ranks: int) -> tuple[Body, Tree, Tree]:

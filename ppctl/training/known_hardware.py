@@ -100,7 +100,7 @@ def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """What chooses kernels for a device that is not here, named as jax.Device names it."""
+    """A device that need not be here, as far as kernels are chosen by it; named as jax.Device names it."""
 
     platform: str
     device_kind: str

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.cuda_plugin import needs_cuda_plugin
 
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import AXES, hosts_text, laid_out, mesh_of
-from ppctl.executors.topology import has_plugin
 from ppctl.training.job import assemble
 
 
@@ -82,7 +82,7 @@ def test_slices_of_tpus_are_joined_by_pp():
     assert hosts_text(mesh_of(found)) == "2 slices: pp over 2"
 
 
-@pytest.mark.skipif(not has_plugin(), reason="needs XLA's plugin for CUDA: pip install ppctl[cuda12]")
+@needs_cuda_plugin
 @pytest.mark.parametrize("order", ["auto", "dp-pp-fsdp"])
 def test_a_program_compiled_for_two_hosts_crosses_them_where_the_order_says(order):
     request = config.Config(

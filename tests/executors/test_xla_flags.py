@@ -4,11 +4,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from support.cuda_plugin import needs_cuda_plugin
 
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.executors import xla_flags
-from ppctl.executors.topology import has_plugin
 from ppctl.executors.xla_flags import GPU_FLAGS, flags_for, text_of
 from ppctl.training.job import assemble
 
@@ -69,7 +69,7 @@ def compiled_for_gpus(schedule="1f1b", ranks=8, flags="auto"):
     return engine.compile_program(engine.lower_train_step()).as_text()
 
 
-@pytest.mark.skipif(not has_plugin(), reason="needs XLA's plugin for CUDA: pip install ppctl[cuda12]")
+@needs_cuda_plugin
 @pytest.mark.parametrize("flags", ["none", "auto"])
 def test_what_ranks_hand_on_travels_while_the_backward_computes(flags):
     order = []  # of the compiler's schedule
@@ -88,7 +88,7 @@ def test_what_ranks_hand_on_travels_while_the_backward_computes(flags):
         assert "send-done" not in order[:backward]
 
 
-@pytest.mark.skipif(not has_plugin(), reason="needs XLA's plugin for CUDA: pip install ppctl[cuda12]")
+@needs_cuda_plugin
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_no_tick_copies_sums_of_gradients(schedule):
     """Square weights of the layers are 64 x 64; outside of the loops they are copied where they begin as zeros."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from support.cuda_plugin import needs_cuda_plugin
 
 from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
@@ -129,7 +130,7 @@ def test_a_gpu_that_cannot_be_is_refused(changes, message):
         replace(hardware, cuda=replace(hardware.cuda, **changes)).check()
 
 
-@pytest.mark.skipif(not has_plugin(), reason="XLA's plugin for CUDA is not installed")
+@needs_cuda_plugin
 def test_a_program_is_compiled_for_gpus():
     found = plan.predict(REQUEST)
     assert found.is_compiled

@@ -11,16 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-COMPOSED = (
-    "train",
-    "verify",
-    "doctor",
-    "plan",
-    "rehearse",
-    "tune",
-    "inspect",
-    "bench",
-)  # in the order of `ppctl --help`
+# in the order of `ppctl --help`
+COMPOSED = ("train", "verify", "doctor", "plan", "rehearse", "tune", "inspect", "bench")
 OTHERS = ("schedule", "runs", "report", "examples", "init")
 
 

@@ -108,16 +108,16 @@ class Device:
         return layers, self.layer_slots[v]
 
     def run_if(
-        self, active: jax.Array, run: Callable[[Tree, Tree], tuple[Tree, Tree]], value: Tree, carry: Tree
+        self, active: jax.Array, run: Callable[[Tree], tuple[Tree, Tree]], otherwise: Callable[[], Tree], carry: Tree
     ) -> tuple[Tree, Tree]:
-        """Return run(value, carry) where active, else both as they are.
+        """Return value, carry = run(carry) where active, else (otherwise(), carry).
 
         XLA updates what a loop carries in place, and for GPUs copies much of what a branch passes on: sums of gradients
         and slots, in every tick. For CPUs it does not, and runs loops slower.
         """
         if self.options.loops:
-            return jax.lax.fori_loop(0, active.astype(jnp.int32), lambda _, state: run(*state), (value, carry))
-        return jax.lax.cond(active, run, lambda value, carry: (value, carry), value, carry)
+            return jax.lax.fori_loop(0, active.astype(jnp.int32), lambda _, state: run(state[1]), (otherwise(), carry))
+        return jax.lax.cond(active, run, lambda carry: (otherwise(), carry), carry)
 
     def on_chunk(self, chunk: jax.Array, run: Callable[[int], Any]) -> Any:
         """Return run(v) for the chunk that a tick names."""
@@ -132,7 +132,7 @@ class Device:
         if not self.options.loops or self.num_chunks == 1:
             return self.on_chunk(chunk, lambda v: run(v, sums))
         for v in range(self.num_chunks):
-            value, sums = self.run_if(chunk == v, lambda _, sums, v=v: run(v, sums), value, sums)
+            value, sums = self.run_if(chunk == v, partial(run, v), lambda value=value: value, sums)
         return value, sums
 
     def microbatch(self, name: str, m: Any) -> Tree:
@@ -195,12 +195,7 @@ class Device:
             return y_grad, (sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad))
 
         own, layers = sums[:3], sums[3:]
-        if otherwise is None:
-            gy, own = run(own)
-        elif self.options.loops:
-            gy, own = self.run_if(place.last, lambda _, sums: run(sums), otherwise(), own)
-        else:
-            gy, own = jax.lax.cond(place.last, run, lambda sums: (otherwise(), sums), own)
+        gy, own = run(own) if otherwise is None else self.run_if(place.last, run, otherwise, own)
         return gy, (*own, *layers)
 
     def loss(self, place: Place, y: jax.Array, sums: Tree) -> Tree:
@@ -215,11 +210,11 @@ class Device:
     def embedded(self, place: Place, gx: jax.Array, sums: Tree) -> Tree:
         """Return the sums with the embedding's gradient added if the stage is the first one."""
 
-        def run(_: None, total: Tree) -> tuple[None, Tree]:
+        def run(total: Tree) -> tuple[None, Tree]:
             inputs = self.microbatch("inputs", place.microbatch)
             return None, add_trees(total, embedding_grad(self.stack.embed, self.ends, inputs, gx))
 
-        return (*sums[:2], self.run_if(place.first, run, None, sums[2])[1], sums[3])
+        return (*sums[:2], self.run_if(place.first, run, lambda: None, sums[2])[1], sums[3])
 
     # tasks, whatever the ticks they run in
 

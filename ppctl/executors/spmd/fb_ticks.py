@@ -57,10 +57,10 @@ class _ForwardBackwardTicks:
         zero = y = gx = zeros_like(self.device.x)
         if forward:
             with jax.named_scope(SCOPES["F"]):
-                y, carry = self._run_if(at["f"], partial(self._forward, at), zero, carry)
+                y, carry = self._run_if(at["f"], partial(self._forward, at), lambda: zero, carry)
         if backward:
             with jax.named_scope(SCOPES["B"]):
-                gx, carry = self._run_if(at["b"], partial(self._backward, at), zero, carry)
+                gx, carry = self._run_if(at["b"], partial(self._backward, at), lambda: zero, carry)
         # transfers last: a value may arrive in a slot that this tick's backward has just freed
         if forward:
             carry["acts"] = self._arrive(carry["acts"], y, 1, at["act_arrives"], at["act_slot"])
@@ -68,8 +68,8 @@ class _ForwardBackwardTicks:
             carry["grads"] = self._arrive(carry["grads"], gx, -1, at["grad_arrives"], at["grad_slot"])
         return carry, None
 
-    def _run_if(self, active: jax.Array, run: Callable, idle: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
-        return self.device.run_if(active, run, idle, carry) if self.device.options.skip_idle else run(idle, carry)
+    def _run_if(self, active: jax.Array, run: Callable, idle: Callable, carry: Tree) -> tuple[jax.Array, Tree]:
+        return self.device.run_if(active, run, idle, carry) if self.device.options.skip_idle else run(carry)
 
     def _if_active(self, active: jax.Array, new: Tree, old: Tree) -> Tree:
         """Return `new`, masked by `active` where idle ranks compute too."""
@@ -81,7 +81,7 @@ class _ForwardBackwardTicks:
         """Return the slots after `value` of every rank moved `step` ranks round the ring."""
         return write_arrival(slots, slot, self.device.hop(value, step), arrives) if slots.shape[0] else slots
 
-    def _forward(self, at: dict, _: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+    def _forward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at, "f")
         y, stash = device.forward(place, carry["acts"], at["f_act"])
         if not device.ticks.has_backward:
@@ -94,7 +94,7 @@ class _ForwardBackwardTicks:
             carry["grads"] = write_slot(carry["grads"], at["f_grad"], gy)
         return y, carry
 
-    def _backward(self, at: dict, _: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+    def _backward(self, at: dict, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at, "b")
         kept = Kept(carry["acts"], at["b_stash"], carry["stash"], at["b_stash"])
         stash, cotangent = device.stash_and_cotangent(place, kept, carry["grads"], at["b_grad"])

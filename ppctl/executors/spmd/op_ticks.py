@@ -50,7 +50,8 @@ def run_op_ticks(device: Device, table: jax.Array) -> Tree:
         out = zeros_like(device.x)
         for kind, number in kinds.items():
             with jax.named_scope(SCOPES[kind]):
-                out, carry = device.run_if(at["kind"] == number, partial(tasks[kind], at), out, carry)
+                run = partial(tasks[kind], at, out)
+                out, carry = device.run_if(at["kind"] == number, run, lambda out=out: out, carry)
         # transfers last: a value may arrive in a slot that this tick's task has just freed
         for hop, step in hops.items():
             value = device.hop(out, step) if step else out
