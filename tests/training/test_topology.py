@@ -135,4 +135,4 @@ def test_a_program_is_compiled_for_gpus():
     found = plan.predict(REQUEST)
     assert found.is_compiled
     assert found.fits
-    assert found.devices == "4 x NVIDIA H100 80GB HBM3"
+    assert found.devices == "4 x NVIDIA H100 80GB HBM3, 2 processes: pp over 2"
