@@ -1,6 +1,6 @@
 """Collectives of a compiled program, read from its HLO: their kinds, bytes, and how often a run has them.
 
-The text states how often a loop turns where the compiler knows it (`known_trip_count`), as it does of every scan.
+The text states how often a loop turns where the compiler knows it, as it does of every scan.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from ppctl.executors.hlo import calls, computations
+
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "collective-permute"),
     *("all-to-all", "ragged-all-to-all", "collective-broadcast"),
 )
-COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
 COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ({'|'.join(KINDS)})(-start)?\(")
-CALLED = re.compile(r"\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
-TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 ARRAY = re.compile(r"([a-z]+\d*\w*)\[([\d,<=]*)\]")
 
 
@@ -39,13 +37,6 @@ class Collective:
         return None if self.times is None else self.times * self.bytes
 
 
-@dataclass(frozen=True)
-class _Call:
-    computation: str
-    times: int | None
-    is_branch: bool
-
-
 def collectives(text: str) -> list[Collective]:
     """Return the collectives of a program, from its compiled HLO, those of a kind and as many runs together.
 
@@ -53,13 +44,13 @@ def collectives(text: str) -> list[Collective]:
     >>> collectives(text)
     [Collective(kind='all-gather', instructions=1, times=1, is_at_most=False, bytes=32)]
     """
-    entry, lines = _computations(text)
-    callers: dict[str, list[_Call]] = {name: [] for name in lines}
+    entry, lines = computations(text)
+    callers: dict[str, list[tuple[str, int | None, bool]]] = {name: [] for name in lines}
     for name, body in lines.items():
         for line in body:
-            for called, times, is_branch in _calls(line):
-                if called in callers:  # kernels that are not in the text have names, too
-                    callers[called].append(_Call(name, times, is_branch))
+            for call in calls(line):
+                if call.computation in callers:  # kernels that are not in the text have names, too
+                    callers[call.computation].append((name, call.times, call.is_branch))
 
     @cache
     def runs(name: str) -> tuple[int | None, bool]:
@@ -68,13 +59,10 @@ def collectives(text: str) -> list[Collective]:
             return 1, False
         total: int | None = 0
         is_at_most = False
-        for call in callers[name]:
-            above, above_at_most = runs(call.computation)
-            if total is None or above is None or call.times is None:
-                total = None
-            else:
-                total += above * call.times
-            is_at_most |= call.is_branch or above_at_most
+        for caller, times, is_branch in callers[name]:
+            above, above_at_most = runs(caller)
+            total = None if total is None or above is None or times is None else total + above * times
+            is_at_most |= is_branch or above_at_most
         return total, is_at_most
 
     number, size = Counter[tuple](), Counter[tuple]()
@@ -86,32 +74,6 @@ def collectives(text: str) -> list[Collective]:
                 number[which] += 1
                 size[which] += _bytes(found[1], found[2], is_start=found[3] is not None)
     return [Collective(which[0], number[which], which[1], which[2], size[which]) for which in number]
-
-
-def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
-    """Return (name of the entry, lines of each computation)."""
-    entry, name, found = "", "", {}
-    for line in text.splitlines():
-        head = None if line[:1].isspace() else COMPUTATION.match(line)
-        if head is not None and not line.startswith("HloModule"):
-            name = head[2]
-            entry = name if head[1] else entry
-            found[name] = []
-        elif name:
-            found[name].append(line)
-    return entry, found
-
-
-def _calls(line: str) -> list[tuple[str, int | None, bool]]:
-    """Return (computation, times, whether it is a branch) of each that an instruction calls."""
-    called = CALLED.findall(line)
-    branches = BRANCHES.search(line)
-    many = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else []
-    if " while(" in line:
-        turns = TURNS.search(line)
-        return [(name, None if turns is None else int(turns[1]), False) for name in called]
-    is_branch = " conditional(" in line
-    return [(name, 1, is_branch) for name in called + many]
 
 
 def _bytes(shape: str, kind: str, *, is_start: bool) -> int:

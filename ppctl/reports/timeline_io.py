@@ -124,7 +124,7 @@ def read_timeline(file: Path, name: str) -> Timeline:
 
 
 def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
-    """Return (the median traced step, number of traced steps) of what `profile.write_tasks` writes for `schedule`.
+    """Return (the median traced step, number of traced steps) of what `traced_tasks.write_tasks` writes for `schedule`.
 
     Ranks stand for their first devices. A rank's tasks are in the order in which they ran: in a tick of a forward and a
     backward either may come first. OSError, ValueError or ScheduleError for what is not one.

@@ -30,6 +30,7 @@ from ppctl.training.known_hardware import mfu_peak_flops
 from ppctl.training.metrics import Metrics
 from ppctl.training.prediction import StepPrediction
 from ppctl.training.step_clock import StepClock
+from ppctl.training.traced_tasks import write_tasks
 
 Tree = Any
 MOST_TIMES = 1000  # of steps that are kept, for their median
@@ -247,7 +248,8 @@ class Loop:
         """Print where a trace is; write and show its tasks where the backend's trace has them."""
         tasks_file, ticks = None, self.job.pipe.ticks
         if ticks is not None:
-            tasks_file = profiler.write_tasks(directory, self.footprint.text, ticks, self.job.pipe.mesh)
+            num_steps = self.job.config.run.profile.num_steps
+            tasks_file = write_tasks(directory, self.footprint.text, ticks, self.job.pipe.mesh, num_steps)
         tasks = "" if tasks_file is None else f"; tasks by rank for Perfetto in {tasks_file}"
         self.metrics.note(f"profile   {directory} (xprof, Perfetto){tasks}")
         if tasks_file is None or ticks is None:
