@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_preset import cpu_options, temp_bytes
 from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.rank import GradientPrograms, RankRole, prepare_rank
-from ppctl.planner.timing import Timing, median, random_like, timed
+from ppctl.planner.timing import Timing, median, random_like, timed_at_once
 from ppctl.training.job import TrainingJob
 from ppctl.training.optim import global_norm
 from ppctl.training.train_step import apply_gradients
@@ -29,11 +29,14 @@ Tree = Any
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The seconds of a rank's part of a step on this device, and the temporary memory of its tasks."""
+    """The seconds of a rank's part of a step on this device, and the temporary memory of its tasks.
 
-    tasks: Timing  # all its tasks, one after the other
+    Of ranks that share cores: while as many of them run at the same time as there are cores.
+    """
+
+    tasks: Timing  # all its tasks, one after the other, or the ticks that they stand in
     update: Timing  # the norm of its gradients, the optimizer
-    task_s: dict[tuple[int, str], float]  # of (stage, kind), so that all tasks of the rank add up to `tasks`
+    task_s: dict[tuple[int, str], float]  # of (stage, kind), so that what the rank runs adds up to `tasks`
     temp_bytes: int  # of the task that needs most
 
 
@@ -41,7 +44,8 @@ class RankOnDevice:
     """A rank's tasks, compiled for one device, and the values that they start from.
 
     prepare: the entry of the program that makes the rank ready; of it only the shapes are taken. entries: the rank's
-    tasks in order. batch: the device's examples, as `examples_of_device` gives them.
+    tasks in order. batch: the device's examples, as `examples_of_device` gives them. copies: of the rank, which run at
+    the same time.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class RankOnDevice:
         prepare: PlanEntry,
         entries: Sequence[PlanEntry],
         batch: Mapping[str, Any],
+        copies: int = 1,
     ):
         pipe, model = job.pipe, job.pipe.model
         self.device = pipe.mesh.devices.flat[0]
@@ -62,9 +67,9 @@ class RankOnDevice:
         shapes = self._shapes(here, prepare, batch)
         self.arriving = random_like(model.x)
         self.programs = self._compiled(shapes)
-        self.values = {key: self._filled(key, shape) for key, shape in shapes.items()}
-        self.values |= {(name,): jax.device_put(a, self.device) for name, a in batch.items() if (name,) in self.values}
-        self.update, self.state = self._update(job, pipe.engine.share(prepare.rank))
+        examples = {(name,): jax.device_put(a, self.device) for name, a in batch.items() if (name,) in shapes}
+        self.values = [{key: self._filled(key, a) for key, a in shapes.items()} | examples for _ in range(copies)]
+        self.update, self.states = self._update(job, pipe.engine.share(prepare.rank), copies)
 
     def times(self, runs: int) -> RankTimes:
         """Return medians over so many runs, after one that warms up."""
@@ -77,18 +82,21 @@ class RankOnDevice:
             by_task[entry.task.stage, entry.task.kind].append(time.perf_counter() - began)
             return written
 
-        self._run()
-        whole = [timed(self._run)[1] for _ in range(runs)]
-        self._run(watched)
-        update = [timed(self._run_update)[1] for _ in range(runs + 1)][1:]
-        tasks = median(whole)
+        self._run(0)
+        tasks = median([self._at_once(self._run) for _ in range(runs)])
+        self._run(0, watched)
+        update = median([self._at_once(self._run_update) for _ in range(runs + 1)][1:])
         alone = {which: statistics.median(seconds) for which, seconds in by_task.items()}
         longer = tasks.wall_s / sum(alone[which] * len(by_task[which]) for which in alone)
         temps = max(map(temp_bytes, self.programs.values()))
-        return RankTimes(tasks, median(update), {which: s * longer for which, s in alone.items()}, temps)
+        return RankTimes(tasks, update, {which: s * longer for which, s in alone.items()}, temps)
 
-    def _run(self, watched: Callable[..., Sequence] | None = None) -> None:
-        values = dict(self.values)
+    def _at_once(self, run: Callable[[int], None]) -> Timing:
+        return timed_at_once([partial(run, copy) for copy in range(len(self.values))])
+
+    def _run(self, copy: int, watched: Callable[..., Sequence] | None = None) -> None:
+        kept = self.values[copy]
+        values = dict(kept)
         for entry, drop in zip(self.entries, self.freed, strict=True):
             program = self.programs[_id(entry)]
             read = [values[key] if key in values else _arrived(self.arriving) for key in entry.reads]
@@ -97,10 +105,10 @@ class RankOnDevice:
             values.update(zip(entry.writes, written, strict=True))
             for key in drop:
                 values.pop(key, None)
-        self.values = jax.block_until_ready({key: values[key] for key in self.values})
+        self.values[copy] = jax.block_until_ready({key: values[key] for key in kept})
 
-    def _run_update(self) -> None:
-        self.state = jax.block_until_ready(self.update(*self.state))
+    def _run_update(self, copy: int) -> None:
+        self.states[copy] = jax.block_until_ready(self.update(*self.states[copy]))
 
     def _shapes(self, here: RankRole, prepare: PlanEntry, batch: Mapping[str, Any]) -> dict[Key, Tree]:
         """Return the shapes of what a rank's tasks start from."""
@@ -148,16 +156,16 @@ class RankOnDevice:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             return dict(zip(lowered, threads.map(compiled, lowered), strict=True))
 
-    def _update(self, job: TrainingJob, shapes: Tree) -> tuple[Callable[..., Tree], Tree]:
-        """Return the update of a device's share of the state, and what it takes: the state and gradients."""
+    def _update(self, job: TrainingJob, shapes: Tree, copies: int) -> tuple[Callable[..., Tree], list[Tree]]:
+        """Return the update of a device's share of the state, and what each copy of it takes: state and gradients."""
         optimizer = job.pipe.optimizer
 
         def update(state: Tree, grads: Tree) -> tuple[Tree, Tree]:
             return apply_gradients(optimizer, state, grads, global_norm(grads)), grads
 
-        state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-        arguments = jax.device_put((state, jax.tree.map(jnp.copy, state["params"])), self.device)
-        return jax.jit(update, donate_argnums=(0, 1)).lower(*arguments).compile(self.options or None), arguments
+        zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)  # noqa: E731
+        states = [jax.device_put((zeros(shapes), zeros(shapes["params"])), self.device) for _ in range(copies)]
+        return jax.jit(update, donate_argnums=(0, 1)).lower(*states[0]).compile(self.options or None), states
 
 
 def _lasting(prepare: PlanEntry, entries: Sequence[PlanEntry]) -> list[Key]:

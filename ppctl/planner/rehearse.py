@@ -1,8 +1,8 @@
 """A large run's ranks, rehearsed on one device: what a step of the whole mesh takes.
 
-Each rank that differs from those before it runs its own tasks and its optimizer's update here. The whole pipeline is
-then simulated from these times, with transfers and collectives as `planner.analytic` counts them for the links of
-hardware=.
+Each rank that differs from those before it runs its own tasks, or ticks, and its optimizer's update here. The whole
+pipeline is then simulated from these times, with transfers and collectives as `planner.analytic` counts them for the
+links of hardware=.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ppctl.executors.mpmd.plan import PlanEntry, roles, task_entries
 from ppctl.executors.mpmd.rank import RankRole, rank_entries, rank_roles
 from ppctl.planner.analytic import Machine, exchange_s
 from ppctl.planner.op_times import OpTimes, PieceTimes, StepTime
+from ppctl.planner.rank_in_ticks import in_ticks, time_in_ticks
 from ppctl.planner.rank_on_device import RankOnDevice, RankTimes
 from ppctl.planner.step_runs import examples_of_device, out_of_memory, time_of, timeline_of
 from ppctl.planner.step_time import (
@@ -121,9 +122,13 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
     parts, batch, ran = rank_parts(job), examples_of_device(job), dict[int, RankTimes]()
     kinds = [kind for kind, _, _ in parts]
     ran_as = [kinds.index(kind) for kind in kinds]
+    pipe, runs, copies = job.pipe, job.config.rehearse.runs, _at_once(job)
     for r in sorted(set(ran_as)):
         try:
-            ran[r] = RankOnDevice(job, *parts[r], batch).times(job.config.rehearse.runs)
+            ran[r] = RankOnDevice(job, *parts[r], batch, copies).times(runs)
+            if pipe.ticks is not None:
+                whole = time_in_ticks(job, r, kinds[r], batch, runs, copies)
+                ran[r] = in_ticks(ran[r], whole, pipe.ticks, is_masked=pipe.execution.idle == "compute")
         except jax.errors.JaxRuntimeError as error:
             reason = out_of_memory(error)
             if reason is None:
@@ -133,6 +138,16 @@ def _run_ranks(job: TrainingJob) -> tuple[dict[int, RankTimes], list[int]]:
                 "more and smaller microbatches (schedule.num_microbatches), or executor.remat=full."
             ) from error
     return ran, ran_as
+
+
+def _at_once(job: TrainingJob) -> int:
+    """Return how many ranks run at the same time: as many as share this machine's cores, and have one each."""
+    return min(os.cpu_count() or 1, job.pipe.mesh.size) if _is_shared(job) else 1
+
+
+def _is_shared(job: TrainingJob) -> bool:
+    """Return whether the devices of the mesh share this machine's cores, as simulated ones do."""
+    return job.pipe.mesh.devices.flat[0].platform == "cpu"
 
 
 @dataclass(frozen=True)
@@ -183,7 +198,7 @@ class Simulated:
             hardware=None if hardware is None else hardware.name,
             step_time_s=step.total_s,
             once_s=step.overhead_s,
-            step_cpu_s=sum(each.cpu_s or 0.0 for each in ranks) * copies if self._is_shared else None,
+            step_cpu_s=sum(each.cpu_s or 0.0 for each in ranks) * copies if _is_shared(self.job) else None,
             unit=unit,
             tokens_per_s=count / step.total_s,
             mfu_fraction=mfu.full,
@@ -206,18 +221,13 @@ class Simulated:
             ran_as=self.ran_as[rank],
             tasks_s=times.tasks.wall_s,
             update_s=times.update.wall_s,
-            cpu_s=times.tasks.cpu_s + times.update.cpu_s if self._is_shared else None,
+            cpu_s=times.tasks.cpu_s + times.update.cpu_s if _is_shared(self.job) else None,
             stages=stages,
             forward_s=seconds("F"),
             backward_s=seconds("B"),
             memory_bytes=memory,
             total_bytes=sum(memory.values()),
         )
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether the devices of the mesh share this machine's cores, as simulated ones do."""
-        return self.job.pipe.mesh.devices.flat[0].platform == "cpu"
 
     @cached_property
     def _counted(self) -> OpTimes:
@@ -238,7 +248,7 @@ class Simulated:
             task_s=0.0,
             hop_s=self._counted.hop_s,
             overhead_s=max(each.update.wall_s for each in times) + exchanged_s,
-            capacity=max(1.0, (os.cpu_count() or 1) / alone) if self._is_shared else inf,
+            capacity=max(1.0, (os.cpu_count() or 1) / alone) if _is_shared(self.job) else inf,
         )
 
     @property

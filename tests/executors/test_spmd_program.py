@@ -1,9 +1,15 @@
 """What the spmd program is made of: its size, its memory, and where its collectives stand."""
 
+import jax
+import numpy as np
 import pytest
-from support.cases import MLP, Case
+from support.cases import COMPILE_FAST, MLP, Case, make_stack, run_reference
 from support.selection import every_other
 from support.spmd_programs import ROWS, collectives, sizes, temp_bytes
+
+from ppctl.executors.spmd.program import rank_arrays, spmd_of_rank
+from ppctl.schedule.costs import Costs
+from ppctl.schedule.ticks import ticks
 
 PROGRAMS = [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2)]
 programs = pytest.mark.parametrize(("schedule", "num_chunks"), PROGRAMS)
@@ -35,6 +41,43 @@ def test_parameters_are_gathered_inside_the_tick_when_asked_for():
     assert loop.pop("collective-permute") == 2
     assert loop.pop("all-gather") >= 2
     assert loop == {}
+
+
+# --- a rank alone ---------------------------------------------------------------------------------------------------
+
+
+def run_alone(case, rank):
+    """(sum of losses, their number, sums of gradients, compiled text) of a rank that runs its ticks on one device."""
+    params, batch, *_ = run_reference(case.model, case.num_layers, case.batch_size)
+    layout, lowered = case.layout(), ticks(case.program(), Costs(), case.options.remat)
+    staged = layout.to_staged(params)
+    own = {"ends": staged["ends"], "layers": jax.tree.map(lambda a: a[:, rank : rank + 1], staged["layers"])}
+    alone = jax.jit(spmd_of_rank(make_stack(case.model, case.num_layers), layout, lowered, case.options))
+    program = alone.lower(own, batch, *rank_arrays(layout, lowered, rank)).compile(COMPILE_FAST)
+    return *program(own, batch, *rank_arrays(layout, lowered, rank)), program.as_text()
+
+
+@pytest.mark.parametrize(("remat", "loops"), [("none", False), ("full", True)])
+def test_the_only_rank_of_a_pipeline_has_the_gradients_of_the_reference(remat, loops):
+    case = Case("gpipe", (1, 1, 1), num_layers=4, remat=remat, loops=loops)
+    loss, number, grads, _ = run_alone(case, 0)
+    _, _, expected_loss, expected = run_reference(case.model, case.num_layers, case.batch_size)
+    np.testing.assert_allclose(loss / number, expected_loss, rtol=1e-12)
+    found = case.layout().to_natural(jax.tree.map(lambda g: np.asarray(g / number), grads))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, expected)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_ranks_alone_send_nothing_and_the_last_one_has_the_losses(schedule):
+    case = Case(schedule, (1, 4, 1), model="mlp", remat="none")
+    numbers = []
+    for rank in (0, 1, 3):
+        loss, number, grads, text = run_alone(case, rank)
+        numbers.append(float(number))
+        assert np.isfinite(float(loss))
+        assert all(np.any(leaf) for leaf in jax.tree.leaves(grads["layers"]))
+        assert "collective-permute" not in text
+    assert numbers == [0.0, 0.0, case.batch_size * MLP["target_dim"]]
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -41,22 +41,12 @@ def spmd(
     for another placement than the layout's, and for options that the program of these ticks does not have.
     """
     _check_options(layout, ticks, options)
-    run = run_fb_ticks if ticks.program == "fb" else run_op_ticks
-    num_microbatches = ticks.schedule.num_microbatches
-    table = np.asarray(ticks.table, np.int32).transpose(1, 0, 2)  # [rank, tick, column]
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         specs = layout.staged_specs(params)
 
-        def local(
-            params: Tree, batch: Tree, table: jax.Array, counts: jax.Array, numbers: jax.Array
-        ) -> tuple[jax.Array, Tree]:
-            microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
-            layer_slots = [
-                _layer_slots(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in range(layout.num_chunks)
-            ]
-            device = Device(stack, ticks, options, params, specs, microbatches, layer_slots)
-            loss, number, grads = device.results(run(device, table[0]))
+        def local(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[jax.Array, Tree]:
+            loss, number, grads = _results(Device, stack, layout, ticks, options, params, specs, batch, *rank)
             loss, number = jax.lax.psum((loss, number), AXES)
             if grads is None:
                 return loss / number, None
@@ -72,9 +62,71 @@ def spmd(
             in_specs=(specs, P(DATA_AXES), P("pp"), P(None, "pp"), P(None, "pp")),
             out_specs=(P(), specs if ticks.has_backward else None),
             check_vma=False,
-        )(params, batch, jnp.asarray(table), jnp.asarray(layout.counts), jnp.asarray(layout.numbers))
+        )(params, batch, *_of_ranks(layout, ticks))
 
     return loss_and_grads
+
+
+def spmd_of_rank(
+    stack: Stack, layout: Layout, ticks: Ticks, options: Options
+) -> Callable[..., tuple[jax.Array, jax.Array, Tree]]:
+    """Return what a device of one rank does in these ticks, run alone: (params, batch, *of the rank) -> results.
+
+    params: the rank's, in staged form [V, 1, K, ...] and whole, whatever fsdp. batch: the device's own. of the rank:
+    what `rank_arrays` gives. Results: sum of losses, their number, sums of gradients. Nothing is sent: what a rank
+    hands on is what arrives, nearly.
+    """
+
+    def alone(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
+        specs = jax.tree.map(lambda _: P(), params)
+        return _results(_Alone, stack, layout, ticks, options, params, specs, batch, *rank)
+
+    return alone
+
+
+def rank_arrays(layout: Layout, ticks: Ticks, rank: int) -> tuple[jax.Array, ...]:
+    """Return what tells a rank from the others: its ticks, its layers of each chunk and their numbers."""
+    table, counts, numbers = _of_ranks(layout, ticks)
+    return table[rank : rank + 1], counts[:, rank : rank + 1], numbers[:, rank : rank + 1]
+
+
+def _of_ranks(layout: Layout, ticks: Ticks) -> tuple[jax.Array, ...]:
+    """Return (table [rank, tick, column], layers [chunk, rank], numbers of layers [chunk, rank, layer slot])."""
+    table = np.asarray(ticks.table, np.int32).transpose(1, 0, 2)
+    return jnp.asarray(table), jnp.asarray(layout.counts), jnp.asarray(layout.numbers)
+
+
+class _Alone(Device):
+    """A device whose neighbours are not there."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.noise = 0.01 * jax.random.normal(jax.random.key(0), self.x.shape, self.x.dtype)
+
+    def hop(self, value: jax.Array, step: int) -> jax.Array:
+        """Return the value with noise: what arrives is finite, and not zero where this rank was idle."""
+        return jnp.clip(value + self.noise, -1, 1)
+
+
+def _results(
+    kind: type[Device],
+    stack: Stack,
+    layout: Layout,
+    ticks: Ticks,
+    options: Options,
+    params: Tree,
+    specs: Tree,
+    batch: Tree,
+    table: jax.Array,
+    counts: jax.Array,
+    numbers: jax.Array,
+) -> tuple[jax.Array, jax.Array, Tree]:
+    """Return what a device of one rank has after all ticks: (sum of losses, their number, sums of gradients)."""
+    microbatches = jax.tree.map(lambda a: a.reshape(ticks.schedule.num_microbatches, -1, *a.shape[1:]), batch)
+    layer_slots = [_layer_slots(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in range(layout.num_chunks)]
+    device = kind(stack, ticks, options, params, specs, microbatches, layer_slots)
+    run = run_fb_ticks if ticks.program == "fb" else run_op_ticks
+    return device.results(run(device, table[0]))
 
 
 def _check_options(layout: Layout, ticks: Ticks, options: Options) -> None:

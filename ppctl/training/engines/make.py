@@ -97,16 +97,21 @@ def _in_ticks(
     model: Model, layout: Layout, schedule: Schedule, lowered: Ticks, execution: Execution
 ) -> tuple[LossAndGrads, LossAndGrads]:
     """Return the gradients, and the loss of an evaluation, that ranks take in lockstep."""
-    options = Options(
+    options = tick_options(layout, execution, model.dtype)
+    evaluation = ticks(forward_only(schedule), task_costs(execution.remat), execution.remat)
+    return spmd(model.stack, layout, lowered, options), spmd(model.stack, layout, evaluation, options)
+
+
+def tick_options(layout: Layout, execution: Execution, dtype: jnp.dtype) -> Options:
+    """Return how a program of ticks is written for the devices of a layout."""
+    return Options(
         remat=execution.remat,
         skip_idle=execution.idle != "compute",
         gather_each_tick=execution.gather == "tick",
         unroll=execution.unroll,
-        dtype=model.dtype,
+        dtype=dtype,
         loops=layout.mesh.devices.flat[0].platform in ("gpu", "cuda"),
     )
-    evaluation = ticks(forward_only(schedule), task_costs(execution.remat), execution.remat)
-    return spmd(model.stack, layout, lowered, options), spmd(model.stack, layout, evaluation, options)
 
 
 def dispatch_order(schedule: Schedule, remat: Remat) -> list[Task]:
