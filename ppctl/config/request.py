@@ -109,11 +109,6 @@ def _check_launch(config: Config) -> None:
 
 def _check_topology(config: Config) -> None:
     topology = config.plan.topology
-    if topology is not None and config.executor.DISPATCHES_TASKS:
-        raise ConfigError(
-            f"plan.topology={topology} is compiled for as a whole, but executor=mpmd compiles for each rank's "
-            "devices, and starts them for it. Use executor=spmd."
-        )
     if topology is not None and config.run.platform not in (None, "cpu"):
         raise ConfigError(
             f"plan.topology={topology} is described here, but run.platform={config.run.platform} starts devices. "

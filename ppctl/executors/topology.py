@@ -71,6 +71,11 @@ def described_mesh(
     return mesh_of(laid_out(devices, (dp, pp, fsdp), order))
 
 
+def is_described(mesh: Mesh) -> bool:
+    """Return whether the devices of a mesh are described only: programs compile for them, and no array lies on them."""
+    return not mesh.devices.flat[0].client.local_devices()
+
+
 def _tpus(topology: str, gpu_names: Sequence[str]) -> list[Any]:
     for name, value in AWAY_FROM_TPU.items():
         os.environ.setdefault(name, value)

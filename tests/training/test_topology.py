@@ -13,8 +13,11 @@ from ppctl import cli, config
 from ppctl.cli.commands.plan import plan as run_plan
 from ppctl.errors import ConfigError
 from ppctl.executors import topology
+from ppctl.executors.mpmd import runtime
 from ppctl.executors.topology import described_mesh, has_plugin, target_config
+from ppctl.model.cudnn_attention import CALLS
 from ppctl.planner import plan
+from ppctl.training.job import assemble
 from ppctl.training.known_hardware import gpu_names, gpu_target, known
 
 GPUS = gpu_names()
@@ -26,6 +29,8 @@ REQUEST = config.Config(
     data=config.Regression(batch_size=16),
     plan=config.Plan(compile=True, topology="h100:2x2"),
 )
+
+DISPATCHED = replace(REQUEST, executor=config.Mpmd(remat="none"), schedule=config.Schedule("zb_h1", 8))
 
 
 def described(monkeypatch):
@@ -110,6 +115,17 @@ def test_other_shapes_and_sizes_are_refused(monkeypatch):
         described_mesh((1, 2, 1), "h100:1x4", h100)
 
 
+def test_programs_of_mpmd_are_compiled_once_each_and_each_rank_has_its_memory(monkeypatch):
+    here = assemble(replace(DISPATCHED, plan=config.Plan())).pipe.engine.compile(evaluate=False)
+    described(monkeypatch)
+    monkeypatch.setattr(runtime, "is_described", lambda mesh: True)
+    engine = assemble(DISPATCHED).pipe.engine
+    assert engine.compile(evaluate=False).total_bytes == here.total_bytes
+    built = list(engine.runtime.compiled)
+    assert len(built) == len({program for program, _ in built}) < sum(map(len, engine.dispatched()))
+    assert engine.runtime.turns == [None] * 4  # no array lies on a device that is not here
+
+
 @pytest.mark.skipif(has_plugin(), reason="XLA's plugin for CUDA is installed")
 def test_without_the_plugin_it_is_named(capsys):
     assert cli.main(["plan", "mesh=2x2", "plan.compile=true", "plan.topology=h100:1x4"]) == 2
@@ -136,3 +152,33 @@ def test_a_program_is_compiled_for_gpus():
     assert found.is_compiled
     assert found.fits
     assert found.devices == "4 x NVIDIA H100 80GB HBM3, 2 processes: pp over 2"
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.parametrize(("schedule", "backward"), [("1f1b", ["bwd"]), ("zb_h1", ["bwd_i", "bwd_w"])])
+def test_a_stages_programs_run_cudnns_kernels_once_a_layer(schedule, backward, remat):
+    layers, again = 2, int(remat == "layer")  # of a stage; whether its backward recomputes
+    request = replace(
+        REQUEST,
+        model=config.Transformer(num_layers=2 * layers, d_model=128, num_heads=2, seq_len=128, attention="cudnn"),
+        mesh=config.Mesh(1, 2, 1),
+        schedule=config.Schedule(schedule, 4),
+        executor=config.Mpmd(remat=remat),
+        data=config.Synthetic(vocab_size=64, batch_size=8),
+        run=config.Run(dtype="bfloat16"),
+        plan=config.Plan(compile=True, topology="h100:1x2"),
+    )
+    engine = assemble(request).pipe.engine
+    tasks = engine.programs(lambda entries: {entry for entry in entries if entry.task is not None}).programs
+    runs = {task.name: tuple(task.hlo.count(f'custom_call_target="{call}"') for call in CALLS) for task in tasks}
+    wanted = {"fwd": (layers, 0), backward[0]: (again * layers, layers), "bwd_w": (0, 0)}
+    assert runs == {f"{kind} of stage {stage}": wanted[kind] for stage in range(2) for kind in ["fwd", *backward]}
+
+
+@needs_cuda_plugin
+def test_a_plan_of_mpmd_is_compiled_for_gpus():
+    found = plan.predict(DISPATCHED)
+    assert found.is_compiled
+    assert found.fits
+    assert len(found.total_bytes) == 4

@@ -1,7 +1,8 @@
 """Programs on submeshes: traced and lowered once for all ranks, compiled in threads, dispatched by the host.
 
 A program is lowered for an abstract submesh and compiled for the devices of each rank that runs it. JAX has no public
-way to load one executable on other devices, so ranks share the trace, and the stages of one rank the executable.
+way to load one executable on other devices, so ranks share the trace, and the stages of one rank the executable. For
+devices that are described only (`plan.topology`) each program is compiled once, and nothing can run.
 
 Several processes walk the same plan. Each program takes the turn that the program before it on its rank made, so that
 every device runs its programs in the order of the plan; docs/executors-internals.md, "The turns of mpmd", proves that
@@ -15,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -40,6 +42,7 @@ from ppctl.executors.mpmd.transfers import (
     processes,
 )
 from ppctl.executors.spmd.memory import shard_bytes
+from ppctl.executors.topology import is_described
 from ppctl.schedule.ir import Task
 
 Tree = Any
@@ -121,7 +124,8 @@ class Runtime:
         self.submeshes, self.programs, self.options = submeshes, programs, dict(options or {})
         one = submeshes[0]
         self.abstract = AbstractMesh(one.devices.shape, one.axis_names, axis_types=one.axis_types)
-        self.is_mine = tuple(map(is_mine, submeshes))
+        self.is_described = is_described(one)
+        self.is_mine = tuple(self.is_described or is_mine(submesh) for submesh in submeshes)
         self.turns = [self.number(0, r) for r in range(len(submeshes))]
         mine, is_cpu = jax.process_index(), one.devices.flat[0].platform == "cpu"
         self.under_way: list[deque[jax.Array] | None] = [
@@ -129,13 +133,13 @@ class Runtime:
         ]
         self.traced: dict[ProgramId, tuple[jax.stages.Traced, tuple]] = {}  # and shapes of the values that it writes
         self.lowered: dict[ProgramId, jax.stages.Lowered] = {}
-        self.compiled: dict[tuple[ProgramId, int], jax.stages.Compiled] = {}
+        self.compiled: dict[tuple[ProgramId, int | None], jax.stages.Compiled] = {}  # as `_place` has it
         self.crossings: dict[tuple[tuple[Part, ...], int, int], jax.stages.Compiled] = {}  # parts, sender, receiver
         self.connected: set[tuple[int, ...]] = set()  # senders and receivers
 
     def number(self, value: int, rank: int) -> jax.Array | None:
         """Return an int32 on a rank; None where this process has no device of it."""
-        if not self.is_mine[rank]:
+        if self.is_described or not self.is_mine[rank]:
             return None
         sharding = NamedSharding(self.submeshes[rank], P())
         return jax.make_array_from_callback((), sharding, lambda _: np.int32(value), dtype=np.int32)
@@ -193,7 +197,7 @@ class Runtime:
         self._compile(mine, shapes)
         slots = {key: i for i, key in enumerate(shapes)}
         steps = []
-        for entry, drop in here:
+        for entry, drop in () if self.is_described else here:
             places = (tuple(slots[key] for key in keys) for keys in (entry.reads, entry.writes, drop))
             steps.append((self._call(entry, shapes), *places))
         held = self._held(mine, [drop for _, drop in here], shapes, given, self._temps(mine))
@@ -232,12 +236,17 @@ class Runtime:
         """Return each program of these entries, which were traced, as compiled for the first rank that runs it."""
         first = {entry.program: entry for entry in reversed(entries) if entry.program is not None}
         self._compile(list(first.values()), {})
-        return {program: self.compiled[program, entry.rank] for program, entry in first.items()}
+        return {program: self.compiled[self._place(program, entry.rank)] for program, entry in first.items()}
+
+    def _place(self, program: ProgramId, rank: int) -> tuple[ProgramId, int | None]:
+        """Return the key of a rank's executable in `compiled`: described ranks share one."""
+        return program, None if self.is_described else rank
 
     def _temps(self, entries: Sequence[PlanEntry]) -> list[int]:
         """The temporaries of each entry whose program is compiled."""
         compiled = (
-            None if entry.program is None else self.compiled.get((entry.program, entry.rank)) for entry in entries
+            None if entry.program is None else self.compiled.get(self._place(entry.program, entry.rank))
+            for entry in entries
         )
         return [0 if each is None else temp_bytes(each) for each in compiled]
 
@@ -245,7 +254,8 @@ class Runtime:
         """Return a program that was traced, lowered for these devices."""
         if program not in self.lowered:
             traced, _ = self.traced[program]
-            self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
+            with self._backend():
+                self.lowered[program] = traced.lower(lowering_platforms=(self._platform,))
         return self.lowered[program]
 
     def shapes(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree]) -> dict[Key, Tree]:
@@ -280,6 +290,13 @@ class Runtime:
             self.traced[program] = traced, written
         return self.traced[program][1]
 
+    def _backend(self) -> AbstractContextManager:
+        """Return a context in which programs of an abstract mesh are lowered for the backend of these devices.
+
+        JAX takes that of the default device, which devices that are only described are not.
+        """
+        return jax.default_device(self.submeshes[0].devices.flat[0]) if self.is_described else nullcontext()
+
     @property
     def _platform(self) -> str:
         device = self.submeshes[0].devices.flat[0]
@@ -302,10 +319,12 @@ class Runtime:
         """Compile what is not compiled yet, in threads that begin in the order of `ops`, as in every process."""
         missing: dict[tuple, tuple[dict, jax.stages.Lowered, Mesh, ProgramId | None]] = {}
         for entry in entries:
-            if entry.program is not None and (entry.program, entry.rank) not in self.compiled:
-                lowered, devices = self.lower(entry.program), self.submeshes[entry.rank]
-                missing[entry.program, entry.rank] = self.compiled, lowered, devices, entry.program
-            elif entry.sender is not None and self._crosses(entry):
+            if entry.program is not None:
+                place = self._place(entry.program, entry.rank)
+                if place not in self.compiled and place not in missing:
+                    lowered, devices = self.lower(entry.program), self.submeshes[entry.rank]
+                    missing[place] = self.compiled, lowered, devices, entry.program
+            elif entry.sender is not None and not self.is_described and self._crosses(entry):
                 parts = parts_of(shapes[entry.reads[0]])
                 if (parts, entry.sender, entry.rank) not in self.crossings:
                     lowered = lower_crossing(self.abstract, parts, self._platform)
@@ -324,7 +343,7 @@ class Runtime:
         """The call that runs an entry: from values read to values written."""
         turns, rank, sender = self.turns, entry.rank, entry.sender
         if entry.program is not None:
-            program = self.compiled[entry.program, rank]
+            program = self.compiled[self._place(entry.program, rank)]
 
             def in_turn(*values: Tree) -> Sequence:
                 turn, *written = program(turns[rank], *values)
