@@ -20,7 +20,7 @@ from jax.extend import core
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees
 from ppctl.executors.spmd.memory import tree_bytes
-from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
+from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.flops import PALLAS, PRODUCTS, equation_flops
 from ppctl.executors.stage.jaxprs import flatten
 from ppctl.executors.stage.stage import LayerSlots, Stage
@@ -110,7 +110,7 @@ class CountedModel:
             return model.stack.embed(model.fill(ends), inputs)
 
         def embed_grad(ends: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
-            return add_trees(acc, embedding_grad(embed, ends, inputs, gx))
+            return add_embedding_grad(embed, ends, inputs, gx, acc)
 
         ends = self._computed(acc)
         return _ops(embed, ends, inputs), [], _ops(embed_grad, ends, inputs, model.x, acc)

@@ -21,7 +21,7 @@ from ppctl.executors.layout import Layout, gather_shards, scatter_sums
 from ppctl.executors.mesh import AXES, DATA_AXES
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees, read_slot, write_arrival, write_slot
-from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
+from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.model.stack import Stack
 
 Tree = Any
@@ -173,7 +173,7 @@ def embed_head_bodies(model: Model, examples: Mapping[str, Any]) -> dict[str, tu
 
     def embed_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         inputs = read_slot(stays[1]["inputs"], i % SLOTS)
-        return add_trees(goes, embedding_grad(stack.embed, stays[0], inputs, stays[2]))
+        return add_embedding_grad(stack.embed, stays[0], inputs, stays[2], goes)
 
     def head(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         targets = read_slot(stays[1]["targets"], i % SLOTS)

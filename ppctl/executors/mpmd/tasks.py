@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.mpmd.plan import Role
-from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
+from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
 from ppctl.schedule.remat import Remat
@@ -107,7 +107,7 @@ class Model:
         """Return acc_in with the gradient of the embedding added."""
         inputs = self.microbatch_of(v["inputs"], v["m"])
         embed = lambda ends, inputs: self.stack.embed(self.fill(ends), inputs)  # noqa: E731
-        return add_to_sums(v["acc_in"], embedding_grad(embed, v["ends_in"], inputs, gx))
+        return add_device_dim(add_embedding_grad(embed, v["ends_in"], inputs, gx, drop_device_dim(v["acc_in"])))
 
     def loss(self, v: dict[str, Any], y: jax.Array) -> Tree:
         """Return losses with the loss of y added."""

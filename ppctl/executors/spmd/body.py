@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.layout import gather_shards
-from ppctl.executors.stage.embedding_head import embedding_grad, head_grads
+from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.layers import zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
@@ -212,7 +212,7 @@ class Device:
 
         def run(total: Tree) -> tuple[None, Tree]:
             inputs = self.microbatch("inputs", place.microbatch)
-            return None, add_trees(total, embedding_grad(self.stack.embed, self.ends, inputs, gx))
+            return None, add_embedding_grad(self.stack.embed, self.ends, inputs, gx, total)
 
         return (*sums[:2], self.run_if(place.first, run, lambda: None, sums[2])[1], sums[3])
 

@@ -8,12 +8,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.executors.stage.jaxprs import add_outputs, flatten
+
 Tree = Any
 
 
-def embedding_grad(embed: Callable[[Tree, jax.Array], jax.Array], ends: Tree, inputs: jax.Array, gx: jax.Array) -> Tree:
-    """Return the gradient of `ends` in x = embed(ends, inputs), from that of x."""
-    return jax.vjp(lambda ends: embed(ends, inputs), ends)[1](gx)[0]
+def add_embedding_grad(
+    embed: Callable[[Tree, jax.Array], jax.Array], ends: Tree, inputs: jax.Array, gx: jax.Array, total: Tree
+) -> Tree:
+    """Return `total` with the gradient of `ends` in x = embed(ends, inputs) added, from that of x.
+
+    The gradient of a table of embeddings goes into the sum row by row: see `add_outputs`.
+    """
+
+    def grad(ends: Tree, inputs: jax.Array, gx: jax.Array) -> Tree:
+        return jax.vjp(lambda ends: embed(ends, inputs), ends)[1](gx)[0]
+
+    sums, treedef = jax.tree.flatten(total)
+    program = flatten(jax.make_jaxpr(grad)(ends, inputs, gx))
+    return jax.tree.unflatten(treedef, add_outputs(program, jax.tree.leaves((ends, inputs, gx)), sums))
 
 
 def head_grads(

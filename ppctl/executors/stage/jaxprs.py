@@ -16,6 +16,7 @@ CALLS = (  # primitive -> the parameter that holds what it calls
     | dict.fromkeys(("closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
     | {"custom_vjp_call_jaxpr": "fun_jaxpr"}
 )
+SCATTER_HINTS = ("indices_are_sorted", "unique_indices", "mode")
 BARRIER = "optimization_barrier"
 
 
@@ -52,6 +53,37 @@ def run_jaxpr(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> li
         eqn = jaxpr.eqns[i]
         env |= dict(zip(eqn.outvars, bind_eqn(eqn, [env_value(env, v) for v in eqn.invars]), strict=True))
     return [env_value(env, v) if w else None for v, w in zip(jaxpr.outvars, wanted, strict=True)]
+
+
+def add_outputs(closed: core.ClosedJaxpr, args: Sequence[Any], totals: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return each of `totals` with the output in its place added.
+
+    What the program scatters into zeros is scattered into the total: no array of that size is made, read and added.
+    """
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        env |= dict(zip(eqn.outvars, bind_eqn(eqn, [env_value(env, v) for v in eqn.invars]), strict=True))
+
+    def added(total: jax.Array, v: Any) -> jax.Array:
+        eqn = None if is_literal(v) else made_by.get(v)
+        if eqn is None or not _scatters_into_zeros(eqn, made_by):
+            return total + env_value(env, v).astype(total.dtype)
+        _, indices, updates = (env_value(env, each) for each in eqn.invars)
+        how = {name: eqn.params[name] for name in ("dimension_numbers", *SCATTER_HINTS)}
+        return jax.lax.scatter_add(total, indices, updates.astype(total.dtype), **how)
+
+    return [added(*each) for each in zip(totals, jaxpr.outvars, strict=True)]
+
+
+def _scatters_into_zeros(eqn: core.JaxprEqn, made_by: dict[core.Var, core.JaxprEqn]) -> bool:
+    table: Any = eqn.invars[0] if eqn.primitive.name == "scatter-add" else None
+    if table is None or is_literal(table) or table not in made_by:
+        return False
+    filled = made_by[table]
+    value: Any = filled.invars[0] if filled.primitive.name == "broadcast_in_dim" else None
+    return value is not None and is_literal(value) and not value.val
 
 
 def bind_eqn(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[Any]:
