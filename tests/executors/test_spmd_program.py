@@ -1,12 +1,14 @@
 """What the spmd program is made of: its size, its memory, and where its collectives stand."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import COMPILE_FAST, MLP, Case, make_stack, run_reference
 from support.selection import every_other
 from support.spmd_programs import ROWS, collectives, sizes, temp_bytes
 
+from ppctl.executors.spmd.body import padded_sum
 from ppctl.executors.spmd.program import rank_arrays, spmd_of_rank
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ticks import ticks
@@ -123,3 +125,9 @@ def test_no_option_makes_program_size_depend_on_the_number_of_microbatches(chang
         return sizes(Case("interleaved", (1, 2, 2), m, 2, model="mlp", num_layers=7, batch_size=2 * m, **changes))
 
     assert at(8) == at(64)
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_a_sum_of_padded_arrays_is_their_stack(number):
+    arrays = [jnp.full((2, 3), k + 1.0) for k in range(number)]
+    np.testing.assert_array_equal(padded_sum(arrays), jnp.stack(arrays))

@@ -182,3 +182,12 @@ def test_a_plan_of_mpmd_is_compiled_for_gpus():
     assert found.is_compiled
     assert found.fits
     assert len(found.total_bytes) == 4
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize(("num_layers", "stacked"), [(8, "[1,1,2,512,512]"), (24, "[1,1,6,512,512]")])
+def test_the_update_of_layers_is_one_pass(num_layers, stacked):
+    request = replace(REQUEST, model=config.MLP(num_layers=num_layers, d_model=512))
+    program = assemble(request).pipe.engine.compile(evaluate=False).text.partition("\nENTRY")[2]
+    kernels = re.findall(r" = (\S+|\(.*?\)) (?:fusion|copy)\(", program)
+    assert [made.count(stacked) for made in kernels if stacked in made] == [3]  # parameters and both moments

@@ -20,6 +20,7 @@ from ppctl.schedule.remat import Remat
 from ppctl.schedule.ticks import Ticks
 
 Tree = Any
+MOST_PADDED = 4  # arrays; of more, XLA fuses concatenations as it does anything else
 
 # names in the compiled program by which `profile` finds the operations of a tick's task
 SCOPES: dict[Kind, str] = {"F": "tick_forward", "B": "tick_backward", "I": "tick_input_grad", "W": "tick_weight_grad"}
@@ -169,9 +170,12 @@ class Device:
         loss, number, ends, layers = sums
         if not self.ticks.has_backward:
             return loss, number, None
-        if isinstance(layers[0], list):
-            layers = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *chunk) for chunk in layers]
-        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *layers)
+        is_list = isinstance(layers[0], list)
+        num_slots = len(layers) * (len(layers[0]) if is_list else 1)
+        stack = padded_sum if self.options.loops and num_slots <= MOST_PADDED else jnp.stack
+        if is_list:
+            layers = [jax.tree.map(lambda *leaves: stack(leaves), *chunk) for chunk in layers]
+        layers = jax.tree.map(lambda *leaves: stack(leaves)[:, None], *layers)
         return loss, number, {"ends": ends, "layers": layers}
 
     # embedding and head
@@ -272,6 +276,17 @@ def add_layers(sums: Tree, v: int, dw: Tree) -> Tree:
 
 def _slots(count: int, tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), tree)
+
+
+def padded_sum(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return jnp.stack(arrays), as a sum of arrays that are each padded with zeros in the places of the others.
+
+    XLA for GPUs makes a concatenation of up to `MOST_PADDED` large arrays a kernel with one result, so that the
+    optimizer's update of stacked gradients would be a pass for each of its moments and one for the parameters.
+    """
+    last = len(arrays) - 1
+    first, *rest = (jnp.pad(a[None], [(k, last - k), *[(0, 0)] * a.ndim]) for k, a in enumerate(arrays))
+    return sum(rest, start=first)
 
 
 def read_slot(slots: Tree, slot: Any) -> Tree:
