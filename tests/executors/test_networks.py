@@ -1,6 +1,7 @@
 """Functions cut into layers: loss and gradients are those of jax.grad of the whole function on one device."""
 
 from functools import cache
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from ppctl.executors.reference import reference
 from ppctl.executors.stage.flops import relative_costs
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.stack import init
+from ppctl.schedule import FAMILIES
 from ppctl.training.optim import decays
 
 ROWS = 8
@@ -67,6 +69,8 @@ SPMD = [
     ("widths", False, {"mesh": (1, 2, 1), "schedule": "zb_v", "remat": "none", "unroll": 0}),
     ("tokens", False, {"mesh": (1, 3, 1), "schedule": "zb_h1", "remat": "full"}),
 ]
+# a rank's chunks hold layers of other kinds, and more of them
+SPMD[1:1] = [("deep", True, {"mesh": (1, 2, 1), "schedule": "zb_v", "remat": "none", "layers": (2, 1, 1, 1)})]
 
 
 @pytest.mark.parametrize(("name", "auto", "changes"), few(SPMD, 3), ids=str)
@@ -90,6 +94,36 @@ def test_programs_of_each_stage_are_the_function(name, auto, changes):
     case = MpmdCase(**{"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 4, **changes})
     engine = engine_of(case, stack, params, batch)
     check(name, auto, engine.loss_and_grads(engine.new_state(), engine.put(batch)))
+
+
+def sampled(names):
+    """Every network with every schedule; of remat, executor and partition the next each time."""
+    found = []
+    for i, (name, schedule) in enumerate(product(names, FAMILIES)):
+        num_layers = NETWORKS[name][1]
+        chunks = FAMILIES[schedule].num_chunks
+        ranks = min(2, num_layers // chunks)
+        if not ranks:
+            continue
+        rest = num_layers - ranks * chunks
+        layers = [1] * (ranks * chunks)
+        layers[i % len(layers)] += rest  # not as alike as can be
+        how = {"mesh": (1, ranks, 1), "schedule": schedule, "remat": ("none", "layer", "full")[i % 3]}
+        how |= {"num_chunks": chunks, "unroll": (0, 16)[i // 2 % 2]}
+        found.append((name, ("spmd", "mpmd")[(i + i // len(FAMILIES)) % 2], how, tuple(layers)))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "executor", "how", "layers"), sampled(NETWORKS), ids=str)
+def test_every_network_runs_in_every_schedule(name, executor, how, layers):
+    stack, params, batch, _ = made(name)
+    common = {"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 4, **how}
+    if executor == "spmd":
+        check(name, False, run_spmd(Case(**common, layers=layers), stack, params, batch))
+        return
+    engine = engine_of(MpmdCase(**common, sizes=layers), stack, params, batch)
+    check(name, False, engine.loss_and_grads(engine.new_state(), engine.put(batch)))
 
 
 def test_each_layer_counts_what_it_costs():

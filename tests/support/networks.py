@@ -88,7 +88,33 @@ def tokens(*, marked=True):
     return Network(init, apply, loss)
 
 
-NETWORKS = {"widths": (widths, 4, 4), "images": (images, 3, 2), "tokens": (tokens, 3, 2)}  # layers by marks, and auto
+def deep(*, marked=True):
+    """Seven layers of three kinds, a value that skips one boundary."""
+    sizes = (6, 8, 8, 12, 8, 8, 8, 3)
+
+    def init(key):
+        return [{"w": normal(a, b), "scale": 1.0 + normal(b, of=20)} for a, b in pairwise(sizes)]
+
+    mark = stage_boundary if marked else lambda x: x
+
+    def apply(params, x):
+        kept = None
+        for i, layer in enumerate(params):
+            y = x @ layer["w"] * layer["scale"]
+            x = y if i == 6 else (jnp.tanh, jax.nn.relu, jax.nn.silu)[i % 3](y)
+            if i == 1:
+                x, kept = mark((x, y))
+            elif i == 4:
+                x = mark(x + kept)
+            elif i < 6:
+                x = mark(x)
+        return x
+
+    return Network(init, apply, squared_error)
+
+
+# layers by marks, and auto
+NETWORKS = {"widths": (widths, 4, 4), "images": (images, 3, 2), "tokens": (tokens, 3, 2), "deep": (deep, 7, 5)}
 
 
 def rows_of(name, number, seed=0):
@@ -96,7 +122,7 @@ def rows_of(name, number, seed=0):
     rng = np.random.default_rng(seed)
     if name == "tokens":
         return {key: rng.integers(0, 50, (number, 5), np.int32) for key in ("inputs", "targets")}
-    shapes = {"widths": ((6,), (3,)), "images": ((4, 4, 2), (80,))}[name]
+    shapes = {"widths": ((6,), (3,)), "deep": ((6,), (3,)), "images": ((4, 4, 2), (80,))}[name]
     return {
         key: rng.standard_normal((number, *shape)) for key, shape in zip(("inputs", "targets"), shapes, strict=True)
     }

@@ -157,4 +157,4 @@ def _layer_slots(stack: Stack, layout: Layout, v: int, count: jax.Array, numbers
     """The layer slots of chunk v on this rank, which holds so many layers with these numbers."""
     if stack.are_alike:
         return None if layout.is_even else LayerSlots(count)
-    return LayerSlots(None if layout.is_even else count, numbers, layout.among(v))
+    return LayerSlots(None if layout.is_even else count, numbers, layout.among(v), is_one_of=layout.num_chunks > 1)

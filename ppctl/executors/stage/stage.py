@@ -55,6 +55,7 @@ class LayerSlots:
     count: jax.Array | None = None  # so many are layers, the others padding; None: all are layers
     numbers: range | jax.Array | None = None  # the layer of the model that each is; None: layers are alike
     among: tuple[tuple[int, ...], ...] = ()  # of traced numbers: for each slot the layers that it may hold
+    is_one_of: bool = False  # of several stages whose arrays wait in the same places, so that all wait packed alike
 
     def at(self, k: Any) -> tuple[Any, tuple[int, ...]]:
         """(the layer in slot k, those that it may be for all that is known now)."""
@@ -96,7 +97,9 @@ class Stage:
             return self.layers[0]
         assert slots is not None, "layers differ"
         number, among = slots.at(k)
-        return self.layers[among[0]] if len(among) == 1 else LayerSwitch(self.layers, number, among, self.packings)
+        if len(among) == 1 and not slots.is_one_of:
+            return self.layers[among[0]]
+        return LayerSwitch(self.layers, number, among, self.packings)
 
     @property
     def keeps_input(self) -> bool:
@@ -127,7 +130,7 @@ class Stage:
             return self.x
         if self.are_alike:
             return getattr(self.layers[0], what)
-        among = range(len(self.layers)) if slots is None else slots.may_be(k)
+        among = range(len(self.layers)) if slots is None or slots.is_one_of else slots.may_be(k)
         return getattr(self.layers[among[0]], what) if len(among) == 1 else getattr(self.packings, what).shapes
 
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:

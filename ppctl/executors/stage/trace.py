@@ -37,7 +37,8 @@ class Trace:
         self.outvars = jaxpr.outvars
         self.ops: list[core.JaxprEqn] = []
         self.marks: list[int] = []  # the number of operations before each
-        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # of values that no operation makes
+        self.marked: dict[core.Var, Any] = {}  # for each value of a mark the one that it was given
+        self.made_by: dict[core.Var, core.JaxprEqn] = {}  # of other values that no operation makes
         self._read: list[set[core.Var]] = []  # by each operation: leaves, the input and results of operations
         reads: dict[core.Var, set[core.Var]] = {v: {v} for v in jaxpr.invars}
         leaves_set = set(self.leaves)
@@ -45,9 +46,9 @@ class Trace:
             found = set().union(*(reads.get(v, set()) for v in eqn.invars if not is_literal(v)))
             if is_mark(eqn):
                 self.marks.append(len(self.ops))
-                self.made_by |= dict.fromkeys(eqn.outvars, eqn)
-                pairs = zip(eqn.outvars, eqn.invars, strict=True)
-                reads |= {v: set() if is_literal(given) else reads.get(given, set()) for v, given in pairs}
+                marked = dict(zip(eqn.outvars, eqn.invars, strict=True))
+                self.marked |= marked
+                reads |= {v: set() if is_literal(given) else reads.get(given, set()) for v, given in marked.items()}
                 continue
             if any(map(_holds_mark, inner_jaxprs(eqn))):
                 raise ConfigError(
@@ -122,6 +123,8 @@ class Trace:
 
     def _value(self, env: dict[Any, Any], v: Any) -> Any:
         """Return the value of v, made now where that is no operation's."""
+        if not is_literal(v) and v in self.marked:  # each by itself: the mark's other values may not be there
+            return self._value(env, self.marked[v])
         if not is_literal(v) and v not in env:
             eqn = self.made_by[v]
             env |= dict(zip(eqn.outvars, bind_eqn(eqn, [self._value(env, each) for each in eqn.invars]), strict=True))
