@@ -81,6 +81,7 @@ def test_one_program_of_all_ranks_is_the_function(name, auto, changes):
 
 
 MPMD = [
+    ("widths", True, {"mesh": (1, 2, 1), "schedule": "zb_v", "remat": "none"}),  # one split gives both gradients
     ("widths", False, {"mesh": (1, 2, 2), "schedule": "interleaved", "remat": "full", "unroll": 0}),
     ("tokens", False, {"mesh": (1, 3, 1), "schedule": "zb_h1", "remat": "none"}),
     ("widths", False, {"mesh": (2, 2, 1), "schedule": "zb_h1", "remat": "none"}),

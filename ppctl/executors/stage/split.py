@@ -48,7 +48,7 @@ class Split:
 def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
     """Return the two halves of gx, dw = pull(w, saved, gy). The arguments give shapes and dtypes.
 
-    ConfigError where one operation that cannot be taken apart yields both gx and dw.
+    ConfigError where a loop, a branch or a kernel that cannot be taken apart yields both gx and dw.
     """
     closed, (gx_shape, dw_shape) = jax.make_jaxpr(pull, return_shape=True)(w, saved, gy)
     flat = flatten(closed)
@@ -132,6 +132,8 @@ class _Cut:
                 here = [False] * len(wanted)
             elif not any(missing):
                 reads = [False] * len(eqn.invars)
+            elif not _is_opaque(eqn):  # one operation with several results, such as jax.lax.split
+                here, reads = wanted, [False] * len(eqn.invars)
             else:
                 raise _inseparable(eqn)
             self._cross(v for v, h in zip(eqn.outvars, here, strict=True) if h and v in need)
