@@ -9,6 +9,16 @@ from ppctl.config.checks import above_zero, at_least
 from ppctl.errors import ConfigError
 
 CAPABILITY = re.compile(r"\d+\.\d")
+ABOVE_ZERO = (
+    "flops_fraction",
+    "attention_forward_fraction",
+    "attention_backward_fraction",
+    "bandwidth_fraction",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "memory_gib",
+    "network_bytes_per_s",
+)
 
 
 @dataclass
@@ -57,17 +67,21 @@ class Hardware:
     host_devices: int | None = None  # devices of a host joined by links; None: links join all of them
     network_bytes_per_s: float | None = None  # one way, of a device to one of another host
     network_latency_s: float | None = None  # of a message to another host
-    cuda: Cuda | None = None  # of NVIDIA GPUs, for their compiler
+    cuda: Cuda | None = None  # of NVIDIA GPUs: for their compiler, and the tiles of matrix products
+    attention_forward_fraction: float | None = None  # as flops_fraction, of kernels, all pairs of tokens counted
+    attention_backward_fraction: float | None = None  # likewise; null: as matrix products
+    bandwidth_fraction: float = 1.0  # 0..1: share of memory_bytes_per_s that element-wise operations reach
 
     def check(self) -> None:
-        for key in ("flops_fraction", "memory_bytes_per_s", "link_bytes_per_s", "memory_gib", "network_bytes_per_s"):
+        for key in ABOVE_ZERO:
             above_zero(f"hardware.{key}", getattr(self, key))
         for dtype, flops in self.peak_flops.items():
             above_zero(f"hardware.peak_flops.{dtype}", flops)
         if not self.peak_flops:
             raise ConfigError("hardware.peak_flops={} has no dtype. Give it one: {bfloat16: 1e14}.")
-        if self.flops_fraction > 1:
-            raise ConfigError(f"hardware.flops_fraction={self.flops_fraction} must lie in (0, 1].")
+        for key in ("flops_fraction", "bandwidth_fraction"):  # kernels of attention may skip half of what is counted
+            if getattr(self, key) > 1:
+                raise ConfigError(f"hardware.{key}={getattr(self, key)} must lie in (0, 1].")
         for key in ("link_latency_s", "task_s", "network_latency_s"):
             at_least(f"hardware.{key}", getattr(self, key), 0)
         at_least("hardware.host_devices", self.host_devices, 1)

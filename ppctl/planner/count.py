@@ -25,10 +25,11 @@ from ppctl.executors.stage.flops import PALLAS, PRODUCTS, equation_flops
 from ppctl.executors.stage.jaxprs import flatten
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model import cudnn_attention
-from ppctl.planner.roofline import ModelWork, Op, PieceWork
+from ppctl.planner.roofline import Extent, Kernel, ModelWork, Op, PieceWork, ProductShape
 from ppctl.schedule.remat import Remat
 
 Tree = Any
+SPLASH = "splash_"  # begins the names of JAX's Pallas kernels of attention, such as splash_mha_fwd
 EXAMPLES = (2, 4)  # of a microbatch: all grows by equal steps with them; one alone is traced otherwise
 
 
@@ -61,7 +62,10 @@ def _mean(layers: list[PieceWork]) -> PieceWork:
 
     def part(ops: tuple[Op, ...]) -> list[Op]:
         count = len(layers)
-        return [Op(op.flops / count, op.bytes / count, fixed_bytes=op.fixed_bytes / count) for op in ops]
+        return [
+            replace(op, flops=op.flops / count, bytes=op.bytes / count, fixed_bytes=op.fixed_bytes / count)
+            for op in ops
+        ]
 
     kinds = zip(*((layer.forward, layer.input_grad, layer.weight_grad) for layer in layers), strict=True)
     return PieceWork(*(tuple(op for ops in kind for op in part(ops)) for kind in kinds))
@@ -131,11 +135,30 @@ class CountedModel:
 
 def _affine(few: list[Op], many: list[Op]) -> tuple[Op, ...]:
     """Return the operations of one example, from those of few examples and of many."""
-    (low, high), grown = EXAMPLES, []
+    (low, high), grown = EXAMPLES, list[Op]()
     for a, b in zip(few, many, strict=True):
-        each = (b.bytes - a.bytes) / (high - low)
-        grown.append(Op((b.flops - a.flops) / (high - low), each, fixed_bytes=a.bytes - low * each))
+        traffic = _extent(a.bytes, b.bytes)
+        flops = (b.flops - a.flops) / (high - low)
+        grown.append(Op(flops, traffic.each, traffic.fixed, a.kernel, _shape(a.shape, b.shape)))
     return tuple(op for op in grown if not op.is_nothing)
+
+
+def _extent(few: float, many: float) -> Extent:
+    """Return what grows from `few` to `many` as EXAMPLES do."""
+    low, high = EXAMPLES
+    each = (many - few) / (high - low)
+    return Extent(each, few - low * each)
+
+
+def _shape(few: ProductShape | None, many: ProductShape | None) -> ProductShape | None:
+    """Return the shape of a product, from those of few examples and of many."""
+    if few is None or many is None:
+        return None
+    return ProductShape(*(_extent(a.fixed, b.fixed) for a, b in zip(_sizes(few), _sizes(many), strict=True)))
+
+
+def _sizes(shape: ProductShape) -> tuple[Extent, ...]:
+    return shape.rows, shape.columns, shape.depth, shape.number
 
 
 def _ops(function: Callable, *args: Tree) -> list[Op]:
@@ -149,10 +172,12 @@ def _of_jaxpr(jaxpr: core.Jaxpr) -> list[Op]:
     for eqn in jaxpr.eqns:
         made = sum(_size(v) for v in eqn.outvars if id(v) in written)
         if _is_product(eqn):
-            ops.append(Op(float(equation_flops(eqn)), sum(map(_size, (*eqn.invars, *eqn.outvars)))))
+            traffic = sum(map(_size, (*eqn.invars, *eqn.outvars)))
+            ops.append(Op(float(equation_flops(eqn)), traffic, kernel=_kernel(eqn), shape=_product_shape(eqn)))
         elif eqn.primitive.name == "scan":
             inner = _of_jaxpr(eqn.params["jaxpr"].jaxpr)
-            ops += [Op(eqn.params["length"] * op.flops, eqn.params["length"] * op.bytes) for op in inner]
+            length = eqn.params["length"]  # its iterations run one after the other
+            ops += [replace(op, flops=length * op.flops, bytes=length * op.bytes) for op in inner]
         else:
             ops.append(Op(0.0, 2.0 * made))
     return ops
@@ -161,6 +186,36 @@ def _of_jaxpr(jaxpr: core.Jaxpr) -> list[Op]:
 def _is_product(eqn: core.JaxprEqn) -> bool:
     """Return whether an equation reads and writes its arrays in memory itself: a product, a kernel of attention."""
     return eqn.primitive.name in (*PRODUCTS, PALLAS) or eqn.params.get("target_name") in cudnn_attention.CALLS
+
+
+def _kernel(eqn: core.JaxprEqn) -> Kernel:
+    """Return what computes a product, or a kernel of attention."""
+    call = eqn.params.get("target_name")
+    if call in cudnn_attention.CALLS:
+        return "attention_forward" if call == cudnn_attention.FORWARD else "attention_backward"
+    name = str(eqn.params["name"]) if eqn.primitive.name == PALLAS else ""
+    if name.startswith(SPLASH):
+        return "attention_forward" if "_fwd" in name else "attention_backward"
+    return "product"
+
+
+def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:
+    """Return the shape of a matrix product, all fixed; a convolution is one of all positions with all features."""
+    if eqn.primitive.name not in PRODUCTS:
+        return None
+    out = prod(eqn.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue] of an array
+    left, right = (v.aval.shape for v in eqn.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
+    number = 1
+    if eqn.primitive.name == "dot_general":
+        (_, contracted), (batch, right_batch) = eqn.params["dimension_numbers"]
+        number = prod(left[dim] for dim in batch)
+        taken = {*contracted, *right_batch}
+        columns = prod(size for dim, size in enumerate(right) if dim not in taken)
+    else:
+        columns = right[eqn.params["dimension_numbers"].rhs_spec[0]]
+    rows = out // max(1, columns * number)
+    depth = equation_flops(eqn) / max(1, 2 * out)
+    return ProductShape(*(Extent(fixed=float(size)) for size in (rows, columns, depth, number)))
 
 
 def _size(v: Any) -> int:

@@ -8,6 +8,56 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+TILE = 128, 256  # of a matrix product's result that a core makes at a time, either way round: cuBLAS's most efficient
+LEAST_DEPTH = 128  # of the numbers that are summed up, of a core's share where several cores make one tile
+
+Kernel = Literal["product", "attention_forward", "attention_backward"]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A number of rows or the like: so many for each example, and so many whatever the examples."""
+
+    each: float = 0.0
+    fixed: float = 0.0
+
+    def of(self, examples: float) -> float:
+        return examples * self.each + self.fixed
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """Matrix products that run as one: `number` of them, [rows, depth] x [depth, columns]."""
+
+    rows: Extent
+    columns: Extent
+    depth: Extent
+    number: Extent = Extent(fixed=1.0)
+
+    def efficiency(self, examples: float, cores: int) -> float:
+        """Return the share of the cores' time in which they compute what is asked for, 0..1.
+
+        The result is cut into tiles, each of one core, and all cores go on to their next tile together: what sticks out
+        of the last tiles, and cores that the last wave of tiles leaves idle, are lost (NVIDIA, Matrix Multiplication
+        Background User's Guide: tile and wave quantization). Where there are fewer tiles than cores, several make one
+        tile, each of a share of its depth (split-K).
+
+        >>> sizes = [Extent(fixed=n) for n in (4096, 2048, 2048)]  # 256 tiles, in two waves of 132
+        >>> round(ProductShape(*sizes).efficiency(1, cores=132), 4)
+        0.9697
+        """
+        rows, columns, depth, number = (n.of(examples) for n in (self.rows, self.columns, self.depth, self.number))
+        short, wide = TILE
+        tiles = number * min(
+            ceil(rows / short) * ceil(columns / wide),
+            ceil(rows / wide) * ceil(columns / short),
+        )
+        shares = max(1, min(cores // ceil(tiles), int(depth // LEAST_DEPTH))) if tiles else 1
+        waves = ceil(tiles * shares / cores)
+        return number * rows * columns * shares / (waves * cores * short * wide) if waves else 1.0
 
 
 @dataclass(frozen=True)
@@ -17,6 +67,8 @@ class Op:
     flops: float
     bytes: float
     fixed_bytes: float = 0.0
+    kernel: Kernel = "product"  # what computes the FLOPs, if there are any
+    shape: ProductShape | None = None  # of matrix products
 
     @property
     def is_nothing(self) -> bool:
@@ -25,10 +77,16 @@ class Op:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a device."""
+    """The speed of a device. FLOP/s are those of large matrix products, and of kernels of attention; None: as products.
+
+    cores: those that share the tiles of a product; None: products of all sizes are as fast.
+    """
 
     flops_per_s: float
     bytes_per_s: float
+    attention_forward: float | None = None
+    attention_backward: float | None = None
+    cores: int | None = None
 
     def seconds(self, ops: Iterable[Op], examples: float) -> float:
         """Return the seconds of operations on so many examples, one operation after the other.
@@ -37,9 +95,22 @@ class Speed:
         2.6
         """
         return sum(
-            max(examples * op.flops / self.flops_per_s, (examples * op.bytes + op.fixed_bytes) / self.bytes_per_s)
+            max(
+                examples * op.flops / self.reached(op, examples),
+                (examples * op.bytes + op.fixed_bytes) / self.bytes_per_s,
+            )
             for op in ops
         )
+
+    def reached(self, op: Op, examples: float) -> float:
+        """Return the FLOP/s of an operation on so many examples, where memory does not hold it up."""
+        if op.kernel == "attention_forward":
+            return self.attention_forward or self.flops_per_s
+        if op.kernel == "attention_backward":
+            return self.attention_backward or self.flops_per_s
+        if op.shape is None or self.cores is None:
+            return self.flops_per_s
+        return self.flops_per_s * op.shape.efficiency(examples, self.cores)
 
 
 @dataclass(frozen=True)

@@ -118,13 +118,28 @@ def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
     if hardware.network_bytes_per_s is not None and hardware.network_latency_s is not None:
         network = Link(hardware.network_latency_s, hardware.network_bytes_per_s)
     return Machine(
-        Speed(peak * hardware.flops_fraction, hardware.memory_bytes_per_s),
+        speed_of(hardware, peak),
         link,
         network,
         hardware.host_devices,
         hardware.task_s,
         cores=os.cpu_count() if hardware.name == NOMINAL else None,
         order=config.mesh.order,
+    )
+
+
+def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:
+    """Return the speed of a device of this hardware, whose peak in the dtype of compute is given."""
+
+    def reached(fraction: float | None) -> float | None:
+        return None if fraction is None else peak_flops_per_s * fraction
+
+    return Speed(
+        peak_flops_per_s * hardware.flops_fraction,
+        hardware.memory_bytes_per_s * hardware.bandwidth_fraction,
+        reached(hardware.attention_forward_fraction),
+        reached(hardware.attention_backward_fraction),
+        cores=None if hardware.cuda is None else hardware.cuda.cores,
     )
 
 

@@ -19,7 +19,7 @@ from ppctl.model.transformer import transformer
 from ppctl.planner import count
 from ppctl.planner.count import CountedModel, work_of
 from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
-from ppctl.planner.roofline import Op
+from ppctl.planner.roofline import Extent, Op, ProductShape
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ticks import ticks
 
@@ -142,16 +142,22 @@ def linear_model(dtype=jnp.float32, **changes):
     return model_of(linear(**changes), dict.fromkeys(("inputs", "targets"), jnp.zeros((EXAMPLES,), jnp.int32)), dtype)
 
 
+ONE, WIDTH = Extent(each=1.0), Extent(fixed=D)
+FORTH = ProductShape(rows=ONE, columns=WIDTH, depth=WIDTH)  # a row for each example
+ACROSS = ProductShape(rows=WIDTH, columns=WIDTH, depth=ONE)  # the sum over examples
+
+
 def test_a_matrix_product_by_hand():
     layer = work_of(linear_model()).layer
-    product = Op(2 * D * D, 2 * D * SIZE, fixed_bytes=D * D * SIZE)  # a row in, a row out; the matrix once
+    product = Op(2 * D * D, 2 * D * SIZE, fixed_bytes=D * D * SIZE, shape=FORTH)  # a row in, a row out; the matrix once
     assert layer.forward == layer.input_grad == (product,)
-    assert layer.weight_grad == (product, Op(0.0, 0.0, fixed_bytes=2 * D * D * SIZE))  # and added to the sum
+    added = Op(0.0, 0.0, fixed_bytes=2 * D * D * SIZE)  # to the sum
+    assert layer.weight_grad == (replace(product, shape=ACROSS), added)
 
 
 def test_sums_of_gradients_are_of_the_dtype_of_parameters():
     layer = work_of(linear_model(jnp.bfloat16)).layer
-    assert layer.forward == (Op(2 * D * D, 2 * D * 2, fixed_bytes=D * D * 2),)
+    assert layer.forward == (Op(2 * D * D, 2 * D * 2, fixed_bytes=D * D * 2, shape=FORTH),)
     assert layer.weight_grad[-1] == Op(0.0, 0.0, fixed_bytes=2 * D * D * 4)
 
 
@@ -159,7 +165,8 @@ def test_the_ends_by_hand():
     work = work_of(linear_model())
     products = [op for op in work.head.input_grad if op.flops]
     one = Op(2 * D * OUT, (D + OUT) * SIZE, fixed_bytes=D * OUT * SIZE)
-    assert products == [one] * 3  # logits, gradients of x and of the matrix
+    assert [replace(op, shape=None) for op in products] == [one] * 3  # logits, gradients of x and of the matrix
+    assert {op.shape.columns.fixed for op in products} == {D, OUT}
     assert work.head.input_grad[-1] == Op(0.0, 0.0, fixed_bytes=2 * D * OUT * SIZE)
     assert not any(op.fixed_bytes == 2 * 9 * D * SIZE for op in work.head.input_grad)  # it does not touch the table
     assert work.embed.weight_grad[-1] == Op(0.0, 0.0, fixed_bytes=2 * 9 * D * SIZE)
@@ -210,3 +217,20 @@ def test_attention_by_cudnn_is_the_work_of_the_plain_form_without_its_scores_in_
     cudnn, plain = there_and_back(KERNELS["cudnn"]), there_and_back(KERNELS["xla"])
     assert sum(op.flops for op in cudnn) == sum(op.flops for op in plain) == 3 * 4 * 2 * 256 * 256 * 4 * 64
     assert sum(op.bytes for op in cudnn) < 0.5 * sum(op.bytes for op in plain)
+    kernels = {op.kernel: op.flops for op in cudnn if op.flops}
+    assert kernels["attention_backward"] == 2 * kernels["attention_forward"]
+    assert {op.kernel for op in plain} == {"product"}
+
+
+def test_the_products_of_plain_attention_are_as_many_as_the_heads_of_keys_and_run_as_one():
+    q, k = (jax.ShapeDtypeStruct((2, 256, number, 64), jnp.bfloat16) for number in (4, 2))
+    shapes = [op.shape for op in count._ops(KERNELS["xla"], q, k, k) if op.shape]
+    found = [tuple(n.of(0) for n in (s.rows, s.columns, s.depth, s.number)) for s in shapes]
+    assert found == [(512, 256, 64, 4), (512, 64, 256, 4)]  # two heads of queries for one of keys
+
+
+def test_attention_by_pallas_is_told_from_other_kernels():
+    q = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.bfloat16)
+    ops = count._ops(lambda q, k, v, g: jax.vjp(KERNELS["pallas"], q, k, v)[1](g), q, q, q, q)
+    found = [op.kernel for op in ops if op.flops and op.kernel != "product"]
+    assert found == ["attention_forward", "attention_backward", "attention_backward"]

@@ -1,10 +1,11 @@
 """Seconds by counting: operations under both roofs, collectives as rings that send one message after the other."""
 
 import random
+from math import ceil
 
 import pytest
 
-from ppctl.planner.roofline import Link, Op, Speed
+from ppctl.planner.roofline import LEAST_DEPTH, Extent, Link, Op, ProductShape, Speed
 
 sizes = pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 
@@ -86,3 +87,55 @@ def test_seconds_lie_between_the_roofs():
 def test_only_what_neither_computes_nor_moves_is_nothing():
     assert Op(0.0, 0.0).is_nothing
     assert not any(op.is_nothing for op in (Op(1.0, 0.0), Op(0.0, 1.0), Op(0.0, 0.0, fixed_bytes=1.0)))
+
+
+# --- shapes of products ----------------------------------------------------------------------------------------------
+
+
+def product(rows, columns, depth, number=1.0):
+    return ProductShape(*(n if isinstance(n, Extent) else Extent(fixed=n) for n in (rows, columns, depth, number)))
+
+
+BY_HAND = {  # rows, columns, depth, number of products: share of the time of 132 cores, with tiles of 128 x 256
+    "two waves of 256 tiles": ((4096, 2048, 2048, 1), 256 / 264),
+    "eight waves of 1024 tiles": ((4096, 8192, 2048, 1), 1024 / (8 * 132)),
+    "one wave of 132 tiles": ((12 * 128, 11 * 256, 64, 1), 1.0),
+    "one tile more": ((1 * 128, 133 * 256, 64, 1), 133 / 264),
+    "the other way round": ((256, 128 * 132, 64, 1), 1.0),  # tiles of 256 x 128
+    "a batch of 64 products of 4 tiles": ((256, 512, 64, 64), 256 / 264),
+    "half a tile": ((64, 256 * 132, 64, 1), 0.5),
+    "one row over": ((129, 256 * 66, 64, 1), 129 / 256),
+    "44 cores a tile": ((128, 3 * 256, 1024 * LEAST_DEPTH, 1), 1.0),
+    "40 cores a tile": ((128, 3 * 256, 40 * LEAST_DEPTH, 1), 120 / 132),
+    "too shallow to share": ((128, 3 * 256, LEAST_DEPTH, 1), 3 / 132),
+}
+
+
+@pytest.mark.parametrize(("sizes", "share"), BY_HAND.values(), ids=BY_HAND)
+def test_a_product_takes_whole_waves_of_whole_tiles(sizes, share):
+    shape, flops = product(*sizes), 2.0 * sizes[0] * sizes[1] * sizes[2] * sizes[3]
+    assert shape.efficiency(1, cores=132) == pytest.approx(share)
+    speed = Speed(flops_per_s=1e12, bytes_per_s=1e30, cores=132)
+    assert speed.seconds([Op(flops, 0.0, shape=shape)], 1) == pytest.approx(flops / 1e12 / share)
+    assert Speed(1e12, 1e30).seconds([Op(flops, 0.0, shape=shape)], 1) == pytest.approx(flops / 1e12)  # no cores given
+
+
+def test_tiles_are_those_of_the_microbatch():
+    """Not an example's, times the number of examples."""
+    shape = product(Extent(each=2048), 2048, 2048)
+    for examples, tiles in ((1, 128), (2, 256), (4, 512), (33, 4224)):
+        assert shape.efficiency(examples, 132) == pytest.approx(tiles / (ceil(tiles / 132) * 132))
+
+
+def test_no_product_is_faster_than_all_cores():
+    choose = random.Random(1)
+    for _ in range(500):
+        shape = product(*(choose.randint(1, 5000) for _ in range(3)), choose.randint(1, 70))
+        assert 0 < shape.efficiency(1, choose.choice((1, 8, 108, 132))) <= 1
+
+
+def test_kernels_of_attention_have_speeds_of_their_own():
+    forward, backward = Op(100.0, 0.0, kernel="attention_forward"), Op(100.0, 0.0, kernel="attention_backward")
+    own = Speed(100.0, 1e30, attention_forward=50.0, attention_backward=25.0, cores=132)
+    assert (own.seconds([forward], 1), own.seconds([backward], 1)) == (2.0, 4.0)
+    assert Speed(100.0, 1e30, cores=132).seconds([forward, backward], 1) == 2.0  # as products
