@@ -11,7 +11,7 @@ from math import inf, prod
 
 from ppctl.executors.hosts import over_hosts
 from ppctl.planner.op_times import OpTimes, PieceTimes
-from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
+from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.schedule.remat import Remat
 
 
@@ -77,31 +77,41 @@ def op_times(
     microbatch_examples: int,
     remat: str,
     gathers_each_tick: bool = False,
+    casts: int = 1,
 ) -> OpTimes:
-    """Return the op times of a layout for microbatches of so many examples on each device."""
+    """Return the op times of a layout for microbatches of so many examples on each device.
 
-    def seconds(piece: PieceWork, redo: bool) -> PieceTimes:
+    casts: how often in a step parameters are cast to the dtype of compute.
+    """
+
+    def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
         f, i, w = (
             machine.speed.seconds(ops, microbatch_examples)
-            for ops in (piece.forward, piece.input_grad, piece.weight_grad)
+            for ops in (piece.forward, (*again, *piece.input_grad), piece.weight_grad)
         )
-        return PieceTimes(f, i + (f if redo else 0.0), w)
+        return PieceTimes(f, i, w)
+
+    setting, layer, again = Remat.of(remat), work.layer, ()
+    if setting.recomputes:  # of a stage (remat=full) the input of each layer is recomputed too
+        again = layer.forward if layer.redo is None or setting.keeps_input_only else layer.redo
 
     links = layout.links(machine)
     hop_s = links["pp"].hop_s(microbatch_examples * work.x_bytes) if layout.pp > 1 else 0.0
     gather_s = links["fsdp"].gather_s(layout.chunk_layers * params.layer, layout.fsdp)
     return OpTimes(
-        embed=seconds(work.embed, redo=False),
-        layer=seconds(work.layer, redo=Remat.of(remat).recomputes),
-        head=seconds(work.head, redo=False),
+        embed=seconds(work.embed),
+        layer=seconds(layer, again),
+        head=seconds(work.head),
         task_s=machine.task_s + (gather_s if gathers_each_tick else 0.0),
         hop_s=hop_s,
-        overhead_s=overhead_s(params, machine, layout, gathers_layers=not gathers_each_tick),
+        overhead_s=overhead_s(params, machine, layout, gathers_layers=not gathers_each_tick, casts=casts),
         capacity=inf if machine.cores is None else float(machine.cores),
     )
 
 
-def overhead_s(params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gathers_layers: bool = True) -> float:
+def overhead_s(
+    params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gathers_layers: bool = True, casts: int = 1
+) -> float:
     """Return the per-step overhead: parameters gathered, gradients summed over replicas, the optimizer.
 
     Embedding and head are divided over pp and fsdp, a rank's layers over fsdp; sums over dp are of what each device
@@ -109,18 +119,20 @@ def overhead_s(params: ParamBytes, machine: Machine, layout: PlannedLayout, *, g
     """
     read_and_written = 2 * (1 + params.moments) + 2  # gradients are read twice, once for their norm
     update = _held(params, layout) * read_and_written
-    moved_s = exchange_s(params, machine, layout, gathers_layers=gathers_layers)
+    moved_s = exchange_s(params, machine, layout, gathers_layers=gathers_layers, casts=casts)
     return moved_s + update / machine.speed.bytes_per_s
 
 
-def exchange_s(params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gathers_layers: bool = True) -> float:
+def exchange_s(
+    params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gathers_layers: bool = True, casts: int = 1
+) -> float:
     """Return `overhead_s` without the optimizer: parameters gathered and cast, gradients summed over replicas."""
     layers, embed_head = layout.rank_layers * params.layer, params.embed_head
     links = layout.links(machine)
     layers_s = links["fsdp"].gather_s(layers, layout.fsdp)  # gathered, or summed and scattered
     embed_head_s = links["both"].gather_s(embed_head, layout.pp * layout.fsdp)
     sum_s = links["dp"].sum_s(_held(params, layout), layout.dp)
-    cast_s = (layers + embed_head) * (1 + params.compute_ratio) / machine.speed.bytes_per_s
+    cast_s = casts * (layers + embed_head) * (1 + params.compute_ratio) / machine.speed.bytes_per_s
     return layers_s * (1 + gathers_layers) + embed_head_s * 2 + sum_s + cast_s
 
 

@@ -1,35 +1,24 @@
-"""FLOPs and memory traffic of the tasks of a layer, of embedding and of head, counted in their jaxprs.
-
-Matrix products count their arithmetic, and their operands and results as memory traffic. Compilers fuse what is
-element by element into its readers, so of all else only what is written to memory counts: results that a matrix product
-reads, or the task keeps. Such a result counts twice: it is written, and something of its size was read.
-"""
+"""FLOPs and memory traffic of the tasks of a layer, of embedding and of head, as `traced_ops` counts them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
-from ppctl.executors.stage.flops import PALLAS, PRODUCTS, equation_flops
-from ppctl.executors.stage.jaxprs import flatten
 from ppctl.executors.stage.stage import LayerSlots, Stage
-from ppctl.model import cudnn_attention
-from ppctl.planner.roofline import Extent, Kernel, ModelWork, Op, PieceWork, ProductShape
+from ppctl.planner.roofline import Extent, ModelWork, Op, PieceWork, ProductShape
+from ppctl.planner.traced_ops import ops_of
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-SPLASH = "splash_"  # begins the names of JAX's Pallas kernels of attention, such as splash_mha_fwd
 EXAMPLES = (2, 4)  # of a microbatch: all grows by equal steps with them; one alone is traced otherwise
 
 
@@ -67,7 +56,7 @@ def _mean(layers: list[PieceWork]) -> PieceWork:
             for op in ops
         ]
 
-    kinds = zip(*((layer.forward, layer.input_grad, layer.weight_grad) for layer in layers), strict=True)
+    kinds = zip(*(vars(layer).values() for layer in layers), strict=True)
     return PieceWork(*(tuple(op for ops in kind for op in part(ops)) for kind in kinds))
 
 
@@ -75,7 +64,8 @@ class CountedModel:
     """A model with so many examples in a microbatch.
 
     embed, layer and head return the operations of F, I and W of all examples, as the executors run them: gradients are
-    added to sums, and the backward of the embedding runs it again.
+    added to sums, and the backward of the embedding runs it again. Those of layer are followed by the products of F
+    that are run again where the layer's input is all that is kept; I makes the element-wise rest again in any case.
     """
 
     def __init__(self, model: Model, examples: int):
@@ -101,10 +91,12 @@ class CountedModel:
         stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
         slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
         stash, pending = stage.stash_shapes(w, slots), stage.pending_shapes(w, slots)
+        kept = ops_of(lambda w, x: stage.forward(w, slots, x)[1], w, x, only_needed=True)
         return (
-            _ops(lambda w, x: stage.forward(w, slots, x), w, x),
-            _ops(lambda w, s, gy: stage.input_grad(w, slots, s, lambda _: (gy, None))[:2], w, stash, x),
-            _ops(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, slots, p)), w, pending, [self.model.layer]),
+            ops_of(lambda w, x: stage.forward(w, slots, x), w, x),
+            ops_of(lambda w, s, gy: stage.input_grad(w, slots, s, lambda _: (gy, None))[:2], w, stash, x),
+            ops_of(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, slots, p)), w, pending, [self.model.layer]),
+            [op for op in kept if op.flops],
         )
 
     def embed(self) -> tuple[list[Op], ...]:
@@ -117,7 +109,7 @@ class CountedModel:
             return add_embedding_grad(embed, ends, inputs, gx, acc)
 
         ends = self._computed(acc)
-        return _ops(embed, ends, inputs), [], _ops(embed_grad, ends, inputs, model.x, acc)
+        return ops_of(embed, ends, inputs), [], ops_of(embed_grad, ends, inputs, model.x, acc)
 
     def head(self) -> tuple[list[Op], ...]:
         model, targets, acc = self.model, self.model.microbatch["targets"], self._gradients(1)
@@ -126,7 +118,7 @@ class CountedModel:
             gy, grads, *_ = head_grads(lambda e, y, t: model.stack.head(model.fill(e), y, t), ends, y, targets)
             return gy, add_trees(acc, grads)
 
-        return [], _ops(head, self._computed(acc), model.x, targets, acc), []
+        return [], ops_of(head, self._computed(acc), model.x, targets, acc), []
 
     def _gradients(self, end: int) -> Tree:
         """Return the shapes of the gradients of the embedding (0) or of the head (1)."""
@@ -139,7 +131,8 @@ def _affine(few: list[Op], many: list[Op]) -> tuple[Op, ...]:
     for a, b in zip(few, many, strict=True):
         traffic = _extent(a.bytes, b.bytes)
         flops = (b.flops - a.flops) / (high - low)
-        grown.append(Op(flops, traffic.each, traffic.fixed, a.kernel, _shape(a.shape, b.shape)))
+        shape = _shape(a.shape, b.shape)
+        grown.append(Op(flops, traffic.each, traffic.fixed, kernel=a.kernel, shape=shape, sum_bytes=a.sum_bytes))
     return tuple(op for op in grown if not op.is_nothing)
 
 
@@ -159,64 +152,3 @@ def _shape(few: ProductShape | None, many: ProductShape | None) -> ProductShape 
 
 def _sizes(shape: ProductShape) -> tuple[Extent, ...]:
     return shape.rows, shape.columns, shape.depth, shape.number
-
-
-def _ops(function: Callable, *args: Tree) -> list[Op]:
-    return _of_jaxpr(flatten(jax.make_jaxpr(function)(*args)).jaxpr)
-
-
-def _of_jaxpr(jaxpr: core.Jaxpr) -> list[Op]:
-    products = {id(v) for eqn in jaxpr.eqns if _is_product(eqn) for v in eqn.invars}
-    written = products | {id(v) for v in jaxpr.outvars}
-    ops = []
-    for eqn in jaxpr.eqns:
-        made = sum(_size(v) for v in eqn.outvars if id(v) in written)
-        if _is_product(eqn):
-            traffic = sum(map(_size, (*eqn.invars, *eqn.outvars)))
-            ops.append(Op(float(equation_flops(eqn)), traffic, kernel=_kernel(eqn), shape=_product_shape(eqn)))
-        elif eqn.primitive.name == "scan":
-            inner = _of_jaxpr(eqn.params["jaxpr"].jaxpr)
-            length = eqn.params["length"]  # its iterations run one after the other
-            ops += [replace(op, flops=length * op.flops, bytes=length * op.bytes) for op in inner]
-        else:
-            ops.append(Op(0.0, 2.0 * made))
-    return ops
-
-
-def _is_product(eqn: core.JaxprEqn) -> bool:
-    """Return whether an equation reads and writes its arrays in memory itself: a product, a kernel of attention."""
-    return eqn.primitive.name in (*PRODUCTS, PALLAS) or eqn.params.get("target_name") in cudnn_attention.CALLS
-
-
-def _kernel(eqn: core.JaxprEqn) -> Kernel:
-    """Return what computes a product, or a kernel of attention."""
-    call = eqn.params.get("target_name")
-    if call in cudnn_attention.CALLS:
-        return "attention_forward" if call == cudnn_attention.FORWARD else "attention_backward"
-    name = str(eqn.params["name"]) if eqn.primitive.name == PALLAS else ""
-    if name.startswith(SPLASH):
-        return "attention_forward" if "_fwd" in name else "attention_backward"
-    return "product"
-
-
-def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:
-    """Return the shape of a matrix product, all fixed; a convolution is one of all positions with all features."""
-    if eqn.primitive.name not in PRODUCTS:
-        return None
-    out = prod(eqn.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue] of an array
-    left, right = (v.aval.shape for v in eqn.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
-    number = 1
-    if eqn.primitive.name == "dot_general":
-        (_, contracted), (batch, right_batch) = eqn.params["dimension_numbers"]
-        number = prod(left[dim] for dim in batch)
-        taken = {*contracted, *right_batch}
-        columns = prod(size for dim, size in enumerate(right) if dim not in taken)
-    else:
-        columns = right[eqn.params["dimension_numbers"].rhs_spec[0]]
-    rows = out // max(1, columns * number)
-    depth = equation_flops(eqn) / max(1, 2 * out)
-    return ProductShape(*(Extent(fixed=float(size)) for size in (rows, columns, depth, number)))
-
-
-def _size(v: Any) -> int:
-    return prod(v.aval.shape) * v.aval.dtype.itemsize

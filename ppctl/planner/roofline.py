@@ -62,24 +62,30 @@ class ProductShape:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation of a task on one example. `fixed_bytes`, of weights, do not grow with the examples."""
+    """An operation of a task on one example. `fixed_bytes`, of weights, do not grow with the examples.
+
+    sum_bytes: of the sum that a product's result is added to, read and written, whatever the examples; a pass of its
+    own where the device's products do not add.
+    """
 
     flops: float
     bytes: float
     fixed_bytes: float = 0.0
     kernel: Kernel = "product"  # what computes the FLOPs, if there are any
     shape: ProductShape | None = None  # of matrix products
+    sum_bytes: float = 0.0
 
     @property
     def is_nothing(self) -> bool:
-        return not (self.flops or self.bytes or self.fixed_bytes)
+        return not (self.flops or self.bytes or self.fixed_bytes or self.sum_bytes)
 
 
 @dataclass(frozen=True)
 class Speed:
     """The speed of a device. FLOP/s are those of large matrix products, and of kernels of attention; None: as products.
 
-    cores: those that share the tiles of a product; None: products of all sizes are as fast.
+    cores: those that share the tiles of a product; None: products of all sizes are as fast. adds: a product adds its
+    result to a sum itself, as cuBLAS's do.
     """
 
     flops_per_s: float
@@ -87,6 +93,7 @@ class Speed:
     attention_forward: float | None = None
     attention_backward: float | None = None
     cores: int | None = None
+    adds: bool = False
 
     def seconds(self, ops: Iterable[Op], examples: float) -> float:
         """Return the seconds of operations on so many examples, one operation after the other.
@@ -94,13 +101,14 @@ class Speed:
         >>> Speed(flops_per_s=100.0, bytes_per_s=10.0).seconds([Op(50.0, 1.0), Op(0.0, 1.0, fixed_bytes=2.0)], 4)
         2.6
         """
-        return sum(
-            max(
-                examples * op.flops / self.reached(op, examples),
-                (examples * op.bytes + op.fixed_bytes) / self.bytes_per_s,
-            )
-            for op in ops
-        )
+        return sum(self._seconds(op, examples) for op in ops)
+
+    def _seconds(self, op: Op, examples: float) -> float:
+        traffic, added = examples * op.bytes + op.fixed_bytes, op.sum_bytes
+        compute_s = examples * op.flops / self.reached(op, examples)
+        if self.adds:
+            return max(compute_s, (traffic + added) / self.bytes_per_s)
+        return max(compute_s, traffic / self.bytes_per_s) + added / self.bytes_per_s
 
     def reached(self, op: Op, examples: float) -> float:
         """Return the FLOP/s of an operation on so many examples, where memory does not hold it up."""
@@ -141,11 +149,21 @@ class Link:
 
 @dataclass(frozen=True)
 class PieceWork:
-    """The operations of one example through a piece of the model. Recomputing costs a forward."""
+    """The operations of one example through a piece of the model.
+
+    redo: products of the forward that a backward from the piece's input runs again: not the last ones, whose result
+    nothing but the next piece needs. None: all of the forward.
+    """
 
     forward: tuple[Op, ...]
     input_grad: tuple[Op, ...]
     weight_grad: tuple[Op, ...]
+    redo: tuple[Op, ...] | None = None
+
+    @property
+    def once(self) -> tuple[Op, ...]:
+        """All operations where nothing is recomputed."""
+        return self.forward + self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True)
@@ -162,4 +180,4 @@ class ModelWork:
     def flops(self, num_layers: int) -> float:
         """Return the FLOPs of an example through the model and back, nothing recomputed."""
         pieces = ((self.embed, 1), (self.layer, num_layers), (self.head, 1))
-        return sum(number * op.flops for piece, number in pieces for ops in vars(piece).values() for op in ops)
+        return sum(number * op.flops for piece, number in pieces for op in piece.once)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,10 @@ def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
 
 def counted_op_times(job: TrainingJob, machine: Machine) -> OpTimes:
     """Return the op times of a job on these devices, by counting operations and bytes."""
-    pipe, execution = job.pipe, job.pipe.execution
+    pipe, execution, casts = job.pipe, job.pipe.execution, 1
+    if not execution.is_pipelined:  # the reference's gradients of a microbatch are whole before they are added
+        machine = replace(machine, speed=replace(machine.speed, adds=False))
+        casts = job.config.schedule.num_microbatches  # and each casts the parameters
     return analytic.op_times(
         work_of(job.counted_model),
         param_bytes(pipe.states.natural, pipe.dtype),
@@ -79,6 +83,7 @@ def counted_op_times(job: TrainingJob, machine: Machine) -> OpTimes:
         microbatch_examples=pipe.model.microbatch["inputs"].shape[0],
         remat=execution.remat,
         gathers_each_tick=execution.in_ticks and execution.gather == "tick",
+        casts=casts,
     )
 
 
@@ -140,6 +145,7 @@ def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:
         reached(hardware.attention_forward_fraction),
         reached(hardware.attention_backward_fraction),
         cores=None if hardware.cuda is None else hardware.cuda.cores,
+        adds=hardware.cuda is not None,
     )
 
 

@@ -78,6 +78,17 @@ def test_pieces_take_their_operations_and_a_backward_what_it_recomputes():
     assert times.task_s == 0.25
 
 
+def test_a_backward_recomputes_of_a_layer_what_it_needs_and_of_a_stage_all():
+    work = replace(WORK, layer=replace(LAYER, redo=(Op(100.0, 1.0),)))
+    layout = PlannedLayout(1, 2, 1, 4, 4)
+    again = {
+        remat: op_times(work, PARAMS, MACHINE, layout, microbatch_examples=2, remat=remat).layer.input_grad_s
+        for remat in ("none", "layer", "full")
+    }
+    assert again["layer"] - again["none"] == pytest.approx(2 * 100.0 / 1000)
+    assert again["full"] - again["none"] == pytest.approx(2 * 500.0 / 1000)
+
+
 def test_a_hop_crosses_hosts_where_pp_does():
     assert counted(PlannedLayout(1, 4, 2, 4, 4)).hop_s == NEAR.hop_s(2 * 6)
     assert counted(PlannedLayout(1, 4, 4, 4, 4)).hop_s == FAR.hop_s(2 * 6)
@@ -120,6 +131,7 @@ def test_one_device_sends_nothing():
     layout = PlannedLayout(1, 1, 1, 3, 3)
     held = 360 + 480
     assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx((held * 1.5 + held * 8) / 50)
+    assert overhead_s(PARAMS, MACHINE, layout, casts=5) == pytest.approx((held * 1.5 * 5 + held * 8) / 50)
     assert overhead_s(PARAMS, replace(MACHINE, link=Link(1e9, 1e-9)), layout) == overhead_s(PARAMS, MACHINE, layout)
 
 

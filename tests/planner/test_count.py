@@ -16,10 +16,10 @@ from ppctl.executors.stage.flops import matmul_flops
 from ppctl.model.attention import KERNELS
 from ppctl.model.stack import Stack, init
 from ppctl.model.transformer import transformer
-from ppctl.planner import count
 from ppctl.planner.count import CountedModel, work_of
 from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages, step_time
 from ppctl.planner.roofline import Extent, Op, ProductShape
+from ppctl.planner.traced_ops import ops_of
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ticks import ticks
 
@@ -47,7 +47,7 @@ def work_of_named(name, dtype):
 
 
 def flops(piece):
-    return sum(op.flops for part in (piece.forward, piece.input_grad, piece.weight_grad) for op in part)
+    return sum(op.flops for op in piece.once)
 
 
 def all_flops(stack, batch, dtype):
@@ -92,9 +92,16 @@ def test_work_grows_with_the_examples_as_it_was_counted(name, dtype):
         counted = CountedModel(named(name, examples, dtype), examples)
         for piece in ("embed", "layer", "head"):
             of_one = getattr(work, piece)
-            for part, ops in zip(("forward", "input_grad", "weight_grad"), getattr(counted, piece)(), strict=True):
+            parts = ("forward", "input_grad", "weight_grad", *(("redo",) if piece == "layer" else ()))
+            for part, ops in zip(parts, getattr(counted, piece)(), strict=True):
                 found = [(examples * op.flops, examples * op.bytes + op.fixed_bytes) for op in getattr(of_one, part)]
                 assert found == [(op.flops, op.bytes) for op in ops if not op.is_nothing]
+
+
+def test_a_backward_from_the_input_of_a_layer_runs_all_products_again_but_the_last():
+    layer = work_of_named("tied swiglu", jnp.float32).layer
+    assert layer.redo == tuple([op for op in layer.forward if op.flops][:-1])
+    assert work_of(linear_model()).layer.redo == ()  # its backward needs its input alone
 
 
 def test_examples_and_remat_of_the_request_do_not_matter():
@@ -151,23 +158,24 @@ def test_a_matrix_product_by_hand():
     layer = work_of(linear_model()).layer
     product = Op(2 * D * D, 2 * D * SIZE, fixed_bytes=D * D * SIZE, shape=FORTH)  # a row in, a row out; the matrix once
     assert layer.forward == layer.input_grad == (product,)
-    added = Op(0.0, 0.0, fixed_bytes=2 * D * D * SIZE)  # to the sum
-    assert layer.weight_grad == (replace(product, shape=ACROSS), added)
+    added = 2 * D * D * SIZE  # to the sum, which is read and written
+    assert layer.weight_grad == (replace(product, shape=ACROSS, sum_bytes=added),)
 
 
 def test_sums_of_gradients_are_of_the_dtype_of_parameters():
     layer = work_of(linear_model(jnp.bfloat16)).layer
     assert layer.forward == (Op(2 * D * D, 2 * D * 2, fixed_bytes=D * D * 2, shape=FORTH),)
-    assert layer.weight_grad[-1] == Op(0.0, 0.0, fixed_bytes=2 * D * D * 4)
+    assert [op.sum_bytes for op in layer.weight_grad] == [2 * D * D * 4]
 
 
 def test_the_ends_by_hand():
     work = work_of(linear_model())
     products = [op for op in work.head.input_grad if op.flops]
     one = Op(2 * D * OUT, (D + OUT) * SIZE, fixed_bytes=D * OUT * SIZE)
-    assert [replace(op, shape=None) for op in products] == [one] * 3  # logits, gradients of x and of the matrix
+    found = [replace(op, shape=None, sum_bytes=0.0) for op in products]
+    assert found == [one] * 3  # logits, gradients of x and of the matrix
+    assert [op.sum_bytes for op in products if op.sum_bytes] == [2 * D * OUT * SIZE]
     assert {op.shape.columns.fixed for op in products} == {D, OUT}
-    assert work.head.input_grad[-1] == Op(0.0, 0.0, fixed_bytes=2 * D * OUT * SIZE)
     assert not any(op.fixed_bytes == 2 * 9 * D * SIZE for op in work.head.input_grad)  # it does not touch the table
     assert work.embed.weight_grad[-1] == Op(0.0, 0.0, fixed_bytes=2 * 9 * D * SIZE)
     assert flops(work.embed) == 0
@@ -212,7 +220,7 @@ def test_attention_by_cudnn_is_the_work_of_the_plain_form_without_its_scores_in_
     q, k = (jax.ShapeDtypeStruct((2, 256, number, 64), jnp.bfloat16) for number in (4, 2))
 
     def there_and_back(kernel):
-        return count._ops(lambda q, k, v, g: jax.vjp(kernel, q, k, v)[1](g), q, k, k, q)
+        return ops_of(lambda q, k, v, g: jax.vjp(kernel, q, k, v)[1](g), q, k, k, q)
 
     cudnn, plain = there_and_back(KERNELS["cudnn"]), there_and_back(KERNELS["xla"])
     assert sum(op.flops for op in cudnn) == sum(op.flops for op in plain) == 3 * 4 * 2 * 256 * 256 * 4 * 64
@@ -224,13 +232,13 @@ def test_attention_by_cudnn_is_the_work_of_the_plain_form_without_its_scores_in_
 
 def test_the_products_of_plain_attention_are_as_many_as_the_heads_of_keys_and_run_as_one():
     q, k = (jax.ShapeDtypeStruct((2, 256, number, 64), jnp.bfloat16) for number in (4, 2))
-    shapes = [op.shape for op in count._ops(KERNELS["xla"], q, k, k) if op.shape]
+    shapes = [op.shape for op in ops_of(KERNELS["xla"], q, k, k) if op.shape]
     found = [tuple(n.of(0) for n in (s.rows, s.columns, s.depth, s.number)) for s in shapes]
     assert found == [(512, 256, 64, 4), (512, 64, 256, 4)]  # two heads of queries for one of keys
 
 
 def test_attention_by_pallas_is_told_from_other_kernels():
     q = jax.ShapeDtypeStruct((2, 256, 4, 128), jnp.bfloat16)
-    ops = count._ops(lambda q, k, v, g: jax.vjp(KERNELS["pallas"], q, k, v)[1](g), q, q, q, q)
+    ops = ops_of(lambda q, k, v, g: jax.vjp(KERNELS["pallas"], q, k, v)[1](g), q, q, q, q)
     found = [op.kernel for op in ops if op.flops and op.kernel != "product"]
     assert found == ["attention_forward", "attention_backward", "attention_backward"]

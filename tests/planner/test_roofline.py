@@ -139,3 +139,11 @@ def test_kernels_of_attention_have_speeds_of_their_own():
     own = Speed(100.0, 1e30, attention_forward=50.0, attention_backward=25.0, cores=132)
     assert (own.seconds([forward], 1), own.seconds([backward], 1)) == (2.0, 4.0)
     assert Speed(100.0, 1e30, cores=132).seconds([forward, backward], 1) == 2.0  # as products
+
+
+def test_a_sum_is_a_pass_of_its_own_unless_products_add():
+    bound_by_arithmetic, bound_by_memory = (Op(flops, 10.0, fixed_bytes=20.0, sum_bytes=40.0) for flops in (1e4, 1.0))
+    apart, together = (Speed(flops_per_s=100.0, bytes_per_s=10.0, adds=adds) for adds in (False, True))
+    assert (apart.seconds([bound_by_arithmetic], 1), together.seconds([bound_by_arithmetic], 1)) == (104.0, 100.0)
+    assert apart.seconds([bound_by_memory], 1) == together.seconds([bound_by_memory], 1) == 7.0
+    assert not Op(0.0, 0.0, sum_bytes=1.0).is_nothing

@@ -1,0 +1,203 @@
+"""The operations of a traced program: FLOPs and memory traffic.
+
+Matrix products count their arithmetic, and their operands and results as memory traffic. Compilers fuse what is
+element by element into its readers, so of all else only what is written to memory counts, and what is read to be
+reduced. Written are results that a matrix product reads, or that the program returns, and those of scatters: each
+counts twice, for something of its size was read. A reduction reads what was written before it, once for all that are
+made of the same at the same time. Arrays in another shape or order are the same array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from ppctl.executors.stage.flops import PALLAS, PRODUCTS, equation_flops
+from ppctl.executors.stage.jaxprs import demand, flatten, is_literal, is_scan
+from ppctl.model import cudnn_attention
+from ppctl.planner.roofline import Extent, Kernel, Op, ProductShape
+
+Tree = Any
+SPLASH = "splash_"  # begins the names of JAX's Pallas kernels of attention, such as splash_mha_fwd
+VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "reduce_precision", "copy", "optimization_barrier")
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+SCATTER = "scatter"  # begins the names of operations that write whole arrays, and then some places again
+ADDITIONS = ("add", "add_any")
+
+
+def ops_of(function: Callable, *args: Tree, only_needed: bool = False) -> list[Op]:
+    """Return the operations of function(*args), in order; args may be shapes. Nothing of them grows with examples.
+
+    only_needed: without those that its results do not need.
+    """
+    jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
+    needed, _ = demand(jaxpr, [True] * len(jaxpr.outvars))
+    eqns = [eqn for i, eqn in enumerate(jaxpr.eqns) if i in needed or not only_needed]
+    return _Program(eqns, jaxpr.outvars).ops()
+
+
+class _Program:
+    """A program, and which of its values are in memory."""
+
+    def __init__(self, eqns: Sequence[core.JaxprEqn], results: Sequence[Any]):
+        self.eqns = eqns
+        self.maker = {id(v): eqn for eqn in self.eqns for v in eqn.outvars}
+        self.returned = {id(self.root(v)) for v in results if not is_literal(v)}
+        read = [v for eqn in self.eqns if _is_product(eqn) for v in eqn.invars]
+        scattered = [v for eqn in self.eqns if eqn.primitive.name.startswith(SCATTER) for v in eqn.outvars]
+        self.written = self.returned | {id(self.root(v)) for v in (*read, *scattered) if not is_literal(v)}
+        self.readers: dict[int, list[core.JaxprEqn]] = {}
+        for eqn in self.eqns:
+            for v in eqn.invars:
+                self.readers.setdefault(id(v), []).append(eqn)
+
+    def root(self, v: Any) -> Any:
+        """Return the value of which v is a view."""
+        eqn = None if is_literal(v) else self.maker.get(id(v))
+        while eqn is not None and eqn.primitive.name in VIEWS:
+            v = eqn.invars[eqn.outvars.index(v)]
+            eqn = None if is_literal(v) else self.maker.get(id(v))
+        return v
+
+    def ops(self) -> list[Op]:
+        found, passes = list[Op](), set[tuple]()
+        for eqn in self.eqns:
+            name = eqn.primitive.name
+            if _is_product(eqn):
+                traffic = sum(map(_size, (*eqn.invars, *eqn.outvars)))
+                flops, shape = float(equation_flops(eqn)), _product_shape(eqn)
+                found.append(Op(flops, traffic, kernel=_kernel(eqn), shape=shape, sum_bytes=self.added_bytes(eqn)))
+            elif is_scan(eqn):
+                length = eqn.params["length"]  # its iterations run one after the other
+                body = eqn.params["jaxpr"].jaxpr
+                inner = _Program(body.eqns, body.outvars).ops()
+                found += [_times(length, op) for op in inner]
+            elif name in REDUCTIONS:
+                found.append(Op(0.0, self.read_bytes(eqn, passes) + self.made_bytes(eqn)))
+            else:
+                found.append(Op(0.0, self.made_bytes(eqn)))
+        return found
+
+    def made_bytes(self, eqn: core.JaxprEqn) -> float:
+        """Return the traffic of the results of an equation that are written."""
+        if eqn.primitive.name in VIEWS or self.is_added_by_product(eqn):
+            return 0.0
+        return 2.0 * sum(_size(v) for v in eqn.outvars if id(v) in self.written)
+
+    def read_bytes(self, eqn: core.JaxprEqn, passes: set[tuple]) -> float:
+        """Return what a reduction reads, 0 where one of the `passes` before has read the same for another one."""
+        operand: Any = eqn.invars[0]
+        least_axes = min(2, operand.aval.ndim)  # vectors, such as the scale of a norm, are small beside matrices
+        large = {key: v for key, v in self.sources(operand).items() if v.aval.ndim >= least_axes}
+        key = (self.depth(operand), *sorted(large))
+        if key in passes:
+            return 0.0
+        passes.add(key)
+        return float(sum(map(_size, large.values())))
+
+    def is_in_memory(self, v: Any) -> bool:
+        eqn = self.maker.get(id(v))
+        if eqn is None or id(v) in self.written or _is_product(eqn) or is_scan(eqn):
+            return True
+        return eqn.primitive.name in REDUCTIONS
+
+    def sources(self, v: Any) -> dict[int, Any]:
+        """Return the values in memory from which v is made, by id."""
+        found, seen, open_ = dict[int, Any](), set[int](), [v]
+        while open_:
+            v = self.root(open_.pop())
+            if is_literal(v) or id(v) in seen:
+                continue
+            seen.add(id(v))
+            if self.is_in_memory(v):
+                found[id(v)] = v
+            else:
+                open_ += self.maker[id(v)].invars
+        return found
+
+    def depth(self, v: Any) -> int:
+        """Return how many reductions follow one after the other on the way to v."""
+        makers = [self.maker.get(id(source)) for source in self.sources(v).values()]
+        reductions = [eqn for eqn in makers if eqn is not None and eqn.primitive.name in REDUCTIONS]
+        return max((1 + self.depth(eqn.invars[0]) for eqn in reductions), default=0)
+
+    def added_bytes(self, product: core.JaxprEqn) -> float:
+        """Return the traffic of the sum that a product's result is added to and nothing else, such as a gradient's."""
+        v = product.outvars[0]
+        while len(readers := self.readers.get(id(v), [])) == 1:
+            (eqn,) = readers
+            if self.is_added_by_product(eqn):
+                return 2.0 * _size(eqn.outvars[0])
+            if eqn.primitive.name not in (*VIEWS, "convert_element_type"):
+                break
+            v = eqn.outvars[0]
+        return 0.0
+
+    def is_added_by_product(self, eqn: core.JaxprEqn) -> bool:
+        """Return whether an equation returns the sum of a given value and of a product that nothing else reads."""
+        if eqn.primitive.name not in ADDITIONS or id(eqn.outvars[0]) not in self.returned:
+            return False
+        ways = eqn.invars, eqn.invars[::-1]
+        return any(self.is_given(total) and self.is_product_alone(addend) for total, addend in ways)
+
+    def is_given(self, v: Any) -> bool:
+        return not is_literal(v) and id(self.root(v)) not in self.maker
+
+    def is_product_alone(self, v: Any) -> bool:
+        """Return whether v is a product's result that nothing else reads, cast or in another order at most."""
+        while not is_literal(v) and len(self.readers[id(v)]) == 1 and id(v) not in self.returned:
+            eqn = self.maker.get(id(v))
+            if eqn is None or eqn.primitive.name in PRODUCTS:
+                return eqn is not None
+            if eqn.primitive.name not in (*VIEWS, "convert_element_type"):
+                return False
+            v = eqn.invars[0]
+        return False
+
+
+def _times(length: int, op: Op) -> Op:
+    return replace(op, flops=length * op.flops, bytes=length * op.bytes, sum_bytes=length * op.sum_bytes)
+
+
+def _is_product(eqn: core.JaxprEqn) -> bool:
+    """Return whether an equation reads and writes its arrays in memory itself: a product, a kernel of attention."""
+    return eqn.primitive.name in (*PRODUCTS, PALLAS) or eqn.params.get("target_name") in cudnn_attention.CALLS
+
+
+def _kernel(eqn: core.JaxprEqn) -> Kernel:
+    """Return what computes a product, or a kernel of attention."""
+    call = eqn.params.get("target_name")
+    if call in cudnn_attention.CALLS:
+        return "attention_forward" if call == cudnn_attention.FORWARD else "attention_backward"
+    name = str(eqn.params["name"]) if eqn.primitive.name == PALLAS else ""
+    if name.startswith(SPLASH):
+        return "attention_forward" if "_fwd" in name else "attention_backward"
+    return "product"
+
+
+def _product_shape(eqn: core.JaxprEqn) -> ProductShape | None:
+    """Return the shape of a matrix product, all fixed; a convolution is one of all positions with all features."""
+    if eqn.primitive.name not in PRODUCTS:
+        return None
+    out = prod(eqn.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue] of an array
+    left, right = (v.aval.shape for v in eqn.invars)  # pyright: ignore[reportAttributeAccessIssue] of arrays
+    number = 1
+    if eqn.primitive.name == "dot_general":
+        (_, contracted), (batch, right_batch) = eqn.params["dimension_numbers"]
+        number = prod(left[dim] for dim in batch)
+        taken = {*contracted, *right_batch}
+        columns = prod(size for dim, size in enumerate(right) if dim not in taken)
+    else:
+        columns = right[eqn.params["dimension_numbers"].rhs_spec[0]]
+    rows = out // max(1, columns * number)
+    depth = equation_flops(eqn) / max(1, 2 * out)
+    return ProductShape(*(Extent(fixed=float(size)) for size in (rows, columns, depth, number)))
+
+
+def _size(v: Any) -> int:
+    return prod(v.aval.shape) * v.aval.dtype.itemsize
