@@ -105,7 +105,8 @@ class LayoutPredictor:
 
         def memory(slots: Sequence[Mapping[str, float]]) -> dict[str, int]:
             found = held_bytes(bounds.work, bounds.params, layout, microbatch, along(numbers, slots, microbatch.number))
-            return found | {"temporaries": workspace_bytes(bounds.work, bounds.params, layout, microbatch)}
+            adds = bounds.machine.speed.adds
+            return found | {"temporaries": workspace_bytes(bounds.work, bounds.params, layout, microbatch, adds=adds)}
 
         stashes = [_stashes(*key) for key in keys]
         if not self.has_room(memory([{"stash": share * number} for number in stashes])):

@@ -15,7 +15,7 @@ from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.planner.roofline import Extent, ModelWork, Op, PieceWork, ProductShape
-from ppctl.planner.traced_ops import ops_of
+from ppctl.planner.traced_ops import bytes_to_make, ops_of, peak_bytes
 from ppctl.schedule.remat import Remat
 
 Tree = Any
@@ -39,7 +39,14 @@ def work_of(model: Model) -> ModelWork:
         stash[remat], pending[remat] = (
             (high - low) // (EXAMPLES[1] - EXAMPLES[0]) for low, high in zip(*kept, strict=True)
         )
-    return ModelWork(**pieces, x_bytes=tree_bytes(few.model.x) // EXAMPLES[0], stash_bytes=stash, pending_bytes=pending)
+    return ModelWork(
+        **pieces,
+        x_bytes=tree_bytes(few.model.x) // EXAMPLES[0],
+        stash_bytes=stash,
+        pending_bytes=pending,
+        residual_bytes=_extent(few.residual_bytes(), many.residual_bytes()).each,
+        head_bytes=_extent(few.head_bytes(), many.head_bytes()),
+    )
 
 
 def _piece(few: tuple[list[Op], ...], many: tuple[list[Op], ...]) -> PieceWork:
@@ -87,6 +94,18 @@ class CountedModel:
         stash = self.stages[remat].stash_shapes(self.weights)
         return tree_bytes(stash), tree_bytes(handing_on.pending_shapes(self.weights))
 
+    def residual_bytes(self) -> int:
+        """Return the bytes that the backward of a layer, a mean one where they differ, reads of its whole forward."""
+        layers = self.stages[Remat.FULL].layers
+        found = [
+            bytes_to_make(lambda w, x, layer=layer: layer.save(w, x)[1], self.weights[0], self.model.x)
+            for layer in layers
+        ]
+        return sum(found) // len(found)
+
+    def head_bytes(self) -> int:
+        return peak_bytes(self._head_grads, self._computed(self._gradients(1)), self.model.x, self._targets)
+
     def layer(self, l: int = 0) -> tuple[list[Op], ...]:
         stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
         slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
@@ -112,13 +131,22 @@ class CountedModel:
         return ops_of(embed, ends, inputs), [], ops_of(embed_grad, ends, inputs, model.x, acc)
 
     def head(self) -> tuple[list[Op], ...]:
-        model, targets, acc = self.model, self.model.microbatch["targets"], self._gradients(1)
+        acc = self._gradients(1)
 
         def head(ends: Tree, y: jax.Array, targets: Any, acc: Tree) -> Tree:
-            gy, grads, *_ = head_grads(lambda e, y, t: model.stack.head(model.fill(e), y, t), ends, y, targets)
+            gy, grads = self._head_grads(ends, y, targets)
             return gy, add_trees(acc, grads)
 
-        return [], ops_of(head, self._computed(acc), model.x, targets, acc), []
+        return [], ops_of(head, self._computed(acc), self.model.x, self._targets, acc), []
+
+    @property
+    def _targets(self) -> Any:
+        return self.model.microbatch["targets"]
+
+    def _head_grads(self, ends: Tree, y: jax.Array, targets: Any) -> Tree:
+        model = self.model
+        gy, grads, *_ = head_grads(lambda e, y, t: model.stack.head(model.fill(e), y, t), ends, y, targets)
+        return gy, grads
 
     def _gradients(self, end: int) -> Tree:
         """Return the shapes of the gradients of the embedding (0) or of the head (1)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ppctl.config import Measure
 from ppctl.planner.count import work_of
 from ppctl.planner.measure import is_kept
-from ppctl.planner.sizes import Microbatch, workspace_bytes
+from ppctl.planner.sizes import Microbatch, reference_bytes, workspace_bytes
 from ppctl.planner.step_time import cache_dir, hardware_of, layout_of, param_bytes, predicted_time
 from ppctl.training.job import TrainingJob
 from ppctl.training.prediction import StepPrediction
@@ -21,6 +21,11 @@ def predict_step(job: TrainingJob) -> StepPrediction:
     known = max(sum(of_rank.values()) for of_rank in pipe.memory())
     examples, params = pipe.model.microbatch["inputs"].shape[0], param_bytes(pipe.states.natural, pipe.dtype)
     microbatch = Microbatch(examples, config.schedule.num_microbatches, 0, config.executor.remat)
-    workspace = workspace_bytes(work_of(job.counted_model), params, layout_of(pipe), microbatch)
+    work, layout = work_of(job.counted_model), layout_of(pipe)
+    if pipe.execution.is_pipelined:
+        adds = hardware is not None and hardware.cuda is not None
+        workspace = workspace_bytes(work, params, layout, microbatch, adds=adds)
+    else:
+        workspace = reference_bytes(work, params, layout, microbatch)
     name = "unknown hardware" if hardware is None else f"hardware={hardware.name}"
     return StepPrediction(None if time is None else time.total_s, known + workspace, f"costs={costs.name}, {name}")

@@ -176,6 +176,8 @@ class ModelWork:
     x_bytes: int  # of what passes between layers, an example
     stash_bytes: dict[str, int]  # what a forward keeps of a layer, an example, by remat; full: of a stage
     pending_bytes: dict[str, int]  # what I hands to W of a layer, an example, by remat
+    residual_bytes: float = 0.0  # what a backward reads of a forward that it has run again, of a layer, an example
+    head_bytes: Extent = Extent()  # the most that the head has in memory at the same time
 
     def flops(self, num_layers: int) -> float:
         """Return the FLOPs of an example through the model and back, nothing recomputed."""

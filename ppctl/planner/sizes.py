@@ -45,8 +45,34 @@ def held_bytes(
     }
 
 
-def workspace_bytes(work: ModelWork, params: ParamBytes, layout: PlannedLayout, microbatch: Microbatch) -> int:
-    """Return an estimate of temporaries: gradients of a chunk before they are added, and recomputed activations."""
-    recomputed = Remat.of(microbatch.remat).live_residual_layers(layout.chunk_layers)
-    kept = (1 + recomputed) * work.stash_bytes["none"] * microbatch.examples
-    return round(layout.chunk_layers * params.layer * params.compute_ratio + kept)
+def workspace_bytes(
+    work: ModelWork, params: ParamBytes, layout: PlannedLayout, microbatch: Microbatch, *, adds: bool = False
+) -> int:
+    """Return an estimate of temporaries: those at the end of a forward, or where a backward begins, if they are more.
+
+    A forward has made what it keeps before it is put into its slot, and the last one's head has its logits. A backward
+    has the residuals that it has recomputed; with remat=full the head's too. And it has the gradients of a chunk before
+    they are added, unless products add them (`Speed.adds`).
+    """
+    setting, layers, examples = Remat.of(microbatch.remat), layout.chunk_layers, microbatch.examples
+    head = max(0.0, work.head_bytes.of(examples))
+    recomputed = setting.live_residual_layers(layers) * work.residual_bytes * examples
+    gradients = 0.0 if adds else layers * params.layer * params.compute_ratio
+    if setting.keeps_input_only:
+        return round(recomputed + max(head, gradients))
+    kept = layers * work.stash_bytes[setting] * examples
+    element_wise = 0.0 if setting.recomputes else max(0.0, work.residual_bytes - work.stash_bytes[setting]) * examples
+    return round(max(kept + head, recomputed + element_wise + gradients))
+
+
+def reference_bytes(work: ModelWork, params: ParamBytes, layout: PlannedLayout, microbatch: Microbatch) -> int:
+    """Return an estimate of what executor=reference needs besides state and batch, where a backward begins.
+
+    The parameters in the dtype of compute, sums of gradients, what the forward keeps of all layers, and the head's
+    logits: then gradients take the place of parameters that are no longer read.
+    """
+    layers, examples = layout.rank_layers, microbatch.examples
+    whole = layers * params.layer + params.embed_head
+    kept = work.x_bytes if Remat.of(microbatch.remat).keeps_layer_inputs else work.residual_bytes
+    head = max(0.0, work.head_bytes.of(examples))
+    return round(whole * (1 + params.compute_ratio) + layers * kept * examples + head)

@@ -28,6 +28,7 @@ VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "reduce_preci
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
 SCATTER = "scatter"  # begins the names of operations that write whole arrays, and then some places again
 ADDITIONS = ("add", "add_any")
+EXPENSIVE = ("tanh", "exp", "log", "erf", "logistic", "sin", "cos", "pow", "log1p", "expm1")
 
 
 def ops_of(function: Callable, *args: Tree, only_needed: bool = False) -> list[Op]:
@@ -38,14 +39,35 @@ def ops_of(function: Callable, *args: Tree, only_needed: bool = False) -> list[O
     jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
     needed, _ = demand(jaxpr, [True] * len(jaxpr.outvars))
     eqns = [eqn for i, eqn in enumerate(jaxpr.eqns) if i in needed or not only_needed]
-    return _Program(eqns, jaxpr.outvars).ops()
+    return Program(eqns, jaxpr.outvars).ops()
 
 
-class _Program:
+def peak_bytes(function: Callable, *args: Tree) -> int:
+    """Return the most bytes of products' results and of what is written that live at the same time, without args."""
+    jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
+    return Program(jaxpr.eqns, jaxpr.outvars).peak_bytes()
+
+
+def bytes_to_make(function: Callable, *args: Tree) -> int:
+    """Return the bytes of what has to stay in memory so that the results of function(*args) can be made of it.
+
+    Compilers make element-wise results again where they are read, but for expensive ones (EXPENSIVE). Matrices of the
+    first argument, the weights, do not count.
+    """
+    jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
+    program = Program(jaxpr.eqns, (), kept=EXPENSIVE)
+    weights = {id(v) for v in jaxpr.invars[: len(jax.tree.leaves(args[0]))]}
+    found = [program.sources(v) for v in jaxpr.outvars if not is_literal(v)]
+    return sum(
+        _size(v) for key, v in {key: v for each in found for key, v in each.items()}.items() if key not in weights
+    )
+
+
+class Program:
     """A program, and which of its values are in memory."""
 
-    def __init__(self, eqns: Sequence[core.JaxprEqn], results: Sequence[Any]):
-        self.eqns = eqns
+    def __init__(self, eqns: Sequence[core.JaxprEqn], results: Sequence[Any], kept: Sequence[str] = ()):
+        self.eqns, self.kept = eqns, kept  # results of operations of these names are in memory too
         self.maker = {id(v): eqn for eqn in self.eqns for v in eqn.outvars}
         self.returned = {id(self.root(v)) for v in results if not is_literal(v)}
         read = [v for eqn in self.eqns if _is_product(eqn) for v in eqn.invars]
@@ -75,7 +97,7 @@ class _Program:
             elif is_scan(eqn):
                 length = eqn.params["length"]  # its iterations run one after the other
                 body = eqn.params["jaxpr"].jaxpr
-                inner = _Program(body.eqns, body.outvars).ops()
+                inner = Program(body.eqns, body.outvars).ops()
                 found += [_times(length, op) for op in inner]
             elif name in REDUCTIONS:
                 found.append(Op(0.0, self.read_bytes(eqn, passes) + self.made_bytes(eqn)))
@@ -104,7 +126,30 @@ class _Program:
         eqn = self.maker.get(id(v))
         if eqn is None or id(v) in self.written or _is_product(eqn) or is_scan(eqn):
             return True
-        return eqn.primitive.name in REDUCTIONS
+        return eqn.primitive.name in (*REDUCTIONS, *self.kept)
+
+    def peak_bytes(self) -> int:
+        made = {
+            id(self.root(v)): (i, v) for i, eqn in enumerate(self.eqns) for v in eqn.outvars if self.is_in_memory(v)
+        }
+        last = {key: len(self.eqns) if key in self.returned else i for key, (i, _) in made.items()}
+        for i, eqn in enumerate(self.eqns):
+            read = {key for v in eqn.invars for key in self.sources(v)}
+            last |= {key: max(last[key], i) for key in read & last.keys()}
+        lives = [(i, last[key], _size(v)) for key, (i, v) in made.items()]
+
+        def live(t: int) -> int:
+            eqn = self.eqns[t]
+            if not is_scan(eqn):
+                return sum(size for first, end, size in lives if first <= t <= end)
+            body, is_loop = (
+                eqn.params["jaxpr"].jaxpr,
+                eqn.params["length"] > 1,
+            )  # else its results are those of the body
+            around = sum(size for first, end, size in lives if first < t + is_loop and t <= end)
+            return around + Program(body.eqns, body.outvars).peak_bytes()
+
+        return max(map(live, range(len(self.eqns))), default=0)
 
     def sources(self, v: Any) -> dict[int, Any]:
         """Return the values in memory from which v is made, by id."""

@@ -6,6 +6,7 @@ import pytest
 
 from ppctl.cli.compose import compose
 from ppctl.planner.count import work_of
+from ppctl.planner.predict import predict_step
 from ppctl.planner.step_time import machine_of, predicted_time
 from ppctl.training.job import assemble
 
@@ -54,3 +55,26 @@ def test_the_step_is_one_that_an_h100_can_take(remat):
     """0.379 to 0.411 s were measured with more element-wise work than there is now, of which 0.345 may be left."""
     time, _ = predicted_time(job("executor=spmd", f"executor.remat={remat}"))
     assert 0.33 < time.total_s < 0.40
+
+
+COMPILED_GIB = {  # by XLA's compiler for H100s that are not here, plan.topology=h100:1x1 and h100:1x4 (2026-11-23)
+    ("reference", "none", "1x1"): 21.36,
+    ("reference", "layer", "1x1"): 16.71,
+    ("reference", "full", "1x1"): 21.36,
+    ("spmd", "none", "1x1"): 21.48,
+    ("spmd", "layer", "1x1"): 18.92,
+    ("spmd", "full", "1x1"): 21.45,
+    ("spmd", "none", "1x4"): 8.46,
+    ("spmd", "layer", "1x4"): 5.99,
+    ("spmd", "full", "1x4"): 6.63,
+}
+
+
+@pytest.mark.parametrize(("executor", "remat", "mesh"), COMPILED_GIB)
+def test_memory_is_what_the_compiler_plans(executor, remat, mesh):
+    predicted = predict_step(job(f"executor={executor}", f"executor.remat={remat}", f"mesh={mesh}")).memory_bytes
+    ratio = predicted / 2**30 / COMPILED_GIB[executor, remat, mesh]
+    if (executor, remat) == ("spmd", "layer"):  # XLA runs the products of several layers again before it needs them
+        assert 0.88 < ratio < 1
+    else:
+        assert ratio == pytest.approx(1, abs=0.05)

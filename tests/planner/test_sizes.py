@@ -7,8 +7,10 @@ import pytest
 
 from ppctl import config
 from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.planner.analytic import ParamBytes, PlannedLayout
 from ppctl.planner.count import work_of
-from ppctl.planner.sizes import Microbatch, held_bytes, workspace_bytes
+from ppctl.planner.roofline import Extent, ModelWork, PieceWork
+from ppctl.planner.sizes import Microbatch, held_bytes, reference_bytes, workspace_bytes
 from ppctl.planner.step_time import layout_of, param_bytes
 from ppctl.training.job import assemble
 
@@ -75,3 +77,34 @@ def test_every_part_is_what_its_arrays_take(asked):
     for part, size in shapes.items():
         # arrays that an axis does not divide are whole on each device; numbers of steps come with the moments
         assert held[part] == pytest.approx(size, rel=0.01, abs=64), part
+
+
+# --- temporaries -----------------------------------------------------------------------------------------------------
+
+NOTHING = PieceWork((), (), ())
+STASH = {"none": 10, "layer": 2, "full": 2}
+WORK = ModelWork(NOTHING, NOTHING, NOTHING, 2, STASH, {}, residual_bytes=16.0, head_bytes=Extent(each=7.0, fixed=3.0))
+PARAMS = ParamBytes(layer=40, embed_head=100, moments=2.0, compute_ratio=0.5)
+LAYOUT = PlannedLayout(dp=1, pp=2, fsdp=1, rank_layers=6, chunk_layers=3)
+HEAD = 7 * 2 + 3  # of two examples
+BY_HAND = {
+    ("none", True): 3 * 10 * 2 + HEAD,  # what a forward keeps of 3 layers, before it is in its slot, and the logits
+    ("none", False): max(3 * 10 * 2 + HEAD, 6 * 2 + 3 * 40 // 2),  # or the element-wise rest of a layer, and gradients
+    ("layer", True): max(3 * 2 * 2 + HEAD, 16 * 2),
+    ("layer", False): 16 * 2 + 3 * 40 // 2,  # a layer's residuals, and the gradients of 3 layers
+    ("full", True): 3 * 16 * 2 + HEAD,  # the residuals of 3 layers, and the logits
+    ("full", False): 3 * 16 * 2 + 3 * 40 // 2,
+}
+
+
+@pytest.mark.parametrize(("remat", "adds"), BY_HAND)
+def test_temporaries_by_hand(remat, adds):
+    microbatch = Microbatch(examples=2, number=4, example_bytes=1, remat=remat)
+    assert workspace_bytes(WORK, PARAMS, LAYOUT, microbatch, adds=adds) == BY_HAND[remat, adds]
+
+
+def test_the_reference_holds_all_layers():
+    whole = (6 * 40 + 100) * 1.5  # in the dtype of compute, and the sums of gradients
+    for remat, kept in (("none", 16), ("layer", 2), ("full", 16)):
+        microbatch = Microbatch(examples=2, number=4, example_bytes=1, remat=remat)
+        assert reference_bytes(WORK, PARAMS, LAYOUT, microbatch) == whole + 6 * kept * 2 + HEAD
