@@ -6,7 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 
 from ppctl.executors.hosts import over_hosts
@@ -26,6 +26,7 @@ class Machine:
     task_s: float  # to start a task, or a tick
     cores: int | None = None  # that all devices share, as simulated ones do; a device alone keeps one busy
     order: str = "auto"  # mesh.order: which axes go over hosts first
+    unroll: float = inf  # layers of a device that are unrolled in its program; more are scanned
 
     def links(self, sizes: Mapping[str, int]) -> dict[str, Link]:
         """Return the slowest link of each axis of a mesh, which goes over as few hosts as hold it."""
@@ -58,6 +59,14 @@ class PlannedLayout:
         return links | {"both": links["fsdp" if links["pp"] == machine.link else "pp"]}
 
 
+def adds_in_place(layout: PlannedLayout, *, adds: bool, unroll: float) -> bool:
+    """Return whether products add gradients to their sums, where the device's products can (`Speed.adds`).
+
+    The gradients of a scan over layers are all made before they are added.
+    """
+    return adds and layout.rank_layers <= unroll
+
+
 @dataclass(frozen=True)
 class ParamBytes:
     """Sizes of parameters, as the optimizer keeps them."""
@@ -84,9 +93,12 @@ def op_times(
     casts: how often in a step parameters are cast to the dtype of compute.
     """
 
+    in_place = adds_in_place(layout, adds=machine.speed.adds, unroll=machine.unroll)
+    speed = replace(machine.speed, adds=in_place)
+
     def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
         f, i, w = (
-            machine.speed.seconds(ops, microbatch_examples)
+            speed.seconds(ops, microbatch_examples)
             for ops in (piece.forward, (*again, *piece.input_grad), piece.weight_grad)
         )
         return PieceTimes(f, i, w)

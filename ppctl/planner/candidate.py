@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
-from ppctl.planner.analytic import PlannedLayout
+from ppctl.planner.analytic import PlannedLayout, adds_in_place
 from ppctl.planner.op_times import StepTime, costs_of_stages, ticking_s
 from ppctl.planner.sizes import held_bytes, workspace_bytes
 from ppctl.planner.space import Bounds
@@ -105,8 +105,9 @@ class LayoutPredictor:
 
         def memory(slots: Sequence[Mapping[str, float]]) -> dict[str, int]:
             found = held_bytes(bounds.work, bounds.params, layout, microbatch, along(numbers, slots, microbatch.number))
-            adds = bounds.machine.speed.adds
-            return found | {"temporaries": workspace_bytes(bounds.work, bounds.params, layout, microbatch, adds=adds)}
+            in_place = adds_in_place(layout, adds=bounds.machine.speed.adds, unroll=bounds.machine.unroll)
+            temporaries = workspace_bytes(bounds.work, bounds.params, layout, microbatch, adds=in_place)
+            return found | {"temporaries": temporaries}
 
         stashes = [_stashes(*key) for key in keys]
         if not self.has_room(memory([{"stash": share * number} for number in stashes])):

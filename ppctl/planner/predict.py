@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ppctl.config import Measure
+from ppctl.planner.analytic import adds_in_place
 from ppctl.planner.count import work_of
 from ppctl.planner.measure import is_kept
 from ppctl.planner.sizes import Microbatch, reference_bytes, workspace_bytes
@@ -24,7 +25,8 @@ def predict_step(job: TrainingJob) -> StepPrediction:
     work, layout = work_of(job.counted_model), layout_of(pipe)
     if pipe.execution.is_pipelined:
         adds = hardware is not None and hardware.cuda is not None
-        workspace = workspace_bytes(work, params, layout, microbatch, adds=adds)
+        in_place = adds_in_place(layout, adds=adds, unroll=pipe.execution.unroll)
+        workspace = workspace_bytes(work, params, layout, microbatch, adds=in_place)
     else:
         workspace = reference_bytes(work, params, layout, microbatch)
     name = "unknown hardware" if hardware is None else f"hardware={hardware.name}"

@@ -130,6 +130,7 @@ def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
         hardware.task_s,
         cores=os.cpu_count() if hardware.name == NOMINAL else None,
         order=config.mesh.order,
+        unroll=config.executor.unroll,
     )
 
 

@@ -78,6 +78,23 @@ def test_pieces_take_their_operations_and_a_backward_what_it_recomputes():
     assert times.task_s == 0.25
 
 
+def test_products_of_a_scan_over_layers_add_to_no_sum():
+    layer = replace(LAYER, weight_grad=(Op(500.0, 5.0, sum_bytes=25.0),))
+    machine = replace(MACHINE, speed=replace(MACHINE.speed, adds=True), unroll=4)
+    times = {
+        layers: op_times(
+            replace(WORK, layer=layer),
+            PARAMS,
+            machine,
+            PlannedLayout(1, 2, 1, layers, layers),
+            microbatch_examples=2,
+            remat="none",
+        ).layer.weight_grad_s
+        for layers in (4, 5)
+    }
+    assert times == {4: 1.0, 5: 1.0 + 25 / 50}
+
+
 def test_a_backward_recomputes_of_a_layer_what_it_needs_and_of_a_stage_all():
     work = replace(WORK, layer=replace(LAYER, redo=(Op(100.0, 1.0),)))
     layout = PlannedLayout(1, 2, 1, 4, 4)
