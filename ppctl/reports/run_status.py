@@ -22,37 +22,59 @@ OVERRIDES = "overrides"  # key of a start: the words it was asked for with, whic
 LOCK_S = 1.0  # `is_held` locks the file too, for microseconds
 
 
+class HeldError(Exception):
+    """A living process records a run here; `pid` where that is one of this machine and known."""
+
+    def __init__(self, pid: int | None):
+        super().__init__(pid)
+        self.pid = pid
+
+
 class RunStatus:
     """The record of one start of a run; use it as a context manager. An exception that leaves it is the end "failed".
 
+    Made, it holds the run directory's lock, and has written nothing; `begin` writes the line of this start. A run that
+    never begins leaves no trace.
+
     Args:
-        run_dir: Holds `status.jsonl`. Lines of earlier starts stay.
-        step: Finished training steps at the start.
-        facts: Further entries of the line of this start.
+        run_dir: Holds `status.jsonl`; made where it is missing. Lines of earlier starts stay.
 
     Raises:
+        HeldError: Another process holds the lock.
         OSError: `run_dir` cannot be written.
 
     Each line is one write. It is on disk, as far as a kill of the process goes, when a method returns.
     """
 
-    def __init__(self, run_dir: Path, step: int, **facts: Any):
-        self._has_ended = False
-        self._file = (run_dir / FILE).open("ab+", buffering=0)
-        is_locked = _lock(self._file)
-        if is_locked:
+    def __init__(self, run_dir: Path):
+        self._has_begun = self._has_ended = False
+        self._made = [path for path in (run_dir / FILE, run_dir, *run_dir.parents) if not path.exists()]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file, self._is_locked = _opened(run_dir)
+
+    def begin(self, step: int, **facts: Any) -> None:
+        """Record the start, after so many finished training steps, with further facts."""
+        if self._is_locked:
             _drop_torn_line(self._file)
-        started = {"status": STARTED, "step": step, **here(), "pid": os.getpid(), "is_locked": is_locked}
+        self._has_begun = True
+        started = {"status": STARTED, "step": step, **here(), "pid": os.getpid(), "is_locked": self._is_locked}
         self._write(started | facts)
 
     def __enter__(self) -> RunStatus:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None and not self._has_ended:
+        if error is not None and self._has_begun and not self._has_ended:
             with suppress(OSError):  # a full disk may be what failed
                 self.end(FAILED, reason=" ".join(str(error).split()) or type(error).__name__)
+        if not self._has_begun:
+            self._leave_no_trace()
         self._file.close()
+
+    def _leave_no_trace(self) -> None:
+        with suppress(OSError):  # what others have filled stays
+            for path in self._made:
+                path.rmdir() if path.is_dir() else path.unlink()
 
     def end(self, status: str, **facts: Any) -> None:
         """Record the end: FINISHED, INTERRUPTED or FAILED, with further facts."""
@@ -70,6 +92,8 @@ class NoRunStatus(RunStatus):
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None: ...
 
+    def begin(self, step: int, **facts: Any) -> None: ...
+
     def end(self, status: str, **facts: Any) -> None: ...
 
 
@@ -81,20 +105,28 @@ def here() -> dict[str, str]:
 def held_by(run_dir: Path) -> int | None:
     """Return the process of this machine that records a run there now, None if there is none or it is not known.
 
-    One that is about to end is waited for. A process of another machine is not reported: where that is lost, its
-    lock may outlive it for minutes.
+    One that is about to end is waited for.
     """
     until_s = time.monotonic() + LOCK_S
-    try:
+    with suppress(OSError):  # no such file
         while is_held(run_dir / FILE):
             if time.monotonic() > until_s:
-                lines = [json.loads(line) for line in (run_dir / FILE).read_bytes().splitlines()]
-                started = next(line for line in reversed(lines) if line["status"] == STARTED)
-                return started["pid"] if here().items() <= started.items() else None
+                return _holder(run_dir)
             time.sleep(0.02)
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
-        return None  # no such file, or a damaged one
     return None
+
+
+def _holder(run_dir: Path) -> int | None:
+    """Return the living process of this machine that wrote the newest start; None where that is not known."""
+    try:
+        lines = [json.loads(line) for line in (run_dir / FILE).read_bytes().splitlines()]
+        started = next(line for line in reversed(lines) if line["status"] == STARTED)
+        if not here().items() <= started.items():
+            return None
+        os.kill(started["pid"], 0)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, AttributeError, StopIteration):
+        return None  # it has not begun yet, or the file is damaged
+    return started["pid"]
 
 
 def is_held(path: Path) -> bool:
@@ -110,8 +142,27 @@ def is_held(path: Path) -> bool:
     return False
 
 
+def _opened(run_dir: Path) -> tuple[FileIO, bool]:
+    """Return the status file of a run directory, and whether this process has its lock. Raises HeldError."""
+    while True:
+        file = (run_dir / FILE).open("ab+", buffering=0)
+        try:
+            is_locked = _lock(file)
+        except BlockingIOError:
+            file.close()
+            raise HeldError(_holder(run_dir)) from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), (run_dir / FILE).stat()):
+                return file, is_locked
+        file.close()  # a run that never began has taken it away
+        run_dir.mkdir(parents=True, exist_ok=True)
+
+
 def _lock(file: FileIO) -> bool:
-    """Return whether this process holds the file's lock now; no process waits for another's run to end."""
+    """Return whether this process holds the file's lock now; False: the file system has none.
+
+    BlockingIOError where another process holds it, and does not end soon.
+    """
     until_s = time.monotonic() + LOCK_S
     while True:
         try:
@@ -119,9 +170,9 @@ def _lock(file: FileIO) -> bool:
             return True
         except BlockingIOError:
             if time.monotonic() > until_s:
-                return False
+                raise
             time.sleep(0.02)
-        except OSError:  # the file system has no locks
+        except OSError:
             return False
 
 

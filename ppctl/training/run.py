@@ -30,7 +30,7 @@ from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
 from ppctl.reports.charts.drawing import drawing_of_timeline
 from ppctl.reports.run_files import MEMORY_FILE
-from ppctl.reports.run_status import FINISHED, INTERRUPTED, OVERRIDES, NoRunStatus, RunStatus, held_by
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, OVERRIDES, HeldError, NoRunStatus, RunStatus, held_by
 from ppctl.reports.terminal import replace_file
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.simulate import peak_activations, simulate
@@ -63,10 +63,7 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
     """
     other = held_by(Path(config.run.dir))
     if other is not None:  # it would lose the save that it is writing
-        raise ConfigError(
-            f"run.dir={config.run.dir} is written by process {other} now. Use another run.name, or end that run first: "
-            f"kill -INT {other}, which saves."
-        )
+        raise _held(config, other)
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
     with process_group(config) as heartbeat:
         return _train(config, overrides, heartbeat, predict, as_json=as_json)
@@ -79,7 +76,7 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
     job = assemble(config)
     if config.run.eval_every is not None:
         job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
-    with _checkpoints(config) as checkpoints:
+    with _status(config) as status, _checkpoints(config) as checkpoints:
         start, restored = resume(config, job, checkpoints, say)
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
@@ -90,24 +87,24 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
         for line in (*describe(job, start), prediction.line()):
             say(line)
         where = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
-        with _record_start(config, start, overrides, where) as status:
-            footprint, compile_time_s = compile_steps(job, console)
-            say(f"compiled in {compile_time_s:.1f} s")
-            _write_memory(run_dir, job, start)
-            heartbeat.note("start", start)
-            compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
-            state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
-            del restored
-            placed = _show_placement(job, state, console) if config.run.show_placement else {}
-            with _metrics(config, start, console) as metrics, StepClock() as clock:
-                show_start(metrics.tensorboard, job, overrides, where, footprint, prediction)
-                loop = Loop(job, footprint, compile_time_s, checkpoints, metrics, heartbeat, prediction, clock)
-                with _stop_requests(console) as stop_requested:
-                    exit_code = loop.run(state, start, stop_requested)
-                if metrics.tensorboard is not None:
-                    metrics.tensorboard.step_times(loop.step_times_s, loop.last["step"])
-            with writing(run_dir):
-                status.end(**_ending(exit_code, loop.last["step"]))
+        _record_start(config, status, start, overrides, where)
+        footprint, compile_time_s = compile_steps(job, console)
+        say(f"compiled in {compile_time_s:.1f} s")
+        _write_memory(run_dir, job, start)
+        heartbeat.note("start", start)
+        compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
+        state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
+        del restored
+        placed = _show_placement(job, state, console) if config.run.show_placement else {}
+        with _metrics(config, start, console) as metrics, StepClock() as clock:
+            show_start(metrics.tensorboard, job, overrides, where, footprint, prediction)
+            loop = Loop(job, footprint, compile_time_s, checkpoints, metrics, heartbeat, prediction, clock)
+            with _stop_requests(console) as stop_requested:
+                exit_code = loop.run(state, start, stop_requested)
+            if metrics.tensorboard is not None:
+                metrics.tensorboard.step_times(loop.step_times_s, loop.last["step"])
+        with writing(run_dir):
+            status.end(**_ending(exit_code, loop.last["step"]))
     summary = loop.summary(exit_code)
     if loop.step_times_s:
         say(prediction.compared(loop.step_times_s, max(footprint.total_bytes)))
@@ -124,14 +121,36 @@ def _checkpoints(config: Config) -> Checkpoints:
     return Checkpoints(directory, keep=keep, timeout_s=timeout_s, gather=distributed.gather)
 
 
-def _record_start(config: Config, start: int, overrides: Sequence[str], where: Mapping[str, Any]) -> RunStatus:
-    """Write the settings of this start of the run, and open the record of its status; the lead process alone does."""
+def _status(config: Config) -> RunStatus:
+    """Return the record of this start of the run, which holds the run directory; the lead process alone has one."""
     if not distributed.is_lead():
         return NoRunStatus()
-    run_dir = Path(config.run.dir)
-    with writing(run_dir):
-        (run_dir / "config.yaml").write_text(as_yaml(config))
-        return RunStatus(run_dir, start, **{**where, OVERRIDES: [*overrides]})
+    try:
+        with writing(Path(config.run.dir)):
+            return RunStatus(Path(config.run.dir))
+    except HeldError as error:
+        raise _held(config, error.pid) from None
+
+
+def _held(config: Config, pid: int | None) -> ConfigError:
+    who = "another process" if pid is None else f"process {pid}"
+    how = (
+        ". The lock of a machine that was lost ends after minutes" if pid is None else f": kill -INT {pid}, which saves"
+    )
+    return ConfigError(
+        f"run.dir={config.run.dir} is written by {who} now. Use another run.name, or end that run first{how}."
+    )
+
+
+def _record_start(
+    config: Config, status: RunStatus, start: int, overrides: Sequence[str], where: Mapping[str, Any]
+) -> None:
+    """Write the settings of this start of the run, and that it has started; the lead process alone does."""
+    if distributed.is_lead():
+        run_dir = Path(config.run.dir)
+        with writing(run_dir):
+            (run_dir / "config.yaml").write_text(as_yaml(config))
+            status.begin(start, **{**where, OVERRIDES: [*overrides]})
 
 
 def as_yaml(config: Config) -> str:

@@ -14,11 +14,18 @@ import pytest
 
 from ppctl import cli
 from ppctl.reports import run_files, run_status
-from ppctl.reports.run_status import FINISHED, INTERRUPTED, NoRunStatus, RunStatus
+from ppctl.reports.run_status import FINISHED, INTERRUPTED, HeldError, NoRunStatus, RunStatus
 
 
 def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "status.jsonl").read_text().splitlines()]
+
+
+def started(run_dir, step=0):
+    """The record of a start that has begun."""
+    status = RunStatus(run_dir)
+    status.begin(step)
+    return status
 
 
 def state(run_dir):
@@ -28,11 +35,11 @@ def state(run_dir):
 
 
 def test_a_run_is_running_until_it_says_how_it_ended(tmp_path):
-    with RunStatus(tmp_path, 3) as status:
+    with started(tmp_path, 3) as status:
         assert state(tmp_path) == ("running", None)
         status.end(INTERRUPTED, step=7, reason="SIGINT")
     assert state(tmp_path) == ("interrupted", "SIGINT")
-    with RunStatus(tmp_path, 7) as status:
+    with started(tmp_path, 7) as status:
         assert state(tmp_path) == ("running", None)
         status.end(FINISHED, step=9)
     assert state(tmp_path) == ("finished", None)
@@ -48,13 +55,13 @@ def test_a_run_is_running_until_it_says_how_it_ended(tmp_path):
     ("error", "reason"), [(ValueError("the disk\nis full."), "the disk is full."), (KeyError(), "KeyError")]
 )
 def test_an_exception_is_recorded_in_a_line_and_goes_on(tmp_path, error, reason):
-    with pytest.raises(type(error)), RunStatus(tmp_path, 0):
+    with pytest.raises(type(error)), started(tmp_path):
         raise error
     assert state(tmp_path) == ("failed", reason)
 
 
 def say_finished_and_fail(run_dir):
-    with RunStatus(run_dir, 0) as status:
+    with started(run_dir) as status:
         status.end(FINISHED, step=1)
         raise ValueError
 
@@ -67,7 +74,8 @@ def test_what_was_said_of_the_end_stays_when_something_fails_after_it(tmp_path):
 
 KILLED = (
     "import os, pathlib, sys, time; from ppctl.reports.run_status import RunStatus\n"
-    "with RunStatus(pathlib.Path(sys.argv[1]), 0):\n"
+    "with RunStatus(pathlib.Path(sys.argv[1])) as status:\n"
+    "    status.begin(0)\n"
     "    print('up', flush=True)\n"
     "    time.sleep(60)\n"
 )
@@ -90,7 +98,7 @@ def test_a_run_that_is_killed_is_running_before_and_broken_off_after(tmp_path, n
         process.communicate()
     assert state(tmp_path) == ("broken off", None)
     assert len(lines(tmp_path)) == 1
-    with RunStatus(tmp_path, 0) as status:
+    with started(tmp_path) as status:
         assert state(tmp_path) == ("running", None)
         status.end(FINISHED)
     assert state(tmp_path) == ("finished", None)
@@ -107,7 +115,7 @@ def test_a_stopped_process_still_holds_its_run(tmp_path):
 
 
 def test_a_child_of_the_run_that_outlives_it_does_not_hold_it(tmp_path):
-    with RunStatus(tmp_path, 0):
+    with started(tmp_path):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         assert state(tmp_path) == ("broken off", None)  # left without a word
@@ -122,24 +130,65 @@ def test_of_another_machine_or_without_locks_nothing_is_claimed(tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", no_locks)
-        with RunStatus(tmp_path, 0):
+        with started(tmp_path):
             assert state(tmp_path) == ("no end recorded", None)
     assert lines(tmp_path)[0]["is_locked"] is False
     assert state(tmp_path) == ("no end recorded", None)
-    with RunStatus(tmp_path, 0):
+    with started(tmp_path):
         pass
     assert state(tmp_path) == ("broken off", None)
     monkeypatch.setattr(run_status.platform, "node", lambda: "elsewhere")
     assert state(tmp_path) == ("no end recorded", None)
 
 
-def test_a_second_process_in_the_same_run_dir_does_not_claim_the_lock(tmp_path, monkeypatch):
+def test_a_second_process_in_the_same_run_dir_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(run_status, "LOCK_S", 0.05)
-    with RunStatus(tmp_path, 0) as first:
-        with RunStatus(tmp_path, 0):
-            assert [line["is_locked"] for line in lines(tmp_path)] == [True, False]
+    with started(tmp_path) as first:
+        before = (tmp_path / "status.jsonl").read_bytes()
+        with pytest.raises(HeldError) as error:
+            RunStatus(tmp_path)
+        assert error.value.pid == os.getpid()
+        assert (tmp_path / "status.jsonl").read_bytes() == before
         assert state(tmp_path) == ("running", None)  # the first one is
         first.end(FINISHED)
+
+
+def test_a_run_that_holds_the_directory_and_has_not_begun_is_not_named_after_an_older_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_status, "LOCK_S", 0.05)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (tmp_path / "status.jsonl").write_text(json.dumps({"status": "started", **run_status.here(), "pid": child.pid}))
+    with RunStatus(tmp_path), pytest.raises(HeldError) as error:
+        RunStatus(tmp_path)
+    assert error.value.pid is None
+
+
+def test_a_run_that_never_begins_leaves_no_trace(tmp_path):
+    with RunStatus(tmp_path / "runs/new"):
+        assert (tmp_path / "runs/new/status.jsonl").exists()
+    assert list(tmp_path.iterdir()) == []
+    with started(tmp_path / "runs/old"):
+        pass
+    before = (tmp_path / "runs/old/status.jsonl").read_bytes()
+    with RunStatus(tmp_path / "runs/old"):
+        pass
+    assert (tmp_path / "runs/old/status.jsonl").read_bytes() == before
+
+
+def test_a_file_that_its_run_took_away_is_not_held(tmp_path, monkeypatch):
+    """The other run leaves between the opening of the file and its lock."""
+    other, lock = RunStatus(tmp_path), run_status._lock
+
+    def late(file):
+        if not left:
+            left.append(other.__exit__(None, None, None))
+        return lock(file)
+
+    left = []
+    monkeypatch.setattr(run_status, "_lock", late)
+    with RunStatus(tmp_path) as status:
+        status.begin(0)
+        assert [line["is_locked"] for line in lines(tmp_path)] == [True]
 
 
 def test_a_torn_line_is_dropped_at_the_next_start(tmp_path):
@@ -149,7 +198,7 @@ def test_a_torn_line_is_dropped_at_the_next_start(tmp_path):
         "finished",
         ("config.yaml is missing", "the last line of status.jsonl is torn"),
     )
-    with RunStatus(tmp_path, 0):
+    with started(tmp_path):
         pass
     assert [line["status"] for line in lines(tmp_path)] == ["finished", "started"]
 
@@ -159,7 +208,7 @@ def test_a_disk_that_is_full_hides_no_error(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     def fill_and_fail():
-        with RunStatus(tmp_path, 0):
+        with started(tmp_path):
             monkeypatch.setattr(RunStatus, "_write", full)
             raise ValueError("the reason")
 
@@ -178,7 +227,8 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from ppctl.reports.run_status import RunStatus
-with RunStatus(Path(sys.argv[1]), 0):
+with RunStatus(Path(sys.argv[1])) as status:
+    status.begin(0)
     print(flush=True)
     time.sleep(60)
 """
