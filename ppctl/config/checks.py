@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from ppctl.errors import ConfigError
 
+LARGEST = 2**31 - 1  # of whole numbers: steps and seeds are int32 on devices
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -33,3 +36,15 @@ def fraction(key: str, value: float, *, below_one: bool = False) -> None:
 def dotted(key: str, value: str) -> None:
     if DOTTED.fullmatch(value) is None:
         raise ConfigError(f"{key}={value} is not the dotted path of a function. Write {key}=MODULE.FUNCTION.")
+
+
+def numbers(key: str, part: Any) -> None:
+    """Check every number of a part of a config, and of the parts in it: finite, and no larger than can be counted."""
+    for field in fields(part):
+        name, value = f"{key}.{field.name}", getattr(part, field.name)
+        if is_dataclass(value):
+            numbers(name, value)
+        elif isinstance(value, int) and abs(value) > LARGEST:
+            raise ConfigError(f"{name}={value} is out of reach: whole numbers go up to {LARGEST}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name}={value} is not finite. Use a number.")

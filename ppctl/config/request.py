@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
+from ppctl.config.checks import numbers
 from ppctl.config.costs import Analytic, Costs, Measure
 from ppctl.config.data import CustomData, Regression, Stdlib, Synthetic, Text, Tokens
 from ppctl.config.executor import Mpmd, Reference, Spmd
@@ -52,14 +53,17 @@ class ScheduleConfig:
     costs: Costs
 
     def check(self) -> None:
-        for part in (self.mesh, self.schedule, self.costs):
-            part.check()
+        for key in ("mesh", "schedule", "costs"):
+            getattr(self, key).check()
+            numbers(key, getattr(self, key))
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first setting or combination that is impossible."""
     for part in fields(config):
         getattr(config, part.name).check()
+        if part.name != "hardware":  # a GPU's memory is more bytes than there are steps
+            numbers(part.name, getattr(config, part.name))
     _check_batch(config)
     _check_launch(config)
     _check_topology(config)

@@ -82,9 +82,20 @@ class Run:
         if self.memory_fraction is not None:
             above_zero("run.memory_fraction", self.memory_fraction)
             fraction("run.memory_fraction", self.memory_fraction)
+        self._check_directory()
         self._check_processes()
         self.checkpoint.check()
         self.profile.check()
+
+    def _check_directory(self) -> None:
+        parts = self.name.split("/")
+        if not self.name.isprintable() or not {"", ".", ".."}.isdisjoint(part.strip() for part in parts):
+            raise ConfigError(
+                f"run.name={self.name!r} names no directory below runs/. Use letters and digits, as in run.name=first, "
+                "or run.dir=PATH for one elsewhere."
+            )
+        if not self.dir.strip() or not self.dir.isprintable():
+            raise ConfigError(f"run.dir={self.dir!r} is no directory. Use a path, as in run.dir=runs/first.")
 
     def _check_processes(self) -> None:
         choice("run.distributed", self.distributed, self.DISTRIBUTED)

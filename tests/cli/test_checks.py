@@ -33,7 +33,10 @@ IMPOSSIBLE = [
     ({"partition": c.Explicit(layers=[4, "x"])}, r"partition.layers=\[4, 'x'\]: stage 1 has x layers"),
     ({"plan": c.Plan(topology="v5e:4x4")}, "names what the compiler compiles for, but plan.compile=false. Use plan"),
     ({"plan": c.Plan(compile=True, topology="v5e")}, "plan.topology=v5e is not a topology. Write the kind of chip"),
-    ({"plan": TOPOLOGY, "executor": c.Mpmd()}, "executor=mpmd compiles for each rank's devices"),
+    ({"run": c.Run(name="")}, "run.name='' names no directory below runs/"),
+    ({"run": c.Run(name="../../x")}, "run.name='../../x' names no directory below runs/. Use letters"),
+    ({"run": c.Run(name="a//b")}, "run.name='a//b' names no directory"),
+    ({"run": c.Run(dir=" ")}, "run.dir=' ' is no directory. Use a path"),
     ({"plan": TOPOLOGY, "run": c.Run(platform="cuda")}, "run.platform=cuda starts devices. Use"),
     ({"plan": c.Plan(memory_gib=0.0)}, "plan.memory_gib=0.0 is not a size. Use a number above 0"),
 ]
