@@ -23,11 +23,14 @@ HOST = "127.0.0.1"
 STARTED_WITH = "PPCTL_STARTED_WITH"  # tells each process the words that the launcher was started with, as JSON
 # A restart would meet these again: done or stopped, a request that is refused, numbers that are not finite.
 FINAL = (*LEFT, ConfigError.exit_code, NonFiniteError.exit_code)
+KILLED = 128  # and the number of the signal
 EXPLAINED_BY_CHILD = (ConfigError.exit_code, NonFiniteError.exit_code)  # in one line that needs no other
 
 
 def launch(config: Config, words: Sequence[str], started_with: Sequence[str], *, as_json: bool) -> int:
     """Run the processes; return the exit code of the one that ended the run, 130 or 143 after a request to stop.
+
+    LostError's where a process was killed, as of every run that loses one.
 
     words: the command line without the program's name, as the user typed it: command, options and overrides.
     started_with: those of them that a run stores, which resume it.
@@ -56,7 +59,8 @@ def launch(config: Config, words: Sequence[str], started_with: Sequence[str], *,
         return ending
 
     with stop_requests() as events:
-        return with_restarts(start, settings.max_restarts, lambda: newest_checkpoint(run_dir), _say)
+        code = with_restarts(start, settings.max_restarts, lambda: newest_checkpoint(run_dir), _say)
+    return LostError.exit_code if code > KILLED and code not in LEFT else code
 
 
 def with_restarts(
