@@ -8,6 +8,7 @@ imported before the request is known to be right, so that a wrong one is refused
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import signal
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of `ppctl ... | head` has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
+        _drop_output()
         return 128 + signal.SIGPIPE
     except ElsewhereError as error:
         return error.exit_code
@@ -56,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
         print("ppctl: interrupted.", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None and _is_full():
+            print(f"ppctl: the output cannot be written: {error.strerror}.", file=sys.stderr)
+            return 1
         traceback.print_exc()
         print(
             f"ppctl: this is a bug in ppctl, not in your request: {type(error).__name__}: {_one_line(str(error))}. "
@@ -63,6 +67,21 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def _is_full() -> bool:
+    """Return whether what was printed cannot be written, as to a full disk; it is dropped then."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        _drop_output()
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
 
 
 def console_script() -> NoReturn:

@@ -5,7 +5,6 @@ Only the ends of files are read, so that a thousand long runs are listed in a se
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl.reports import run_status
+from ppctl.reports.foreign import from_json, open_file, printable, read_file
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # directories of a run that hold no run
@@ -124,7 +124,7 @@ def run_summary(name: str, path: Path) -> RunSummary:
         problems.append("the last line of metrics.jsonl has no step or no loss")
     written = [end.written_s for end in ends if end.written_s is not None]
     return RunSummary(
-        name,
+        printable(name),
         path,
         state,
         reason,
@@ -171,7 +171,7 @@ def _failure_of_another(path: Path, last: Mapping[str, Any] | None) -> str | Non
     file = path / "processes" / FAILED_FILE
     with suppress(OSError, ValueError, KeyError, TypeError):
         if last is not None and file.stat().st_mtime >= last["at"]:
-            failed = json.loads(file.read_text())
+            failed = from_json(read_file(file))
             return f"process {failed['process']}: {failed['message']}"
     return None
 
@@ -182,10 +182,10 @@ def checkpoint_steps(directory: Path) -> tuple[int, ...]:
     Raises OSError where there is one that cannot be read.
     """
     try:
-        names = os.listdir(directory)
+        with os.scandir(directory) as entries:
+            return tuple(sorted(int(entry.name) for entry in entries if entry.name.isdecimal() and entry.is_dir()))
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
 
 def last_record(run_dir: Path, *, since_s: float) -> dict[str, Any] | None:
@@ -216,7 +216,7 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     """Yield every line that is a record; add to `problems` how many are not, if they are not the end of the file."""
     bad = 0
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for line in file:
                 record = _record(line)
                 if record is not None:
@@ -267,8 +267,7 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
 def _num_steps(path: str) -> int | str:
     """Return run.num_steps of config.yaml, or what is wrong with that file."""
     try:
-        with open(os.path.join(path, "config.yaml"), "rb") as file:
-            found = NUM_STEPS.search(file.read())
+        found = NUM_STEPS.search(read_file(os.path.join(path, "config.yaml")))
     except FileNotFoundError:
         return "config.yaml is missing"
     except OSError as error:
@@ -280,7 +279,7 @@ def _tail(path: str) -> _Tail:
     """Return the last record of a file of records, and what is wrong with its end."""
     name = os.path.basename(path)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_file(path) as file:
             info = os.fstat(file.fileno())
             content = b""
             for size in TAILS:
@@ -303,7 +302,7 @@ def _tail(path: str) -> _Tail:
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        found = from_json(line)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -16,6 +16,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from ppctl.reports.foreign import open_file, read_file
+
 FILE = "status.jsonl"
 STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "failed"
 OVERRIDES = "overrides"  # key of a start: the words it was asked for with, which resume the run
@@ -119,7 +121,7 @@ def held_by(run_dir: Path) -> int | None:
 def _holder(run_dir: Path) -> int | None:
     """Return the living process of this machine that wrote the newest start; None where that is not known."""
     try:
-        lines = [json.loads(line) for line in (run_dir / FILE).read_bytes().splitlines()]
+        lines = [json.loads(line) for line in read_file(run_dir / FILE).splitlines()]
         started = next(line for line in reversed(lines) if line["status"] == STARTED)
         if not here().items() <= started.items():
             return None
@@ -134,7 +136,7 @@ def is_held(path: Path) -> bool:
 
     Raises OSError where the file cannot be read or locked.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two readers do not take each other for the run
         except BlockingIOError:

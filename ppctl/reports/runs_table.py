@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ppctl.errors import ConfigError
+from ppctl.reports.foreign import cleaned, printable, read_file
 from ppctl.reports.run_files import (
     RUNNING,
     RunHistory,
@@ -96,13 +97,13 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
 def read_config(path: Path) -> dict[str, Any] | str:
     """Return the composed config of a run, or what is wrong with its file."""
     try:
-        found = yaml.safe_load((path / "config.yaml").read_bytes())
+        found = cleaned(yaml.safe_load(read_file(path / "config.yaml")))
     except FileNotFoundError:
         return "config.yaml is missing"
     except OSError as error:
         return f"config.yaml cannot be read: {error.strerror}"
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return f"config.yaml cannot be read: {' '.join(str(error).split())}"
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return f"config.yaml cannot be read: {printable(' '.join(str(error).split()))}"
     return found if isinstance(found, dict) else "config.yaml holds no settings"
 
 

@@ -127,7 +127,8 @@ def test_a_torn_line_of_a_run_that_goes_on_is_no_fault(tmp_path):
     from ppctl.reports.run_status import RunStatus
 
     run_dir = make(tmp_path / "a", last='{"step": 4, "lo')
-    with RunStatus(run_dir, 0):
+    with RunStatus(run_dir) as status:
+        status.begin(0)
         assert (found(run_dir).status, found(run_dir).problems) == ("running", ())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 from ppctl.config.schedule_from_config import Pipeline
 from ppctl.reports import run_status
+from ppctl.reports.foreign import from_json, read_file
 from ppctl.reports.run_files import MEMORY_FILE, RunSummary, read_lines, record_number, run_summary, whole_number
 from ppctl.reports.timeline_io import measured_bubble
 
@@ -114,7 +114,7 @@ def read_run(
 def _memory(path: Path, problems: list[str]) -> list[dict[str, int]]:
     """Return the bytes of each rank by part, as the newest start recorded them."""
     try:
-        ranks = json.loads(path.read_bytes())["ranks"]
+        ranks = from_json(read_file(path))["ranks"]
         return [{str(part): _whole(size) for part, size in of_rank.items()} for of_rank in ranks]
     except FileNotFoundError:
         return []
@@ -183,6 +183,6 @@ def versions_of(start: Mapping[str, Any]) -> dict[str, str]:
 def _versions(path: Path, checkpoints: Sequence[int]) -> dict[str, str]:
     for step in reversed(checkpoints):
         with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            manifest = json.loads((path / "checkpoints" / str(step) / "meta" / "data.json").read_bytes())
+            manifest = from_json(read_file(path / "checkpoints" / str(step) / "meta" / "data.json"))
             return {str(name): str(version) for name, version in manifest["meta"]["versions"].items()}
     return {}
