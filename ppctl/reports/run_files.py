@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl.reports import run_status
-from ppctl.reports.foreign import from_json, open_file, printable, read_file
+from ppctl.reports.foreign import from_json, open_file, read_file
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # directories of a run that hold no run
@@ -124,7 +124,7 @@ def run_summary(name: str, path: Path) -> RunSummary:
         problems.append("the last line of metrics.jsonl has no step or no loss")
     written = [end.written_s for end in ends if end.written_s is not None]
     return RunSummary(
-        printable(name),
+        name,
         path,
         state,
         reason,

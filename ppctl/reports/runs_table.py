@@ -170,7 +170,7 @@ def _say(console: Console, text: str) -> None:
 
 def _printable(text: str) -> str:
     """Return a text without what no terminal can print: file names may hold any bytes."""
-    return text.encode(errors="replace").decode()
+    return printable(text.encode(errors="replace").decode())
 
 
 def _document(run: RunSummary, now_s: float) -> dict[str, Any]:

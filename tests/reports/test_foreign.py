@@ -23,6 +23,7 @@ def make_run(path):
 
 def test_texts_of_a_run_are_made_printable(tmp_path, capsys):
     run = make_run(tmp_path / "runs/a")
+    make_run(tmp_path / "runs/\x1b[2J")
     (run / "status.jsonl").write_text(
         f'{{"status": "started", "step": 0, "host": "{HOSTILE}", "pid": 1, "at": 1.0}}\n'
         f'{{"status": "failed", "reason": "{HOSTILE}", "at": 2.0}}\n'
@@ -34,6 +35,7 @@ def test_texts_of_a_run_are_made_printable(tmp_path, capsys):
     assert cli.main(["report", str(run), "--out", str(page)]) == 0
     shown = capsys.readouterr().out + page.read_text()
     assert "\\x1b[31mred" in shown
+    assert "\\x1b[2J" in shown
     assert not {"\x1b", "\x07", "\x9b"} & set(shown)
 
 
