@@ -13,10 +13,14 @@ from ppctl import cli, config
 from ppctl.errors import ConfigError
 from ppctl.planner import rehearse
 from ppctl.planner.analytic import Machine
+from ppctl.planner.rank_in_ticks import in_ticks
 from ppctl.planner.rank_on_device import RankOnDevice, RankTimes
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import examples_of_device
 from ppctl.planner.timing import Timing
+from ppctl.schedule import build
+from ppctl.schedule import costs as schedule_costs
+from ppctl.schedule.ticks import ticks
 from ppctl.training.job import assemble
 
 SMALL = config.Config(
@@ -71,6 +75,23 @@ def test_every_task_runs_and_their_seconds_add_up_to_those_of_the_rank(name):
         assert sum(each) == pytest.approx(found.tasks.wall_s)
         assert min(each) > 0
         assert found.update.wall_s > 0
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_tasks_take_their_part_of_the_ticks_that_they_stand_in(is_masked):
+    lowered = ticks(build("1f1b", 2, 3), schedule_costs.Costs(), "none")
+    alone = RankTimes(Timing(12.0, 12.0), Timing(0.0, 0.0), {(0, "F"): 1.0, (0, "B"): 3.0}, 0)
+    found = in_ticks(alone, Timing(30.0, 30.0), lowered, is_masked=is_masked)
+    numbers = {"F": 3, "B": 3}  # tasks of a rank
+    if is_masked:  # every tick of a segment computes
+        segments = lowered.segments(apart=True)
+        numbers = {
+            kind: sum(len(range(s.start, s.stop)) for s, *has in segments if has[k]) for k, kind in enumerate("FB")
+        }
+        assert numbers["F"] > 3
+    assert found.tasks.wall_s == 30.0
+    assert found.task_s[0, "B"] == pytest.approx(3 * found.task_s[0, "F"])
+    assert sum(number * found.task_s[0, kind] for kind, number in numbers.items()) == pytest.approx(30.0)
 
 
 @pytest.mark.parametrize(("fsdp", "share"), [(1, 1), (2, 2)])
