@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppctl import config as settings
 from ppctl.cli.choices import DRAWN, DRAWN_COSTS
-from ppctl.cli.faults import check_costs, check_keys, check_names, explain, parse_override, refuse
+from ppctl.cli.faults import SWEEP_DIR, check_costs, check_keys, check_names, explain, parse_override, refuse
 from ppctl.cli.plugins import CONFIG, Composed, config_loader, load_one, register
 from ppctl.config import Config, ScheduleConfig
 from ppctl.config.files import ROOT
@@ -60,6 +60,9 @@ def compose(overrides: list[str], flags: list[str], words: list[str]) -> Config 
     parsed = [parse_override(text) for text in overrides]
     for override in parsed:
         refuse(override, multirun=multirun, drawing=False)
+    overrides = [
+        text.replace(SWEEP_DIR, "run.dir", 1) if text.startswith(f"{SWEEP_DIR}=") else text for text in overrides
+    ]
     with _in_one_line(parsed):
         if {"--cfg", "--info"} & {*flags}:
             _run_hydra([*flags, *overrides])

@@ -60,6 +60,9 @@ def parse_override(text: str) -> Override:
     return override
 
 
+SWEEP_DIR = "hydra.sweep.dir"  # of --multirun: Hydra's word for run.dir
+
+
 def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
     """Raise ConfigError for an override that Hydra would take, but that ppctl cannot serve or can explain better.
 
@@ -90,6 +93,10 @@ def refuse(override: Override, *, multirun: bool, drawing: bool) -> None:
         raise ConfigError(f"{line}: the choice of {group} sets its name. Use {line.replace('.name', '', 1)}.")
     if key == "hydra.mode":
         raise ConfigError(f"{line}: add --multirun for a sweep, or leave it out.")
+    if key in ("hydra.run.dir", "hydra.sweep.subdir") or (key == SWEEP_DIR and not multirun):
+        raise ConfigError(f"{line}: what a run leaves is in run.dir. Use run.dir=PATH.")
+    if key == "hydra.job.chdir":
+        raise ConfigError(f"{line}: a run stays in the directory that it is started in. Leave it out.")
     is_swept = override.is_sweep_override()
     refuse_sweep_setting(key, None if is_swept else override.value(), line, is_swept=is_swept, multirun=multirun)
 
