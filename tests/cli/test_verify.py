@@ -82,6 +82,14 @@ def test_a_gradient_that_is_not_a_number_fails(monkeypatch, capsys):
     assert found["worst"]["error"] is None
 
 
+@pytest.mark.parametrize(("loss", "code"), [(0.0, 0), (1e-3, 1)])
+def test_a_loss_of_zero_is_compared_too(monkeypatch, capsys, loss, code):
+    grads = {"ends": {"kernel": jnp.ones(3)}, "layers": {"kernel": jnp.ones((5, 2))}}
+    monkeypatch.setattr(verify, "both", lambda _: (0.0, grads, loss, grads))
+    assert verify.verify(TINY, as_json=True) == code
+    assert json.loads(capsys.readouterr().out)["loss_error"] == loss
+
+
 def test_the_reference_verifies_itself(capsys):
     request = replace(TINY, mesh=config.Mesh(), executor=config.Reference(remat="full"))
     assert verify.verify(request, as_json=False) == 0

@@ -39,7 +39,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     tolerance = TOLERANCE[str(job.pipe.dtype)]
     expected_loss, expected, loss, grads = both(job)
     leaves = list(compare_gradients(expected, grads))
-    loss_error = abs(loss - expected_loss) / abs(expected_loss)
+    loss_error = abs(loss - expected_loss) / (abs(expected_loss) or 1.0)  # of a loss of 0: the difference itself
     worst = max(leaves, key=lambda leaf: (np.isnan(leaf.error), leaf.error))
     ok = all(error <= tolerance for error in (loss_error, *(leaf.error for leaf in leaves)))  # NaN fails
     if as_json:
