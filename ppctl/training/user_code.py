@@ -52,7 +52,9 @@ def custom_stack(
     stack = _call_target(
         (Stack, Network), key, target, {"num_layers": num_layers, "dtype": dtype, "data": data}, options
     )
+    head = "head"  # as the author calls it
     if isinstance(stack, Network):
+        head = f"the Network's loss, {getattr(stack.loss, '__name__', 'which has no name')},"
         network, inputs = stack, data.read(np.arange(NUM_TRIED))["inputs"]
         shape = jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)
         cut = partial(
@@ -66,7 +68,7 @@ def custom_stack(
             f"{key} returns a Stack of {stack.num_layers} layers, but model.num_layers={num_layers}. "
             "Let num_layers say how many there are."
         )
-    _check_stack(key, stack, data.read(np.arange(NUM_TRIED)))
+    _check_stack(key, stack, data.read(np.arange(NUM_TRIED)), head)
     return stack
 
 
@@ -194,8 +196,8 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _check_stack(key: str, stack: Stack, batch: Batch) -> None:
-    """Raise ConfigError where the functions of a stack do not fit each other, or these examples."""
+def _check_stack(key: str, stack: Stack, batch: Batch, head: str) -> None:
+    """Raise ConfigError where the functions of a stack do not fit each other, or these examples; head: its name."""
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}
     random = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -222,7 +224,7 @@ def _check_stack(key: str, stack: Stack, batch: Batch) -> None:
     losses = shaped("head", ends, y, shapes["targets"])
     is_pair = isinstance(losses, tuple) and len(losses) == 2
     if not is_pair or any(getattr(loss, "shape", None) != () for loss in losses):
-        raise ConfigError(f"{key}: head returns {_shape(losses)}; it must return (sum of losses, number of losses).")
+        raise ConfigError(f"{key}: {head} returns {_shape(losses)}; it must return (sum of losses, number of losses).")
 
 
 def _shape(tree: Any) -> str:

@@ -156,6 +156,11 @@ def test_a_function_with_marks_is_a_model(here):
         custom_stack("net.model", 2, {"name": "u"}, **asked)
     with pytest.raises(ConfigError, match=r"returns a Stack, which has its layers: model.layers=auto is for"):
         stack_of(here, layers="auto")
+    (here / "net2.py").write_text(NETWORK.replace("(jnp.sum(y), jnp.float32(y.size))", "jnp.mean(y)"))
+    with pytest.raises(
+        ConfigError, match=r"the Network's loss, <lambda>, returns float32\[\]; it must return \(sum of"
+    ):
+        custom_stack("net2.model", 2, {}, **asked)
 
 
 WRONG_MODELS = {
