@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 import time
@@ -43,9 +44,11 @@ def writing(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"run.dir={run_dir} cannot be written: {error.strerror}. Free the disk, or use another run.dir."
-        ) from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = (
+            "Free the disk, or use another run.dir" if is_full else "Use another run.dir, or make this one writable"
+        )
+        raise ConfigError(f"run.dir={run_dir} cannot be written: {error.strerror}. {remedy}.") from error
 
 
 @dataclass

@@ -228,7 +228,7 @@ def test_a_run_dir_that_cannot_be_written_is_refused_before_compiling(train, tmp
     code, out, err = train(run_dir=tmp_path / "file" / "run")
     assert (code, "compiling" in out) == (2, False)
     assert err == (
-        f"ppctl: Checkpoints cannot be written to {tmp_path}/file/run/checkpoints: Not a directory. "
+        f"ppctl: run.dir={tmp_path}/file/run cannot be written: Not a directory. "
         "Use another run.dir, or make this one writable.\n"
     )
 
@@ -238,7 +238,7 @@ def test_a_config_yaml_that_cannot_be_written_is_refused_before_compiling(train,
     code, out, err = train()
     assert (code, "compiling" in out) == (2, False)
     assert err == (
-        f"ppctl: run.dir={tmp_path}/run cannot be written: Is a directory. Free the disk, or use another run.dir.\n"
+        f"ppctl: run.dir={tmp_path}/run cannot be written: Is a directory. Use another run.dir, or make this one writable.\n"
     )
 
 

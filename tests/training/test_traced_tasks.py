@@ -44,7 +44,7 @@ def tasks(run_dir):
         ),
         pytest.param("1f1b", "mesh=1x2 executor.remat=full", 2, 4, 1, False, marks=pytest.mark.full),
         pytest.param("interleaved", "mesh=2x2x1", 2, 2, 2, True, marks=pytest.mark.full),
-        ("zb_h1", "mesh=1x2 executor.remat=full", 2, 4, 1, False),
+        pytest.param("zb_h1", "mesh=1x2 executor.remat=full", 2, 4, 1, False, marks=pytest.mark.full),
     ],
 )
 def test_each_task_of_each_traced_step_is_one_event(tmp_path, name, words, pp, microbatches, chunks, last_forward):
