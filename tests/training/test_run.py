@@ -238,7 +238,8 @@ def test_a_config_yaml_that_cannot_be_written_is_refused_before_compiling(train,
     code, out, err = train()
     assert (code, "compiling" in out) == (2, False)
     assert err == (
-        f"ppctl: run.dir={tmp_path}/run cannot be written: Is a directory. Use another run.dir, or make this one writable.\n"
+        f"ppctl: run.dir={tmp_path}/run cannot be written: Is a directory. "
+        "Use another run.dir, or make this one writable.\n"
     )
 
 
