@@ -72,6 +72,11 @@ class Hardware:
     attention_backward_fraction: float | None = None  # likewise; null: as matrix products
     bandwidth_fraction: float = 1.0  # 0..1: share of memory_bytes_per_s that element-wise operations reach
 
+    @property
+    def adds_products(self) -> bool:
+        """Whether matrix products add to sums of gradients themselves, as cuBLAS's do."""
+        return self.cuda is not None
+
     def check(self) -> None:
         for key in ABOVE_ZERO:
             above_zero(f"hardware.{key}", getattr(self, key))

@@ -24,7 +24,7 @@ def predict_step(job: TrainingJob) -> StepPrediction:
     microbatch = Microbatch(examples, config.schedule.num_microbatches, 0, config.executor.remat)
     work, layout = work_of(job.counted_model), layout_of(pipe)
     if pipe.execution.is_pipelined:
-        adds = hardware is not None and hardware.cuda is not None
+        adds = hardware is not None and hardware.adds_products
         in_place = adds_in_place(layout, adds=adds, unroll=pipe.execution.unroll)
         workspace = workspace_bytes(work, params, layout, microbatch, adds=in_place)
     else:

@@ -10,7 +10,7 @@ import jax
 
 from ppctl.executors.mpmd.rank import RankRole
 from ppctl.executors.spmd.program import rank_arrays, spmd_of_rank
-from ppctl.planner.rank_on_device import RankTimes
+from ppctl.planner.rank_on_device import RankTimes, staged_layers
 from ppctl.planner.timing import Timing, median, random_like, timed_at_once
 from ppctl.schedule.ticks import Ticks
 from ppctl.training.engines.make import tick_options
@@ -24,9 +24,7 @@ def time_in_ticks(
     pipe, model = job.pipe, job.pipe.model
     assert pipe.ticks is not None, "executor=spmd runs in ticks"
     device = pipe.mesh.devices.flat[0]
-    stacked = (len(here.stages), 1, here.num_layer_slots)
-    layers = jax.tree.map(lambda a: jax.ShapeDtypeStruct((*stacked, *a.shape), a.dtype), model.layer)
-    params = jax.device_put(random_like({"ends": model.ends, "layers": layers}), device)
+    params = jax.device_put(random_like({"ends": model.ends, "layers": staged_layers(model, here)}), device)
     arguments = (params, jax.device_put(dict(batch), device), *rank_arrays(pipe.layout, pipe.ticks, rank))
     options = tick_options(pipe.layout, pipe.execution, model.dtype)
     function = jax.jit(spmd_of_rank(model.stack, pipe.layout, pipe.ticks, options))

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_preset import cpu_options, temp_bytes
 from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.rank import GradientPrograms, RankRole, prepare_rank
+from ppctl.executors.mpmd.tasks import Model
 from ppctl.planner.timing import Timing, median, random_like, timed_at_once
 from ppctl.training.job import TrainingJob
 from ppctl.training.optim import global_norm
@@ -113,11 +114,8 @@ class RankOnDevice:
     def _shapes(self, here: RankRole, prepare: PlanEntry, batch: Mapping[str, Any]) -> dict[Key, Tree]:
         """Return the shapes of what a rank's tasks start from."""
         model, program = self.model, _id(prepare)
-        stacked = (len(here.stages), 1, here.num_layer_slots)
-        params = {
-            "ends": model.keep(model.ends, model.used_by(here.has_first, here.has_last)),
-            "layers": jax.tree.map(lambda a: jax.ShapeDtypeStruct((*stacked, *a.shape), a.dtype), model.layer),
-        }
+        ends = model.keep(model.ends, model.used_by(here.has_first, here.has_last))
+        params = {"ends": ends, "layers": staged_layers(model, here)}
         whole = jax.tree.map(lambda _: P(), params)
         made = jax.eval_shape(partial(prepare_rank, model, here, program, whole), params)
         read = {key for entry in self.entries for key in entry.reads}
@@ -166,6 +164,12 @@ class RankOnDevice:
         zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)  # noqa: E731
         states = [jax.device_put((zeros(shapes), zeros(shapes["params"])), self.device) for _ in range(copies)]
         return jax.jit(update, donate_argnums=(0, 1)).lower(*states[0]).compile(self.options or None), states
+
+
+def staged_layers(model: Model, here: RankRole) -> Tree:
+    """Return the shapes of a rank's layers in staged form, [V, 1, K, ...]."""
+    stacked = (len(here.stages), 1, here.num_layer_slots)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*stacked, *a.shape), a.dtype), model.layer)
 
 
 def _lasting(prepare: PlanEntry, entries: Sequence[PlanEntry]) -> list[Key]:

@@ -146,7 +146,7 @@ def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:
         reached(hardware.attention_forward_fraction),
         reached(hardware.attention_backward_fraction),
         cores=None if hardware.cuda is None else hardware.cuda.cores,
-        adds=hardware.cuda is not None,
+        adds=hardware.adds_products,
     )
 
 

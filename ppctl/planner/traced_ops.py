@@ -142,10 +142,8 @@ class Program:
             eqn = self.eqns[t]
             if not is_scan(eqn):
                 return sum(size for first, end, size in lives if first <= t <= end)
-            body, is_loop = (
-                eqn.params["jaxpr"].jaxpr,
-                eqn.params["length"] > 1,
-            )  # else its results are those of the body
+            body = eqn.params["jaxpr"].jaxpr
+            is_loop = eqn.params["length"] > 1  # else its results are those of the body
             around = sum(size for first, end, size in lives if first < t + is_loop and t <= end)
             return around + Program(body.eqns, body.outvars).peak_bytes()
 

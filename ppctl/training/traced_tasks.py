@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,8 +85,10 @@ def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh, num_st
             bounds: dict[int, tuple[float, float]] = {}
             names = frozenset(chain.from_iterable(body.all for body in found))
             for event in events:
-                number = int(np.searchsorted(begins, event.start_ns, side="right")) - 1
-                if event.instruction not in names or number < 0:  # another kind's; moved out of the loop
+                if event.instruction not in names:
+                    continue
+                number = bisect_right(begins, event.start_ns) - 1
+                if number < 0:  # moved out of the loop by the compiler
                     continue
                 low, high = bounds.get(number, (event.start_ns, event.end_ns))
                 bounds[number] = min(low, event.start_ns), max(high, event.end_ns)
