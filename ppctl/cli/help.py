@@ -97,6 +97,7 @@ MOST_USED = (
     "run.dtype",
     "run.platform",
     "run.resume",
+    "run.resume_with",
     "run.eval_every",
     "run.checkpoint.every",
     "run.profile.start",

@@ -50,6 +50,7 @@ class Run:
     platform: str | None = None  # cpu | cuda | tpu; None: JAX chooses
     memory_fraction: float | None = None  # of a GPU's memory that JAX takes when it starts; None: JAX's default, 0.75
     resume: str = "auto"  # auto: go on if a checkpoint is there | must: fail if none | never: fail if one is there
+    resume_with: str = "same"  # model: same (fail if the checkpoint's computes something else) | changed: go on anyway
     log_every: int = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: int | None = 100  # steps; None: no evaluation
     eval_batches: int = 4  # of data.batch_size each
@@ -67,6 +68,7 @@ class Run:
     profile: Profile = field(default_factory=Profile)
 
     RESUME: ClassVar[tuple[str, ...]] = ("auto", "must", "never")
+    RESUME_WITH: ClassVar[tuple[str, ...]] = ("same", "changed")
     PLATFORMS: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "tpu")
     DISTRIBUTED: ClassVar[tuple[str, ...]] = ("off", "auto", "explicit")
 
@@ -77,6 +79,7 @@ class Run:
         if self.dtype is not None:
             choice("run.dtype", self.dtype, DTYPES)
         choice("run.resume", self.resume, self.RESUME)
+        choice("run.resume_with", self.resume_with, self.RESUME_WITH)
         if self.platform is not None:
             choice("run.platform", self.platform, self.PLATFORMS)
         if self.memory_fraction is not None:

@@ -39,7 +39,7 @@ from ppctl.planner.timing import (
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.job import TrainingJob
 from ppctl.training.pipeline import Pipeline
-from ppctl.training.user_code import source_digest
+from ppctl.training.sources import sources
 
 Times = dict[str, Timing]
 SOURCES = ("executors", "model")  # whose programs are timed
@@ -196,9 +196,11 @@ def _key(job: TrainingJob, *, with_mesh: bool) -> dict[str, Any]:
     return key | {"devices": pipe.mesh.size, "split": pipe.schedule.is_split}
 
 
-def _own_source(config: Config) -> str | None:
-    """Return a digest of a model of the user's own, else None."""
-    return source_digest(config.model.target) if isinstance(config.model, CustomModel) else None
+def _own_source(config: Config) -> dict[str, str] | None:
+    """Return the digests of the code of a model of the user's own, else None."""
+    if not isinstance(config.model, CustomModel):
+        return None
+    return {module: digests.code for module, digests in sources(config.model.target).items()}
 
 
 def _small_key(job: TrainingJob) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ppctl.config.changes import Change
 from ppctl.reports import run_status
 from ppctl.reports.foreign import from_json, open_file, read_file
 
@@ -49,6 +50,7 @@ class RunHistory(NamedTuple):
     step_time_s: float | None  # median
     unit: str | None  # of speed: tokens_per_s or rows_per_s
     speed: float | None  # median
+    changed: tuple[tuple[int, str], ...]  # (step, setting before -> after) of every start that changed one
     problems: tuple[str, ...]
 
 
@@ -208,8 +210,21 @@ def run_history(path: Path) -> RunHistory:
         _median(steps, "step_time_s"),
         unit,
         None if unit is None else _median(steps, unit),
+        tuple(setting_changes(list(read_lines(path / run_status.FILE, problems)))),
         tuple(problems),
     )
+
+
+def setting_changes(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """Return (step, setting before -> after) of every setting that a start, a line of status.jsonl, has changed."""
+    found = []
+    for line in lines:
+        step, changed = whole_number(line, "step"), line.get(run_status.CHANGED)
+        if line.get("status") == run_status.STARTED and step is not None and isinstance(changed, list):
+            for each in changed:
+                with suppress(TypeError):  # not what ppctl writes
+                    found.append((step, Change(**each).arrow))
+    return found
 
 
 def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from ppctl.reports.foreign import open_file, read_file
 FILE = "status.jsonl"
 STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "failed"
 OVERRIDES = "overrides"  # key of a start: the words it was asked for with, which resume the run
+CHANGED = "changed"  # key of a start: the settings that are others than those of the checkpoint that it goes on from
 LOCK_S = 1.0  # `is_held` locks the file too, for microseconds
 
 

@@ -6,6 +6,7 @@ What can be refused is refused here, cheapest check first, before anything is co
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,6 +33,7 @@ from ppctl.training import optim
 from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, of_topology
 from ppctl.training.models import make_stack
 from ppctl.training.pipeline import Pipeline, pipeline
+from ppctl.training.sources import Sources, sources
 from ppctl.training.start import start_jax
 from ppctl.training.user_code import custom_data
 
@@ -47,6 +49,7 @@ class TrainingJob:
     config: Config
     data: DataSet
     pipe: Pipeline
+    sources: Mapping[str, Sources]  # of the parts (model, data) that are code of the user's, as it was imported
 
     @cached_property
     def counted_model(self) -> Model:
@@ -106,7 +109,8 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE, on_one_devic
         seed=config.run.seed,
         **how,
     )
-    return TrainingJob(config, data, pipe)
+    own = {part: getattr(config, part).target for part in ("model", "data") if getattr(config, part).name == "custom"}
+    return TrainingJob(config, data, pipe, {part: sources(target) for part, target in own.items()})
 
 
 def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:

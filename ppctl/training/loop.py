@@ -215,6 +215,7 @@ class Loop:
         meta = {
             "step": finished,
             "config": asdict(self.job.config),
+            "sources": self.job.sources,
             "data": {"fingerprint": data.fingerprint, "source": data.source, "next_step": finished},
             "rng": {"seed": self.job.config.run.seed, "data_order": "a function of seed and step"},
             "versions": versions(),

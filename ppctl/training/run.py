@@ -22,7 +22,7 @@ import yaml
 from rich.console import Console
 
 from ppctl.config import Config, Transformer
-from ppctl.errors import CheckpointError, ConfigError, DamagedError
+from ppctl.errors import ConfigError
 from ppctl.executors import placement
 from ppctl.executors.mesh import hosts_text
 from ppctl.executors.xla_flags import text_of
@@ -30,7 +30,16 @@ from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
 from ppctl.reports.charts.drawing import drawing_of_timeline
 from ppctl.reports.run_files import MEMORY_FILE
-from ppctl.reports.run_status import FINISHED, INTERRUPTED, OVERRIDES, HeldError, NoRunStatus, RunStatus, held_by
+from ppctl.reports.run_status import (
+    CHANGED,
+    FINISHED,
+    INTERRUPTED,
+    OVERRIDES,
+    HeldError,
+    NoRunStatus,
+    RunStatus,
+    held_by,
+)
 from ppctl.reports.terminal import replace_file
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.simulate import peak_activations, simulate
@@ -45,6 +54,7 @@ from ppctl.training.metrics import Metrics, NoMetrics
 from ppctl.training.models import attention_kernel
 from ppctl.training.prediction import StepPrediction
 from ppctl.training.process_group import compare, process_group
+from ppctl.training.resume import Resumed, resume
 from ppctl.training.start import start_jax
 from ppctl.training.step_clock import StepClock
 from ppctl.training.tensorboard import TensorBoardLog
@@ -77,24 +87,24 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
     if config.run.eval_every is not None:
         job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
     with _status(config) as status, _checkpoints(config) as checkpoints:
-        start, restored = resume(config, job, checkpoints, say)
+        start, restored, _ = resumed = resume(config, job, checkpoints, say)
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
             if as_json and is_lead:
                 print(json.dumps({"status": FINISHED, "run_dir": config.run.dir, "step": start}))
             return 0
         prediction = predict(job)
-        for line in (*describe(job, start), prediction.line()):
+        for line in (*describe(job, start), *resumed.lines(), prediction.line()):
             say(line)
         where = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
-        _record_start(config, status, start, overrides, where)
+        _record_start(config, status, resumed, overrides, where)
         footprint, compile_time_s = compile_steps(job, console)
         say(f"compiled in {compile_time_s:.1f} s")
         _write_memory(run_dir, job, start)
         heartbeat.note("start", start)
         compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
         state = job.pipe.init() if restored is None else job.pipe.from_natural(restored)
-        del restored
+        del restored, resumed
         placed = _show_placement(job, state, console) if config.run.show_placement else {}
         with _metrics(config, start, console) as metrics, StepClock() as clock:
             show_start(metrics.tensorboard, job, overrides, where, footprint, prediction)
@@ -143,14 +153,15 @@ def _held(config: Config, pid: int | None) -> ConfigError:
 
 
 def _record_start(
-    config: Config, status: RunStatus, start: int, overrides: Sequence[str], where: Mapping[str, Any]
+    config: Config, status: RunStatus, start: Resumed, overrides: Sequence[str], where: Mapping[str, Any]
 ) -> None:
     """Write the settings of this start of the run, and that it has started; the lead process alone does."""
     if distributed.is_lead():
         run_dir = Path(config.run.dir)
         with writing(run_dir):
             (run_dir / "config.yaml").write_text(as_yaml(config))
-            status.begin(start, **{**where, OVERRIDES: [*overrides]})
+            changed = {CHANGED: start.records()} if start.changed else {}
+            status.begin(start.step, **{**where, OVERRIDES: [*overrides]}, **changed)
 
 
 def as_yaml(config: Config) -> str:
@@ -216,65 +227,6 @@ def _metrics(config: Config, start: int, console: Console) -> Metrics:
         tensorboard=run.tensorboard,
         console=console,
     )
-
-
-def resume(
-    config: Config, job: TrainingJob, checkpoints: Checkpoints, say: Callable[[str], None]
-) -> tuple[int, Tree | None]:
-    """Return the step to go on from and its state in natural order; 0 and None for a new run.
-
-    A damaged checkpoint is moved aside for the one before it, in every process alike.
-    """
-    while True:
-        try:
-            start = resume_step(config, job, checkpoints)
-            compare({"the data's fingerprint": job.data.fingerprint, "the step to go on from": start})
-            return start, checkpoints.restore(start, job.pipe.states.natural) if start else None
-        except DamagedError as error:
-            name = checkpoints.set_aside(error.step)
-            older = checkpoints.latest()
-            say(f"{error.what}. It is now {name}; " + ("none is older" if older is None else f"trying step {older}"))
-
-
-def resume_step(config: Config, job: TrainingJob, checkpoints: Checkpoints) -> int:
-    """Return the step to go on from, 0 for a new run. CheckpointError where run.resume requests otherwise."""
-    latest = checkpoints.latest()
-    where = f"in {checkpoints.directory}"
-    if latest is None:
-        damaged = checkpoints.damaged()
-        if damaged and config.run.resume != "never":
-            raise CheckpointError(
-                f"There is no good checkpoint {where}, only {', '.join(damaged)}. "
-                "Use run.resume=never to start anew beside them, or another run.dir."
-            )
-        if config.run.resume == "must":
-            raise CheckpointError(f"run.resume=must, but there is no checkpoint {where}. Use run.resume=auto.")
-        return 0
-    if config.run.resume == "never":
-        raise CheckpointError(
-            f"run.resume=never, but there is a checkpoint of step {latest} {where}. "
-            "Use run.resume=auto or another run.dir."
-        )
-    if latest > config.run.num_steps:
-        raise CheckpointError(
-            f"The checkpoint of step {latest} {where} is past run.num_steps={config.run.num_steps}. "
-            f"Use run.num_steps={latest} or more, or another run.dir."
-        )
-    meta = checkpoints.meta(latest)
-    if meta["data"]["fingerprint"] != job.data.fingerprint:
-        before, now = meta["config"], asdict(config)
-        keys = [("data", key) for key in before["data"] if key != "cache_dir"]
-        changed = [
-            f"{part}.{key}: {before[part].get(key)} then, {now[part].get(key)} now"
-            for part, key in (*keys, ("model", "seq_len"), ("run", "seed"))
-            if before[part].get(key) != now[part].get(key)
-        ]
-        raise CheckpointError(
-            f"The checkpoint of step {latest} {where} was trained on other data or another order "
-            f"({'; '.join(changed) or 'the files have changed'}), so its position {meta['data']['next_step']} means "
-            "nothing here. Restore that, or use another run.dir."
-        )
-    return latest
 
 
 def describe(job: TrainingJob, start: int) -> Iterator[str]:

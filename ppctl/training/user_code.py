@@ -6,7 +6,6 @@ these stand. They are checked before anything is compiled.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -90,12 +89,6 @@ def custom_data(
         )
     _check_reading(key, data)
     return data
-
-
-def source_digest(target: str) -> str:
-    """Return the sha256 of the file that a target stands in: its measurements are valid for this text."""
-    file = getattr(sys.modules.get(target.rpartition(".")[0]), "__file__", None)
-    return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _call_target(

@@ -97,8 +97,8 @@ def test_only_the_last_step_saved_whole_is_an_end(name):
     ("changed", "message"),
     [
         ({"seed": 7}, "run.seed: 7 then, 0 now"),
-        ({"dtype": "bfloat16"}, "run.dtype: bfloat16 then, None now"),
-        ({"timeline": True, "eval_every": 3}, "run.eval_every: 3 then, 100 now; run.timeline: True then, False now"),
+        ({"dtype": "bfloat16"}, "run.dtype: bfloat16 then, null now"),
+        ({"timeline": True, "eval_every": 3}, "run.eval_every: 3 then, 100 now; run.timeline: true then, false now"),
         ({"log_every": 3, "name": "x", "dir": "/x", "resume": "must", "distributed": "explicit"}, None),
     ],
 )

@@ -202,10 +202,21 @@ def test_the_second_train_step_compiles_nothing(train, tmp_path):
             (
                 4,
                 "model.d_model=32",
-                r"does not fit: .* is stored as float32.* wanted float32.* Set run.resume=never and",
+                r"holds other arrays: model.d_model: 16 then, 32 now; .* stored as float32.* wanted float32.* of \d+ a",
             ),
-            (4, "model.num_layers=3", r"does not fit: .* is stored as float32\[2.* wanted float32\[3"),
-            (6, "model.d_model=32", r"does not fit: "),
+            (
+                4,
+                "model.num_layers=3",
+                r"model.num_layers: 2 then, 3 now; .* is stored as float32\[2.* wanted float32\[3",
+            ),
+            (6, "model.d_model=32", r"holds other arrays: model.d_model: 16 then, 32 now; "),
+            (4, "optim=sgd", r"holds other arrays: optim=adamw then, sgd now; .*Restore that, or use another run.dir"),
+            (4, "run.dtype=float64", r"holds other arrays: run.dtype: float32 then, float64 now; "),
+            (
+                4,
+                "model.activation=tanh",
+                r"is of another model: model.activation: relu then, tanh now\. .* run.resume_with",
+            ),
             (0, "run.resume=must", r"run.resume=must, but there is no checkpoint in .*Use run.resume=auto\."),
             (0, "run.eval_every=1 run.eval_batches=9", r"run.eval_batches\*data.batch_size = 9\*16 = 144 is more than"),
         ]

@@ -16,7 +16,8 @@ from ppctl.errors import ConfigError
 from ppctl.model.stack import init
 from ppctl.planner.measure import _key
 from ppctl.training.job import assemble, open_data
-from ppctl.training.user_code import custom_data, custom_stack, source_digest
+from ppctl.training.sources import sources
+from ppctl.training.user_code import custom_data, custom_stack
 
 GOOD_MODEL = """
 import jax, jax.numpy as jnp
@@ -107,7 +108,7 @@ def test_targets_in_recipes_are_looked_for_beside_ppctls_own_too(here):
         custom_data("recipes.mine.data", 4, 0.0, {}, seed=0)
     found = custom_data("recipes.documents.nabla.rows", 4, 0.0, {"num_layers": 2, "dim": 3}, seed=0)
     assert (found.num_examples, found.target_dim) == (4, 3)
-    assert source_digest("recipes.documents.nabla.rows")
+    assert list(sources("recipes.documents.nabla.rows")) == ["recipes.documents.nabla"]
     with pytest.raises(ConfigError, match=r"there is no module recipes\.documents"):
         custom_data("recipes.documents.nothing.rows", 4, 0.0, {}, seed=0)
 
@@ -235,7 +236,7 @@ def test_models_and_data_of_ones_own_go_with_those_that_ship(here, monkeypatch):
     job = assemble(asked)
     assert job.pipe.stack.num_layers == 4
     key = _key(job, with_mesh=False)
-    assert source_digest("my.model") in key["model"]
+    assert {"my": sources("my.model")["my"].code} in key["model"]
     monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda **given: rows())
     own = replace(asked, data=config.CustomData(target="a.b", batch_size=4), model=config.MLP(num_layers=4))
     own = replace(own, schedule=config.Schedule("1f1b", 2))

@@ -9,9 +9,11 @@ from math import nan
 from typing import Any
 
 from ppctl.reports.charts.elements import printable, table
+from ppctl.reports.run_files import setting_changes
 from ppctl.reports.run_page.read import RecordedRun, versions_of
 
 MOST_STARTS = 10  # that are listed
+MOST_CHANGES = 30  # of settings
 
 
 def environment_html(run: RecordedRun) -> str:
@@ -52,7 +54,14 @@ def _starts(run: RecordedRun) -> str:
     earlier = (
         f"<p class='soft'>{len(rows) - len(shown)} earlier starts are left out.</p>" if len(rows) > len(shown) else ""
     )
-    return f'<div class="starts">{table("starts of the run", columns, shown)}</div>{earlier}'
+    return f'<div class="starts">{table("starts of the run", columns, shown)}</div>{earlier}{_changes(run)}'
+
+
+def _changes(run: RecordedRun) -> str:
+    """Return the settings that starts have changed."""
+    found = [f"<li>since step {step}: {escape(printable(text))}</li>" for step, text in setting_changes(run.starts)]
+    earlier = f"<li>{len(found) - MOST_CHANGES} earlier ones are left out</li>" if len(found) > MOST_CHANGES else ""
+    return f"<p>Settings that changed:</p><ul>{earlier}{''.join(found[-MOST_CHANGES:])}</ul>" if found else ""
 
 
 def _devices(start: Mapping[str, Any]) -> str:

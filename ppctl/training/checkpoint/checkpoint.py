@@ -140,6 +140,10 @@ class Checkpoints:
         """Return the JSON saved with `step`. CheckpointError if there is none, DamagedError if it cannot be read."""
         return self._manifest(step).meta
 
+    def unlike(self, step: int, abstract_state: Any) -> list[str]:
+        """Return a phrase for each array that `step` does not hold as `abstract_state` names it. Raises as `meta`."""
+        return differences(self._manifest(step).arrays, array_types(abstract_state))
+
     def restore(self, step: int, abstract_state: Any) -> Any:
         """Return the state saved at `step`, in the structure and on the devices that `abstract_state` names.
 

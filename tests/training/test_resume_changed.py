@@ -1,0 +1,160 @@
+"""A run goes on with the model it was of, or says so: which settings may change, and how that is told and recorded."""
+
+import importlib
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ppctl import cli, config
+from ppctl.config.changes import SAME_FUNCTION, changes
+from ppctl.training.sources import changed_modules, sources
+
+WORDS = (
+    "model=custom model.target=own_model.model model.num_layers=2 data=regression data.batch_size=8 data.num_rows=256 "
+    "data.num_features=4 data.num_targets=4 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
+    "run.eval_every=null run.tensorboard=false run.dir=run run.num_steps=2 +model.options.slope=0.5"
+)
+OWN_MODEL = '''
+"""A model."""
+import jax.numpy as jnp
+import own_bend
+from ppctl import Stack
+
+
+def model(num_layers, dtype, data, slope):
+    def head(ends, x, targets):
+        return jnp.square(x - targets).sum(), x.size
+
+    return Stack(
+        num_layers=num_layers,
+        init_ends=lambda key: {"scale": jnp.ones((), dtype)},
+        init_layer=lambda key, index: jnp.eye(data.input_dim, dtype=dtype),
+        embed=lambda ends, inputs: inputs * ends["scale"],
+        layer=lambda w, x: own_bend.bend(x @ w, slope),
+        head=head,
+    )
+'''
+OWN_BEND = """
+def bend(x, slope):
+    return x * slope
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A current directory with a model of one's own, whose modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # an edit within the same second would go unseen
+    Path("own_model.py").write_text(OWN_MODEL)
+    Path("own_bend.py").write_text(OWN_BEND)
+    yield tmp_path
+    _forget()
+
+
+def _forget():
+    for name in ("own_model", "own_bend"):
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def train(own, capsys):
+    """A function that trains the model as its files are now: (exit code, what was printed on stdout, on stderr)."""
+
+    def train(*words):
+        _forget()
+        code = cli.main(["train", *WORDS.split(), *words])
+        return code, *capsys.readouterr()
+
+    return train
+
+
+def test_a_run_goes_on_with_another_model_only_if_asked_to_and_says_so_everywhere(train, capsys):
+    assert train()[0] == 0
+    Path("own_bend.py").write_text(OWN_BEND + "# a comment changes nothing\n")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    more = ("run.num_steps=3", "optim.lr=0.1")
+    assert train("run.num_steps=2")[1].startswith("run has finished all run.num_steps=2 steps")
+
+    code, out, err = train(*more, "model.options.slope=0.25")
+    assert (code, "compiling" in out, err.count("\n")) == (2, False, 1)
+    assert "is of another model: model.options.slope: 0.5 then, 0.25 now. Restore that" in err
+    Path("own_bend.py").write_text(OWN_BEND.replace("* slope", "* slope + 0.0"))
+    code, out, err = train(*more)
+    assert (code, "compiling" in out) == (2, False)
+    assert "is of another model: model.code(own_bend): " in err
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+    code, out, _ = train(*more, "model.options.slope=0.25", "run.resume_with=changed")
+    assert code == 0
+    lines = [line for line in out.splitlines() if line.startswith("changed ")]
+    code_line = lines.pop()
+    assert lines == [
+        f"changed   since step 2: {each}"
+        for each in ("model.options.slope 0.5 -> 0.25", "optim.lr 0.002 -> 0.1", "run.num_steps 2 -> 3")
+    ]
+    assert code_line.startswith("changed   since step 2: model.code(own_bend) ")
+
+    started = [json.loads(line) for line in Path("run/status.jsonl").read_text().splitlines()][-2]
+    assert started["changed"][1] == {"name": "optim.lr", "before": 0.002, "now": 0.1}
+    assert cli.main(["runs", "show", "run"]) == 0
+    assert "changed   since step 2: optim.lr 0.002 -> 0.1\n" in capsys.readouterr().out
+    assert cli.main(["report", "run"]) == 0
+    assert "<li>since step 2: optim.lr 0.002 -&gt; 0.1</li>" in Path("run/report.html").read_text()
+
+    assert train(*more, "model.options.slope=0.25", "run.num_steps=4")[0] == 0  # with the model of step 3
+
+
+def stored(request):
+    return json.loads(json.dumps(asdict(request)))
+
+
+def test_every_setting_of_a_model_is_compared_but_those_that_leave_its_function():
+    models = (config.Transformer(), config.MLP(), config.CustomModel(target="a.b"))
+    for model in models:
+        for name, value in asdict(model).items():
+            if name == "name":
+                continue
+            other = {"x": 1} if isinstance(value, dict) else "gelu" if name == "activation" else 3
+            other = "swiglu" if value == other else other
+            before, now = config.Config(model=model), config.Config(model=replace(model, **{name: other}))
+            found = {change.name: change for change in changes(stored(before), now)}
+            key = "model.options.x" if name == "options" else f"model.{name}"
+            assert found[key].is_of_function == (key not in SAME_FUNCTION)
+            assert not changes(stored(now), now)
+
+
+def test_a_null_is_the_value_that_it_stands_for_and_an_unknown_setting_had_its_default():
+    heads = config.Config(model=config.Transformer(num_heads=4))
+    assert not changes(stored(heads), config.Config(model=config.Transformer(num_heads=4, num_kv_heads=4)))
+    before = stored(heads)
+    del before["model"]["rope_theta"]
+    assert not changes(before, heads)
+    turned = config.Config(model=config.Transformer(num_heads=4, rope_theta=500.0))
+    assert [change.text for change in changes(before, turned)] == ["model.rope_theta: 10000.0 then, 500.0 now"]
+
+
+def test_where_and_how_a_run_is_started_is_no_change():
+    before = config.Config()
+    moved = replace(before, run=config.Run(name="b", dir="/b", resume="must", log_every=1, distributed="explicit"))
+    assert not changes(stored(before), replace(moved, launch=config.Launch(processes=2)))
+
+
+def test_code_is_that_of_all_modules_of_ones_own_without_comments_and_docstrings(own):
+    module = importlib.import_module("own_model")
+    before = sources("own_model.model")
+    assert list(before) == ["own_bend", "own_model"]
+    as_json = json.loads(json.dumps(before))
+    Path("own_model.py").write_text(
+        OWN_MODEL.replace("A model.", "The model.").replace("    def head", "\n    def head")
+    )
+    assert not changed_modules(as_json, sources("own_model.model"))
+    Path("own_bend.py").write_text(OWN_BEND.replace("slope\n", "slope * 2\n"))
+    assert changed_modules(as_json, sources("own_model.model")) == ["own_bend"]
+    delattr(module, "own_bend")  # no longer used
+    assert changed_modules(as_json, sources("own_model.model")) == ["own_bend"]
+    assert sources("not.imported") == {}
