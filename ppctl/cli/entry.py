@@ -134,7 +134,8 @@ def _serve(argv: list[str]) -> int:
     if command not in COMPOSED:
         if "=" in command:
             raise ConfigError(f"{command}: a command comes first, for example ppctl train {command}.")
-        raise ConfigError(f"{command} is not a command.{did_you_mean(command, COMMANDS)} ({', '.join(COMMANDS)})")
+        shown = command if command.strip() else repr(command)
+        raise ConfigError(f"{shown} is not a command.{did_you_mean(command, COMMANDS)} ({', '.join(COMMANDS)})")
     return _serve_composed(command, parse(words))
 
 

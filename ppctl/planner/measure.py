@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ppctl.config import Config, CustomModel
+from ppctl.config.sources import sources
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_preset import cpu_options
 from ppctl.planner.calibrate import corrected, small_request, small_step
@@ -39,7 +40,6 @@ from ppctl.planner.timing import (
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.job import TrainingJob
 from ppctl.training.pipeline import Pipeline
-from ppctl.training.sources import sources
 
 Times = dict[str, Timing]
 SOURCES = ("executors", "model")  # whose programs are timed

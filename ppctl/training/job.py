@@ -18,6 +18,7 @@ import optax
 from ppctl import config as settings
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import pipeline_of
+from ppctl.config.sources import Sources, sources
 from ppctl.data import BUILDERS, DataSet
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import make_mesh, repeated_mesh
@@ -33,7 +34,6 @@ from ppctl.training import optim
 from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, of_topology
 from ppctl.training.models import make_stack
 from ppctl.training.pipeline import Pipeline, pipeline
-from ppctl.training.sources import Sources, sources
 from ppctl.training.start import start_jax
 from ppctl.training.user_code import custom_data
 

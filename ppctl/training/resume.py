@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from ppctl.config import Config
 from ppctl.config.changes import Change, changes
+from ppctl.config.sources import changed_modules
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.job import TrainingJob
 from ppctl.training.process_group import compare
-from ppctl.training.sources import changed_modules
 
 Tree = Any
 

@@ -236,3 +236,9 @@ def test_hardware_without_its_numbers_is_refused(capsys, served, in_empty_direct
     write(in_empty_directory / "mine/hardware/bare.yaml", "defaults: [/schema_hardware@_here_]\nname: bare\n")
     assert cli.main(["plan", "hardware=bare", "--config-dir", "mine"]) == 2
     assert "hardware.device_kinds has no value. hardware=bare needs one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["", " ", "\t"])
+def test_an_empty_word_is_answered_with_the_commands(word, capsys):
+    assert cli.main([word]) == 2
+    assert capsys.readouterr().err.startswith(f"ppctl: {word!r} is not a command. (train, verify, doctor, ")

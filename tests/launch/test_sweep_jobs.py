@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 
 from ppctl.config import Config, Run
+from ppctl.config.sources import sources_here
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import processes
 from ppctl.launch.sweep.finished import has_ended, other_settings
@@ -125,6 +126,22 @@ def test_another_choice_of_a_part_is_named_and_an_unknown_setting_is_no_differen
     assert other_settings(job.run_dir, job.config) == "schedule=zb_h1 then, gpipe now"
     file.unlink()
     assert other_settings(job.run_dir, job.config) == "its config.yaml cannot be read"
+
+
+def test_a_finished_run_of_other_code_is_refused():
+    job = sweep_of(1).jobs[0]
+    assert job.config is not None
+    Path("own.py").write_text("def model(): return 1\n")
+    saved(job)
+    file = job.run_dir / "checkpoints" / str(NUM_STEPS) / "meta" / "data.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"meta": {"sources": {"model": sources_here(["own", "installed.elsewhere"])}}}))
+    Path("own.py").write_text("def model():\n    return 1  # the same\n")
+    assert other_settings(job.run_dir, job.config) is None
+    Path("own.py").write_text("def model(): return 2\n")
+    assert other_settings(job.run_dir, job.config) == "the code of own has changed"
+    file.write_text("[" * 100000)
+    assert other_settings(job.run_dir, job.config) is None
 
 
 def test_a_failing_job_ends_nothing_and_its_error_is_told(monkeypatch, capfd):

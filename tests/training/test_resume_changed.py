@@ -10,7 +10,7 @@ import pytest
 
 from ppctl import cli, config
 from ppctl.config.changes import SAME_FUNCTION, changes
-from ppctl.training.sources import changed_modules, sources
+from ppctl.config.sources import changed_modules, sources
 
 WORDS = (
     "model=custom model.target=own_model.model model.num_layers=2 data=regression data.batch_size=8 data.num_rows=256 "

@@ -11,12 +11,12 @@ import pytest
 
 from ppctl import cli, config
 from ppctl.cli.commands.init import STARTER, serve
+from ppctl.config.sources import sources
 from ppctl.data.dataset import DataSet, fingerprint
 from ppctl.errors import ConfigError
 from ppctl.model.stack import init
 from ppctl.planner.measure import _key
 from ppctl.training.job import assemble, open_data
-from ppctl.training.sources import sources
 from ppctl.training.user_code import custom_data, custom_stack
 
 GOOD_MODEL = """

@@ -8,7 +8,9 @@ import yaml
 
 from ppctl.config import Config
 from ppctl.config.changes import changes
+from ppctl.config.sources import changed_modules, sources_here
 from ppctl.launch.local import newest_checkpoint
+from ppctl.reports.foreign import from_json, read_file
 
 
 def has_ended(run_dir: Path, config: Config) -> bool:
@@ -27,7 +29,20 @@ def other_settings(run_dir: Path, config: Config) -> str | None:
         return "its config.yaml cannot be read"
     if not isinstance(before, dict):
         return "its config.yaml is none"
-    found = [change.text for change in changes(before, config)]
+    found = [change.text for change in changes(before, config)] + _code_changes(run_dir)
     if not found:
         return None
     return "; ".join(found[:3]) + (f"; {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def _code_changes(run_dir: Path) -> list[str]:
+    """Return what has changed of the code of one's own that the newest checkpoint of a run was made by."""
+    step = newest_checkpoint(run_dir)
+    try:
+        meta = from_json(read_file(run_dir / "checkpoints" / str(step) / "meta" / "data.json"))["meta"]
+        modules = {name: digests for of_part in meta["sources"].values() for name, digests in of_part.items()}
+        now = sources_here(modules)
+        changed = changed_modules({name: modules[name] for name in now}, now)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):  # an older one, or a damaged one
+        return []
+    return [f"the code of {name} has changed" for name in changed]

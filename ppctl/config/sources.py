@@ -1,4 +1,7 @@
-"""The code of models and data sets of the user's own, as digests: a run must not go on with another's unknowingly."""
+"""The code of models and data sets of the user's own, as digests: a run must not go on with another's unknowingly.
+
+Loads no JAX.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ast
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -38,6 +41,20 @@ def sources(target: str) -> dict[str, Digests]:
         found[name] = _digests(Path(file))
         todo += _used(module)
     return dict(sorted(found.items()))
+
+
+def sources_here(names: Iterable[str]) -> dict[str, Digests]:
+    """Return the digests of those modules that lie in the current directory, where they are looked for first; none of
+    them is imported.
+    """
+    found = {}
+    for name in names:
+        stem = Path(*name.split("."))
+        for file in (stem.with_suffix(".py"), stem / "__init__.py"):
+            if file.is_file():
+                found[name] = _digests(file)
+                break
+    return found
 
 
 def changed_modules(before: Mapping[str, list[str]], now: Sources) -> list[str]:
