@@ -72,17 +72,16 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
         if stored.get("name") != getattr(now, "name", None) and part.name != "run":
             found.append(Change(part.name, stored.get("name"), now.name))
             continue
-        defaults = asdict(type(now)())
-        found += _differing(part.name, _resolved(part.name, {**defaults, **stored}), _resolved(part.name, asdict(now)))
-    return found
+        found += _differing(part.name, {**asdict(type(now)()), **stored}, asdict(now))
+    return [change for change in found if not _is_default_of_heads(change, before, config)]
 
 
-def _resolved(part: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a part, a null that stands for another setting's value as that value."""
-    found = dict(values)
-    if part == "model" and "num_kv_heads" in found:
-        found["num_kv_heads"] = found["num_kv_heads"] or found["num_heads"]
-    return found
+def _is_default_of_heads(change: Change, before: Mapping[str, Any], config: Config) -> bool:
+    """Return whether one of two numbers is null, which stands for num_heads, and the other is that."""
+    if change.name != "model.num_kv_heads":
+        return False
+    heads = before["model"]["num_heads"], asdict(config.model)["num_heads"]
+    return (change.before or heads[0]) == (change.now or heads[1])
 
 
 def _differing(prefix: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:

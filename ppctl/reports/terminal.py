@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,23 @@ from rich.segment import Segments
 from rich.table import Table
 
 from ppctl.errors import ConfigError
+
+
+class RunConsole(Console):
+    """The console of a run, which may go on where the reader of its output has gone.
+
+    rich itself would end the process at once, and what was trained since the last checkpoint would be lost.
+    """
+
+    when_reader_gone: Callable[[], None] | None = None  # None: BrokenPipeError is raised
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from now on, and call `when_reader_gone`."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # or Python complains when it flushes at the end
+        if self.when_reader_gone is None:
+            raise BrokenPipeError
+        self.when_reader_gone()
 
 
 def show_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

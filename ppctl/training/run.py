@@ -40,7 +40,7 @@ from ppctl.reports.run_status import (
     RunStatus,
     held_by,
 )
-from ppctl.reports.terminal import replace_file
+from ppctl.reports.terminal import RunConsole, replace_file
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.schedule.timeline import timeline_at
@@ -81,7 +81,7 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
 
 def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predict: Predict, *, as_json: bool) -> int:
     is_lead, run_dir = distributed.is_lead(), Path(config.run.dir)
-    console = Console(stderr=as_json, quiet=not is_lead)
+    console = RunConsole(stderr=as_json, quiet=not is_lead)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     job = assemble(config)
     if config.run.eval_every is not None:
@@ -308,18 +308,19 @@ def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]
 
 
 @contextmanager
-def _stop_requests(console: Console) -> Iterator[Callable[[int], int | None]]:
+def _stop_requests(console: RunConsole) -> Iterator[Callable[[int], int | None]]:
     """Yield a function of the finished step that returns the signal that requests the run to end, or None.
 
     The second signal of a kind ends the process at once. In a run of several processes JAX hears SIGTERM and brings all
-    to the same step; SIGINT takes that road too.
+    to the same step; SIGINT takes that road too, and SIGPIPE, which says that the reader of the output has gone.
     """
     received: list[int] = []
     is_joined = distributed.is_joined()
 
     def handle(number: int, _frame: Any) -> None:
         received.append(number)
-        signal.signal(number, signal.SIG_DFL)  # Python's own handler would still wait for the step and the save
+        if number != signal.SIGPIPE:
+            signal.signal(number, signal.SIG_DFL)  # Python's own handler would still wait for the step and the save
         console.show_cursor()  # a progress bar hides it
         if is_joined:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -330,5 +331,9 @@ def _stop_requests(console: Console) -> Iterator[Callable[[int], int | None]]:
         return received[0] if received else None
 
     numbers = (signal.SIGINT,) if is_joined else STOP_SIGNALS
-    with handling(numbers, handle):
-        yield stop_requested
+    console.when_reader_gone = lambda: handle(signal.SIGPIPE, None)
+    try:
+        with handling(numbers, handle):
+            yield stop_requested
+    finally:
+        console.when_reader_gone = None

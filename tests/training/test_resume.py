@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -255,6 +256,17 @@ def test_a_signal_before_the_first_step_ends_the_process_without_a_traceback(tmp
 
 
 @pytest.mark.slow
+def test_a_run_whose_reader_has_gone_saves_its_last_step(tmp_path):
+    run_dir, words = tmp_path / "run", [*WORDS, "run.num_steps=100000", "run.checkpoint.every=null", "run.log_every=1"]
+    train = shlex.join([sys.executable, "-m", "ppctl.cli", "train", *words, f"run.dir={run_dir}"])
+    command = f"set -o pipefail; {train} | grep -m 1 'step  *3/'"
+    ended = subprocess.run(["bash", "-c", command], env=BY_USER, capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+    last = records(run_dir, "status.jsonl")[-1]
+    assert (last["status"], last["reason"]) == ("interrupted", "SIGPIPE")
+    assert last["step"] == latest(run_dir) > 2
+
+
 def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path):
     run_dir = tmp_path / "run"
     with Process(run_dir, "run.checkpoint.every=null", "run.num_steps=100000", program=("-c", SLOW_TO_SAVE)) as process:
