@@ -31,7 +31,8 @@ def sources(target: str) -> dict[str, Digests]:
     inside a function is not found. Modules of packages that are installed, and Python's own, are left out.
     """
     first = target.rpartition(".")[0]
-    todo, found = [first], {}
+    todo = [first]
+    found: dict[str, Digests] = {}
     while todo:
         name = todo.pop()
         module = sys.modules.get(name)
@@ -47,7 +48,7 @@ def sources_here(names: Iterable[str]) -> dict[str, Digests]:
     """Return the digests of those modules that lie in the current directory, where they are looked for first; none of
     them is imported.
     """
-    found = {}
+    found: dict[str, Digests] = {}
     for name in names:
         stem = Path(*name.split("."))
         for file in (stem.with_suffix(".py"), stem / "__init__.py"):
