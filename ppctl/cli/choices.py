@@ -17,13 +17,14 @@ from types import UnionType
 from typing import Any, NamedTuple
 
 from ppctl import config
-from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Rehearse, Run, ScheduleConfig, Tune
+from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Rehearse, Run, ScheduleConfig, Tune, Verify
 from ppctl.config.files import ROOT
 
 # the parts of which there is one
 PLAIN: dict[str, type] = {
     "run": Run,
     "launch": Launch,
+    "verify": Verify,
     "plan": Plan,
     "rehearse": Rehearse,
     "tune": Tune,

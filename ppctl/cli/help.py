@@ -34,7 +34,7 @@ EXAMPLES = {
     ),
     "verify": (
         "ppctl verify mesh=1x4 schedule=1f1b run.dtype=float64 --json",
-        "ppctl verify recipes=tiny schedule=gpipe",
+        "ppctl verify recipes=tiny schedule=zb_h1 executor=mpmd executor.post_validation=true verify.steps=5",
         "ppctl verify mesh=1x4 schedule=1f1b partition=explicit partition.layers=[3,2,2,1]",
     ),
     "doctor": (
@@ -75,6 +75,7 @@ APPLIES_TO = {  # the commands that a part applies to; any other part applies to
     "hardware": ("train", "plan", "rehearse", "tune"),
     "costs": ("train", "plan", "rehearse", "tune"),
     "launch": ("train", "doctor"),
+    "verify": ("verify",),
     "plan": ("plan",),
     "rehearse": ("rehearse",),
     "tune": ("tune",),
@@ -104,6 +105,7 @@ MOST_USED = (
     "run.show_placement",
     "launch.processes",  # launch: of `ppctl train` and `doctor`
     "launch.max_restarts",
+    "verify.steps",  # verify: of `ppctl verify`
     "plan.compile",  # plan: of `ppctl plan`
     "plan.topology",
     "plan.memory_gib",

@@ -19,6 +19,7 @@ from ppctl.config.request import Config, ScheduleConfig, check
 from ppctl.config.run import DTYPES, Checkpoint, Profile, Run
 from ppctl.config.schedule import Auto, Chunked, Csv, Eager1F1B, Gis, Hanayo, Interleaved, Schedule
 from ppctl.config.tune import Tune
+from ppctl.config.verify import Verify
 
 __all__ = [
     "DTYPES",
@@ -65,5 +66,6 @@ __all__ = [
     "Transformer",
     "Tune",
     "Uniform",
+    "Verify",
     "check",
 ]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 from ppctl.config.request import Config
 
 # What changes nothing that a run computes or records.
-FREE_PARTS = ("launch", "plan", "rehearse", "tune", "inspect")
+FREE_PARTS = ("launch", "verify", "plan", "rehearse", "tune", "inspect")
 FREE = {
     f"run.{name}"
     for name in (

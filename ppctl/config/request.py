@@ -20,6 +20,7 @@ from ppctl.config.plan import Plan, Rehearse
 from ppctl.config.run import Run
 from ppctl.config.schedule import Auto, Chunked, Csv, Eager1F1B, Gis, Hanayo, Interleaved, Schedule
 from ppctl.config.tune import Tune
+from ppctl.config.verify import Verify
 from ppctl.errors import ConfigError
 
 
@@ -38,6 +39,7 @@ class Config:
     costs: Analytic | Measure = field(default_factory=Analytic)
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
+    verify: Verify = field(default_factory=Verify)
     plan: Plan = field(default_factory=Plan)
     rehearse: Rehearse = field(default_factory=Rehearse)
     tune: Tune = field(default_factory=Tune)

@@ -25,6 +25,7 @@ from ppctl.training import profiler, timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import versions
+from ppctl.training.evaluation import evaluate
 from ppctl.training.heartbeat import Heartbeat
 from ppctl.training.job import ModelFlops, TrainingJob, model_flops, unit_of_work
 from ppctl.training.known_hardware import mfu_peak_flops
@@ -193,11 +194,9 @@ class Loop:
     def _evaluate(self, state: Tree, finished: int) -> None:
         self._read()
         self.heartbeat.note("evaluate", finished)
-        engine = self.job.pipe.engine
-        batches = self.job.data.eval_batches(self.job.config.run.eval_batches, engine.examples)
-        losses = [engine.loss(state, engine.put(batch)) for batch in batches]
+        eval_loss = evaluate(self.job.pipe.engine, self.job.data, self.job.config.run.eval_batches, state)
         with writing(Path(self.job.config.run.dir)):
-            self.metrics.log_eval(finished, {"eval_loss": sum(map(float, losses)) / len(losses)})
+            self.metrics.log_eval(finished, {"eval_loss": eval_loss})
 
     def _save(self, state: Tree, finished: int, *, is_last: bool, stop_signal: int | None) -> None:
         """Save the state if its every number is finite: a finite loss does not prove that its update is."""

@@ -1,6 +1,7 @@
 """`ppctl verify` and `ppctl bench`: right gradients pass, wrong ones do not, and what is printed is what was found."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 
 from ppctl import config
 from ppctl.cli.commands import bench, verify
-from ppctl.training import job
+from ppctl.training import job, verification
 
 TINY = config.Config(
     model=config.MLP(num_layers=5, d_model=8),
@@ -18,6 +19,7 @@ TINY = config.Config(
     schedule=config.Schedule("1f1b", 4),
     executor=config.Spmd(remat="layer"),
     data=config.Regression("regression", batch_size=16, num_features=6, num_targets=3, num_rows=4000),
+    verify=config.Verify(steps=0),
 )
 
 
@@ -25,7 +27,7 @@ def broken(change):
     """The assembly of a job whose gradients `change` spoils."""
 
     def assembled(request, **kwargs):
-        found = job.assemble(request, **kwargs)
+        found = job.assemble(request, default_dtype="float64", **kwargs)
         right = found.pipe.engine.loss_and_grads_of
 
         def loss_and_grads(params, batch):
@@ -43,6 +45,7 @@ def test_right_gradients_pass_in_float64(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True
     assert (found["dtype"], found["tolerance"]) == ("float64", 1e-10)
+    assert found["training"] is None  # verify.steps=0
     assert found["worst"]["error"] == max(leaf["error"] for leaf in found["gradients"]) < 1e-13
     for leaf in found["gradients"]:
         assert leaf["error"] == leaf["max_difference"] / leaf["max_abs"]
@@ -62,7 +65,7 @@ def test_one_wrong_layer_fails_and_is_named(monkeypatch, capsys):
         layers = grads["layers"] | {"kernel": grads["layers"]["kernel"].at[0, 1, 1].multiply(1 + 1e-6)}
         return grads | {"layers": layers}
 
-    monkeypatch.setattr(verify, "assemble", broken(change))
+    monkeypatch.setattr(verify, "assemble_to_verify", broken(change))
     assert verify.verify(TINY, as_json=True) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
@@ -71,23 +74,21 @@ def test_one_wrong_layer_fails_and_is_named(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "NOT EQUAL within 1e-10 (float64)" in shown
     assert [" !" in line for line in shown.splitlines() if line.strip().startswith("layers/kernel")] == [True]
-    assert sum(" !" in line for line in shown.splitlines()) == 1
+    assert sum(" !" in line for line in shown.splitlines()) == 2  # and where the worst is named
 
 
 def test_a_gradient_that_is_not_a_number_fails(monkeypatch, capsys):
     spoil = lambda grads: jax.tree.map(lambda g: g * jnp.nan, grads)  # noqa: E731
-    monkeypatch.setattr(verify, "assemble", broken(spoil))
+    monkeypatch.setattr(verify, "assemble_to_verify", broken(spoil))
     assert verify.verify(TINY, as_json=True) == 1
     found = json.loads(capsys.readouterr().out)  # JSON without NaN
     assert found["worst"]["error"] is None
 
 
-@pytest.mark.parametrize(("loss", "code"), [(0.0, 0), (1e-3, 1)])
-def test_a_loss_of_zero_is_compared_too(monkeypatch, capsys, loss, code):
-    grads = {"ends": {"kernel": jnp.ones(3)}, "layers": {"kernel": jnp.ones((5, 2))}}
-    monkeypatch.setattr(verify, "both", lambda _: (0.0, grads, loss, grads))
-    assert verify.verify(TINY, as_json=True) == code
-    assert json.loads(capsys.readouterr().out)["loss_error"] == loss
+@pytest.mark.parametrize(("loss", "error"), [(0.0, 0.0), (1e-3, 1e-3)])
+def test_a_loss_of_zero_is_compared_too(loss, error):
+    assert verification.compared(loss, 0.0).error == error
+    assert math.isnan(verification.compared(loss, math.nan).error)
 
 
 def test_the_reference_verifies_itself(capsys):

@@ -22,6 +22,7 @@ PARTS = {
     "costs": [c.Analytic(), c.Measure()],
     "run": [c.Run()],
     "launch": [c.Launch()],
+    "verify": [c.Verify()],
     "plan": [c.Plan()],
     "rehearse": [c.Rehearse()],
     "tune": [c.Tune()],

@@ -1,0 +1,149 @@
+"""Train steps without ppctl's own: un-pipelined gradients, and clipping, optimizer and learning rates of optax alone.
+
+The oracle of `ppctl verify`. It shares model, data and settings with training, and none of the code that makes steps
+of them: that is written here a second time, on whole trees in natural order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ppctl.config import SGD, AdamW, Config
+from ppctl.executors.compiler_preset import cpu_options
+from ppctl.executors.reference import reference
+from ppctl.model.stack import NO_DECAY, init
+from ppctl.training.job import TrainingJob
+
+Tree = Any
+SHIFTS = (0.0, -1.0, 1.0)  # of the gradients, in tolerances; the first is the oracle
+
+
+class StepNumbers(NamedTuple):
+    """What a train step reports."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float
+
+
+@dataclass(frozen=True)
+class PlainSteps:
+    """The first train steps as they should be. Trees are on the host: {"params", "optimizer"} in natural order."""
+
+    clip_norm: float | None
+    numbers: tuple[StepNumbers, ...]  # of each step
+    before: Tree
+    after: Tree
+    slack: Tree  # for each number of `after`, how far it moves when gradients are off by their tolerance
+    eval_loss: float | None  # None: the request evaluates nothing
+
+    @property
+    def clipped(self) -> tuple[bool, ...]:
+        """Return for each step whether its gradients are clipped."""
+        return tuple(self.clip_norm is not None and each.grad_norm >= self.clip_norm for each in self.numbers)
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """The un-pipelined model of a job: initial parameters on the host, and a function (params, batch) -> (loss, grads).
+
+    Batches are divided as devices divide them, mesh.dp*mesh.fsdp*num_microbatches times, so that a model which is meant
+    to mix the examples of a microbatch is compared too.
+    """
+
+    job: TrainingJob
+    params: Tree
+    loss_and_grads: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
+
+    def run(self, num_steps: int, clip_norm: float | None, tolerance: float) -> PlainSteps:
+        """Return the first train steps, clipped at this norm; tolerance: of gradients, of the largest of their array.
+
+        Adam divides a gradient by its own size, so that one that is nothing but rounding may move its parameter as far
+        as any other. So the same updates are also made of gradients that are a tolerance larger and smaller.
+        """
+        config, data = self.job.config, self.job.data
+        optimizer, lr_schedule = plain_optimizer(config), plain_lr_schedule(config)
+        max_norm = math.inf if clip_norm is None else clip_norm
+
+        def update(state: Tree, grads: Tree, max_norm: jax.Array, shift: jax.Array) -> Tree:
+            clipping = optax.clip_by_global_norm(max_norm)
+            grads, _ = clipping.update(grads, clipping.init(grads))
+            grads = jax.tree.map(lambda g: g + (shift * tolerance * jnp.abs(g).max()).astype(g.dtype), grads)
+            updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer_state}
+
+        before = {"params": self.params, "optimizer": jax.device_get(optimizer.init(self.params))}
+        states, numbers = [before] * len(SHIFTS), []
+        compiled_update = _compiled(update, before, self.params, max_norm, 0.0)
+        for k, batch in enumerate(islice(data.batches(), num_steps)):
+            loss, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch))
+            numbers.append(StepNumbers(float(loss), _norm(grads), float(lr_schedule(k))))
+            states = [
+                jax.device_get(compiled_update(state, grads, max_norm, shift))
+                for state, shift in zip(states, SHIFTS, strict=True)
+            ]
+        after, *shifted = states
+        slack = jax.tree.map(lambda a, *others: np.max([np.abs(b - a) for b in others], axis=0), after, *shifted)
+        eval_loss = None
+        if config.run.eval_every is not None:
+            batches = data.eval_batches(config.run.eval_batches)
+            eval_loss = float(np.mean([float(self.loss_and_grads(after["params"], batch)[0]) for batch in batches]))
+        return PlainSteps(clip_norm, tuple(numbers), before, after, slack, eval_loss)
+
+
+def plain_model(job: TrainingJob) -> PlainModel:
+    """Return the un-pipelined model of a job."""
+    config, pipe = job.config, job.pipe
+    params = jax.device_get(_compiled(lambda: init(pipe.stack, config.run.seed))())
+    function = reference(
+        pipe.stack,
+        num_microbatches=config.schedule.num_microbatches * config.mesh.dp * config.mesh.fsdp,
+        remat="none",
+        unroll=config.executor.unroll,
+        dtype=pipe.dtype,
+    )
+    return PlainModel(job, params, _compiled(function, params, next(job.data.batches())))
+
+
+def plain_optimizer(config: Config) -> optax.GradientTransformation:
+    """Return the optimizer that the config asks for, as optax alone has it, without clipping."""
+    lr_schedule, optim = plain_lr_schedule(config), config.optim
+    if isinstance(optim, SGD):
+        return optax.sgd(lr_schedule, momentum=optim.momentum)
+    assert isinstance(optim, AdamW), optim
+    is_decayed = lambda path, _: path[-1].key not in NO_DECAY  # noqa: E731
+    mask = lambda params: jax.tree_util.tree_map_with_path(is_decayed, params)  # noqa: E731
+    sizes = {key: asdict(optim)[key] for key in ("b1", "b2", "eps", "weight_decay")}
+    return optax.adamw(lr_schedule, **sizes, mask=mask)
+
+
+def plain_lr_schedule(config: Config) -> optax.Schedule:
+    """Return optax's linear warm-up and cosine decay: lr/(w+1) in the first step, lr after w, a share of it at the end.
+
+    w is warmup_steps, but less than the steps of the run.
+    """
+    optim, num_steps = config.optim, config.run.num_steps
+    w = min(optim.warmup_steps, num_steps - 1)
+    rates = optax.warmup_cosine_decay_schedule(
+        optim.lr / (w + 1), optim.lr, w, max(num_steps, w + 1), optim.lr * optim.min_lr_fraction
+    )
+    return lambda step: rates(jnp.asarray(step, float))  # of an int32, optax's line is computed in float32
+
+
+def _norm(tree: Tree) -> float:
+    return math.sqrt(sum(float(np.square(a, dtype=np.float64).sum()) for a in jax.tree.leaves(tree)))
+
+
+def _compiled(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Return a function compiled for these arguments; it runs a few times, so it is compiled by the quickest means."""
+    options = cpu_options("once") if jax.default_backend() == "cpu" else None
+    return jax.jit(function).lower(*args).compile(options)

@@ -1,0 +1,219 @@
+"""The train steps of `ppctl verify`: right ones pass, and a fault planted in any part of a step does not."""
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support.selection import few
+
+from ppctl import config
+from ppctl.cli.commands import verify
+from ppctl.training import optim, train_step
+from ppctl.training.engines import mpmd
+from ppctl.training.engines.one_program import OneProgram
+from ppctl.training.engines.post_validation import PostValidated
+
+SPMD = config.Config(
+    model=config.MLP(num_layers=3, d_model=4),
+    mesh=config.Mesh(1, 2, 1),
+    schedule=config.Schedule("1f1b", 2),
+    executor=config.Spmd(),
+    optim=config.AdamW(warmup_steps=3),
+    data=config.Regression("regression", batch_size=4, num_features=3, num_targets=2, num_rows=400),
+    run=config.Run(num_steps=20, eval_batches=2),
+)
+MPMD = replace(SPMD, schedule=config.Schedule("zb_h1", 2), executor=config.Mpmd(post_validation=True))
+
+
+def verified(request, capsys):
+    """(exit code, what was found of the train steps)."""
+    code = verify.verify(request, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is (code == 0)
+    return code, found["training"]
+
+
+def clipped_steps(found):
+    return [step["is_clipped"] for step in found["steps"]]
+
+
+def test_steps_without_a_barrier_are_undone_and_let_stand(capsys):
+    assert verify.verify(MPMD, as_json=False) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"clipping  at .*; steps undone and taken again: \d.*; let stand: \d", shown)
+    assert re.search(r"step +loss +reference +error +grad_norm +error +lr +error +clipped", shown)
+    assert re.search(r"eval      \S+, reference \S+, relative error \d\.\de[+-]\d\d, of 2 batches", shown)
+    assert "equal within 1e-10 (float64)" in shown
+
+
+PASSING = [
+    replace(SPMD, optim=config.SGD(momentum=0.9, warmup_steps=0)),
+    replace(SPMD, optim=config.AdamW(clip_norm=None), run=config.Run(num_steps=20, eval_every=None)),
+    replace(SPMD, mesh=config.Mesh(2, 2, 1), run=config.Run(num_steps=20, dtype="float32", eval_batches=2)),
+    replace(SPMD, run=config.Run(num_steps=20, dtype="bfloat16", eval_batches=2)),
+    replace(SPMD, mesh=config.Mesh(), executor=config.Reference(), verify=config.Verify(steps=1)),
+    replace(MPMD, executor=config.Mpmd(), verify=config.Verify(steps=5), run=config.Run(num_steps=2, eval_batches=2)),
+]
+
+
+@pytest.mark.parametrize(
+    "request_", few(PASSING, 1), ids=["sgd", "unclipped", "float32", "bfloat16", "reference", "longer than the run"]
+)
+def test_right_steps_pass(request_, capsys):
+    code, found = verified(request_, capsys)
+    assert code == 0
+    assert len(found["steps"]) == request_.verify.steps
+    assert (found["eval_loss"] is None) == (request_.run.eval_every is None)
+    assert any(clipped_steps(found)) == (request_.optim.clip_norm is not None)
+    if request_.verify.steps > 1 and request_.optim.clip_norm is not None:
+        assert not all(clipped_steps(found))  # both branches ran
+    names = {leaf["name"] for leaf in found["state"]}
+    assert {"params/layers/kernel", "params/ends/head/kernel", "step"} <= names
+    if isinstance(request_.optim, config.AdamW):
+        assert {"optimizer/0/mu/layers/kernel", "optimizer/0/nu/layers/kernel"} <= names
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def unclipped(monkeypatch):
+    keep = lambda updates, state, params=None, **_: (updates, state)  # noqa: E731
+    transformation = optax.GradientTransformationExtraArgs(optax.init_empty_state, keep)
+    monkeypatch.setattr(optim, "clip_by_norm", lambda max_norm: transformation)
+
+
+def clipped_a_little_late(monkeypatch):
+    right = optim.clip_by_norm
+    monkeypatch.setattr(optim, "clip_by_norm", lambda max_norm: right(max_norm * (1 + 1e-6)))
+
+
+def other_decay_of_moments(monkeypatch):
+    right = optim.OPTIMIZERS["adamw"]
+    changed = lambda *args, **given: right(*args, **given | {"b2": given["b2"] + 1e-6})  # noqa: E731
+    monkeypatch.setitem(optim.OPTIMIZERS, "adamw", changed)
+
+
+def decay_of_biases(monkeypatch):
+    monkeypatch.setattr(optim, "decays", lambda params: jax.tree.map(lambda _: True, params))
+
+
+def warm_up_from_nothing(monkeypatch):
+    right = optim.lr_schedule
+    monkeypatch.setattr(optim, "lr_schedule", lambda **given: lambda step: right(**given)(step) * (step > 0))
+
+
+def end_of_the_learning_rate(monkeypatch):
+    """Behind the steps that are run."""
+    right = optim.lr_schedule
+
+    def changed(**given):
+        rates = right(**given)
+        return lambda step: jnp.where(step == given["num_steps"] - 1, 0.999, 1.0) * rates(step)
+
+    monkeypatch.setattr(optim, "lr_schedule", changed)
+
+
+def steps_that_are_not_counted(monkeypatch):
+    right = train_step.apply_gradients
+
+    def changed(optimizer, state, *rest):
+        return right(optimizer, state, *rest) | {"step": state["step"]}
+
+    monkeypatch.setattr(train_step, "apply_gradients", changed)
+
+
+def layers_of_a_rank_that_stay(monkeypatch):
+    right = train_step.apply_gradients
+
+    def changed(optimizer, state, *rest):
+        found = right(optimizer, state, *rest)
+        before, after = state["params"]["layers"], found["params"]["layers"]  # staged: [V, P, K, ...]
+        layers = jax.tree.map(lambda a, b: b.at[:, 1].set(a[:, 1]), before, after)
+        return found | {"params": found["params"] | {"layers": layers}}
+
+    monkeypatch.setattr(train_step, "apply_gradients", changed)
+
+
+def evaluation_of_other_parameters(monkeypatch):
+    right = OneProgram.loss
+    shrunk = lambda state: state | {"params": jax.tree.map(lambda a: a * (1 - 1e-6), state["params"])}  # noqa: E731
+    monkeypatch.setattr(OneProgram, "loss", lambda self, state, batch: right(self, shrunk(state), batch))
+
+
+def batches_that_are_not_evaluated(monkeypatch):
+    right = verify.compare_training.__globals__["evaluate"]
+    fewer = lambda engine, data, num_batches, state: right(engine, data, num_batches - 1, state)  # noqa: E731
+    monkeypatch.setitem(verify.compare_training.__globals__, "evaluate", fewer)
+
+
+def a_norm_of_layers_alone(monkeypatch):
+    monkeypatch.setattr(train_step, "global_norm", lambda tree: optim.global_norm(tree["layers"]))
+
+
+def never_undone(monkeypatch):
+    monkeypatch.setattr(optim, "needs_no_clipping", lambda norm, max_norm: True)
+
+
+def undone_from_the_next_state(monkeypatch):
+    right = PostValidated.settled
+
+    def changed(self, attempt):
+        if attempt.before is not None:
+            attempt.before = attempt.state
+        return right(self, attempt)
+
+    monkeypatch.setattr(PostValidated, "settled", changed)
+
+
+def begun_from_the_wrong_state(monkeypatch):
+    """The step behind one that is undone goes on from the update that was thrown away."""
+    monkeypatch.setattr(PostValidated, "step", lambda self, state, batch: self._try(state.state, batch))
+
+
+def a_rank_that_updates_twice(monkeypatch):
+    right = mpmd.apply_gradients
+
+    def changed(optimizer, state, grads, norm):
+        once = right(optimizer, state, grads, norm)
+        is_first = "embed" in state["params"]["ends"]
+        return once | {"params": right(optimizer, once, grads, norm)["params"]} if is_first else once
+
+    monkeypatch.setattr(mpmd, "apply_gradients", changed)
+
+
+FAULTS = [
+    (SPMD, layers_of_a_rank_that_stay),
+    (MPMD, never_undone),
+    (SPMD, unclipped),
+    (SPMD, clipped_a_little_late),
+    (SPMD, other_decay_of_moments),
+    (SPMD, decay_of_biases),
+    (SPMD, warm_up_from_nothing),
+    (SPMD, end_of_the_learning_rate),
+    (SPMD, steps_that_are_not_counted),
+    (SPMD, evaluation_of_other_parameters),
+    (SPMD, batches_that_are_not_evaluated),
+    (SPMD, a_norm_of_layers_alone),
+    (MPMD, undone_from_the_next_state),
+    (MPMD, begun_from_the_wrong_state),
+    (MPMD, a_rank_that_updates_twice),
+]
+
+
+@pytest.mark.parametrize(("request_", "fault"), few(FAULTS, 2), ids=[fault.__name__ for _, fault in FAULTS])
+def test_a_planted_fault_is_found(request_, fault, monkeypatch, capsys):
+    fault(monkeypatch)
+    assert verified(request_, capsys)[0] == 1
+
+
+@pytest.mark.full
+def test_what_is_wrong_is_marked(monkeypatch, capsys):
+    layers_of_a_rank_that_stay(monkeypatch)
+    assert verify.verify(SPMD, as_json=False) == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"worst params/layers/(kernel|bias), \d\.\de[+-]\d\d ! of its largest change in layer [12]", shown)
+    assert "NOT EQUAL within 1e-10 (float64)" in shown
