@@ -89,6 +89,7 @@ class CustomModel:
     num_layers: int = 8  # divided over the stages
     layers: str = "marks"  # of a Network: marks (between its stage_boundary) | auto (clustered, whatever its marks)
     seq_len: int | None = None  # tokens a sequence, of data that are text
+    mixes_examples: bool = False  # true: examples of a microbatch may depend on each other; false: that is refused
     options: dict[str, Any] = field(default_factory=dict[str, Any])  # its other arguments: +model.options.NAME=VALUE
 
     LAYERS: ClassVar[tuple[str, ...]] = ("marks", "auto")

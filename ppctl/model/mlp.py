@@ -49,4 +49,4 @@ def mlp(*, num_layers: int, d_model: int, activation: str, input_dim: int, targe
         errors_BO = predictions_BO.astype(jnp.promote_types(predictions_BO.dtype, jnp.float32)) - targets_BO
         return jnp.square(errors_BO).sum(), jnp.asarray(errors_BO.size, errors_BO.dtype)
 
-    return Stack(num_layers, init_ends, init_layer, embed, layer, head)
+    return Stack(num_layers, init_ends, init_layer, embed, layer, head, mixes_examples=False)

@@ -31,6 +31,7 @@ class Network:
     computed by itself, so that microbatches give what the whole batch gives.
     loss(outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least float32; the training loss
     is sum / number over the global batch.
+    mixes_examples: as of a `Stack`.
 
     Layers end at each `stage_boundary` that apply calls, or where ppctl balances their work (model.layers=auto).
     Cutting is a ConfigError where a parameter is used by two layers, where integers cross a boundary, where what
@@ -40,6 +41,7 @@ class Network:
     init: Callable[[jax.Array], Tree]
     apply: Callable[[Tree, jax.Array], Tree]
     loss: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]]
+    mixes_examples: bool | None = None  # None: not known
 
 
 def stage_boundary(x: T) -> T:

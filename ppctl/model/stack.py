@@ -33,6 +33,8 @@ class Stack:
     is sum / number over the global batch.
     initial(key) -> {"ends", "layers"}: all initial parameters at once, instead of init_ends and init_layer.
     export(params) -> tree: parameters in the form that the model's author knows.
+    mixes_examples: None: a run tries on a few examples whether the loss of one depends on those beside it, and refuses
+    such a model, of which microbatches make another function. True: so it is meant. False: it is known not to.
 
     A run checks the functions against each other on shapes alone, and reports what does not fit as a ConfigError.
     """
@@ -45,6 +47,7 @@ class Stack:
     head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     initial: Callable[[jax.Array], Tree] | None = None  # all initial parameters of a key at once, where not by layer
     export: Callable[[Tree], Tree] | None = None  # parameters in the form that the model's author knows
+    mixes_examples: bool | None = None  # None: not known
 
     @property
     def are_alike(self) -> bool:

@@ -187,4 +187,4 @@ def transformer(
         loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), is_tied=tied)
         return loss, jnp.asarray(targets_BT.size, loss.dtype)
 
-    return Stack(num_layers, init_ends, init_layer, embed, layer, head)
+    return Stack(num_layers, init_ends, init_layer, embed, layer, head, mixes_examples=False)

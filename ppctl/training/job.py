@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ppctl import config as settings
@@ -32,6 +33,7 @@ from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.training import optim
 from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, of_topology
+from ppctl.training.mixing import NUM_TRIED
 from ppctl.training.models import make_stack
 from ppctl.training.pipeline import Pipeline, pipeline
 from ppctl.training.start import start_jax
@@ -111,6 +113,18 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE, on_one_devic
     )
     own = {part: getattr(config, part).target for part in ("model", "data") if getattr(config, part).name == "custom"}
     return TrainingJob(config, data, pipe, {part: sources(target) for part, target in own.items()})
+
+
+def check_examples(job: TrainingJob) -> str | None:
+    """Return why a model of the user's was not tried for mixing the examples of a batch, or None; refuse one that does.
+
+    Before anything is compiled but the trial itself. ConfigError for a model that mixes them.
+    """
+    model = job.config.model
+    if not isinstance(model, settings.CustomModel):
+        return None
+    examples = job.data.read(np.arange(min(NUM_TRIED, job.data.num_examples)))
+    return job.pipe.check_examples(f"model.target={model.target}", examples)
 
 
 def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:

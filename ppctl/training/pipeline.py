@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from ppctl.executors.stage.flops import RelativeCosts, relative_costs
 from ppctl.executors.xla_flags import flags_for
 from ppctl.model.network import Network
 from ppctl.model.stack import Stack, init
+from ppctl.reports.terminal import size_text
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import BASELINE
 from ppctl.schedule.ir import Schedule
@@ -36,10 +38,12 @@ from ppctl.training.engines.make import make_engine, model_of
 from ppctl.training.engines.programs import StepPrograms
 from ppctl.training.engines.states import States
 from ppctl.training.execution import Execution, check_execution, check_lowering
+from ppctl.training.mixing import MOST_BYTES, few_examples, refuse_mixing
 from ppctl.training.request import (
     check_batch,
     check_batch_size,
     check_split,
+    in_arguments,
     partition_for,
     schedule_for,
     shapes_of,
@@ -69,6 +73,7 @@ class Pipeline:
     engine: Engine
     model: Model  # as the tasks of one device see it
     lr_schedule: optax.Schedule | None = None
+    examples: Tree = None  # a few of the batch that it was made with
 
     # what it is
 
@@ -102,6 +107,7 @@ class Pipeline:
 
     def init(self, seed: int | None = None) -> Tree:
         """Return the initial state: a function of the model and the seed alone, whatever the layout."""
+        self._try_examples()
         return self.engine.new_state(seed)
 
     def step(self, state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, jax.Array]]:
@@ -125,12 +131,43 @@ class Pipeline:
 
     def compile(self, *, evaluate: bool = False) -> Footprint:
         """Compile the train step, and with `evaluate` what `loss` runs; return the memory of the step."""
+        self._try_examples()
         footprint = self.engine.compile(evaluate=evaluate)
         self._compiled.update({"step", "loss"} if evaluate else {"step"})
         return footprint
 
+    def check_examples(self, name: str, examples: Mapping[str, Any]) -> str | None:
+        """Return why the model could not be tried for mixing the examples of a batch, or None.
+
+        None, untried, where the model states it, or where all of a batch is computed together. name: of the model, for
+        people; examples: a few of a batch.
+
+        Raises:
+            ConfigError: The model mixes them, so that microbatches would train another function.
+        """
+        self._compiled.add("examples")
+        shape = self.mesh.shape
+        if self.stack.mixes_examples is not None or self.schedule.num_microbatches * shape["dp"] * shape["fsdp"] == 1:
+            return None
+        size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self.states.natural["params"]))
+        if size > MOST_BYTES:
+            return (
+                f"{name} was not tried for mixing the examples of a batch: its parameters take {size_text(size)}, and "
+                f"one device is given at most {size_text(MOST_BYTES)} for it."
+            )
+        return refuse_mixing(name, self.stack, few_examples(examples, self.batch_shapes), self.dtype)
+
+    def _try_examples(self) -> None:
+        if "examples" in self._compiled:
+            return
+        with in_arguments():
+            note = self.check_examples("The model", self.examples)
+        if note is not None:
+            warnings.warn(note, stacklevel=3)
+
     @cached_property
     def _compiled(self) -> set[str]:
+        """What has been done: the model tried on "examples", a "step" and a "loss" compiled."""
         return set()
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
@@ -253,4 +290,7 @@ def pipeline(
     if execution.is_pipelined:
         check_split(stack, plan, layout.partition, model)
     engine = make_engine(model, states, plan, lowered, shapes, optimizer, lr_schedule, execution, clip_norm)
-    return Pipeline(stack, plan, lowered, states, optimizer, dtype, shapes, execution, engine, model, lr_schedule)
+    examples = few_examples(batch, shapes)
+    return Pipeline(
+        stack, plan, lowered, states, optimizer, dtype, shapes, execution, engine, model, lr_schedule, examples
+    )

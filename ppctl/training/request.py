@@ -27,6 +27,7 @@ Tree = Any
 ARGUMENTS = (  # settings of the command line, and the arguments of `ppctl.pipeline` that they are here
     ("model.num_layers", "num_layers"),
     ("model.layers", "layers"),
+    ("model.mixes_examples=true", "mixes_examples=True of the Network or Stack"),
     ("partition.layers=", "partition="),
     ("partition=explicit", "partition=[layers of each stage]"),
 )

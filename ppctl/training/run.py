@@ -48,7 +48,7 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import environment
 from ppctl.training.heartbeat import Heartbeat
-from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble, partition_text
+from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble, check_examples, partition_text
 from ppctl.training.loop import Loop, writing
 from ppctl.training.metrics import Metrics, NoMetrics
 from ppctl.training.models import attention_kernel
@@ -86,6 +86,9 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
     job = assemble(config)
     if config.run.eval_every is not None:
         job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+    note = check_examples(job)
+    if note is not None:
+        say(f"note      {note}")
     with _status(config) as status, _checkpoints(config) as checkpoints:
         start, restored, _ = resumed = resume(config, job, checkpoints, say)
         if start == config.run.num_steps:

@@ -12,6 +12,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,7 @@ def custom_stack(
     data: DataSet,
     dtype: jnp.dtype,
     layers: str = "marks",
+    mixes_examples: bool = False,
     compute: jnp.dtype | None = None,
 ) -> Stack:
     """Return the model that model.target returns for (num_layers, dtype, data, **options), a network as a stack.
@@ -59,7 +61,7 @@ def custom_stack(
         cut = partial(
             TracedNetwork, network, num_layers, auto=auto, inputs=shape, dtype=dtype, compute=compute or dtype
         )
-        stack = stack_of(_call_user_code(key, "cutting it into layers", cut))
+        stack = stack_of(call_user_code(key, "cutting it into layers", cut))
     elif auto:
         raise ConfigError(f"{key} returns a Stack, which has its layers: model.layers=auto is for a ppctl.Network.")
     if stack.num_layers != num_layers:
@@ -68,7 +70,7 @@ def custom_stack(
             "Let num_layers say how many there are."
         )
     _check_stack(key, stack, data.read(np.arange(NUM_TRIED)), head)
-    return stack
+    return replace(stack, mixes_examples=True) if mixes_examples else stack
 
 
 def custom_data(
@@ -158,10 +160,10 @@ def _call(key: str, function: Callable[..., Any], given: Mapping[str, Any], opti
             f"{key} is called with {', '.join([*given, *options])}, which it does not take so: {error}. "
             f"Let it take {', '.join(given)} by name; the rest is +{part}.options.NAME=VALUE."
         ) from error
-    return _call_user_code(key, "calling it", lambda: function(**given, **options))
+    return call_user_code(key, "calling it", lambda: function(**given, **options))
 
 
-def _call_user_code(key: str, what: str, call: Callable[[], Any]) -> Any:
+def call_user_code(key: str, what: str, call: Callable[[], Any]) -> Any:
     """Return the result of `call`; ConfigError for whatever the user's own lines raise."""
     try:
         return call()
@@ -196,7 +198,7 @@ def _check_stack(key: str, stack: Stack, batch: Batch, head: str) -> None:
 
     def shaped(what: str, *args: Any) -> Any:
         functions = stack.layer if what == "layer" and isinstance(stack.layer, tuple) else (getattr(stack, what),)
-        return [_call_user_code(key, what, lambda f=f: jax.eval_shape(f, *args)) for f in functions][-1]
+        return [call_user_code(key, what, lambda f=f: jax.eval_shape(f, *args)) for f in functions][-1]
 
     index = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
     ends, layer = shaped("init_ends", random), shaped("init_layer", random, index)
@@ -226,7 +228,7 @@ def _shape(tree: Any) -> str:
 
 def _check_reading(key: str, data: DataSet) -> None:
     """Raise ConfigError where examples are not arrays that depend on their numbers alone."""
-    both: Batch = _call_user_code(key, "reading examples 0 and 1", lambda: data.read(np.arange(2)))
+    both: Batch = call_user_code(key, "reading examples 0 and 1", lambda: data.read(np.arange(2)))
     if not isinstance(both, dict) or not both.keys() >= {"inputs", "targets"}:
         names = ", ".join(both) if isinstance(both, dict) else _kind(both)
         raise ConfigError(f"{key} reads {names}; it must read a dict with inputs and targets.")
@@ -234,7 +236,7 @@ def _check_reading(key: str, data: DataSet) -> None:
         if not isinstance(array, np.ndarray) or array.shape[:1] != (2,):
             found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else _kind(array)
             raise ConfigError(f"{key} reads {name} of 2 examples as {found}; it must be a numpy array [2, ...].")
-    second: Batch = _call_user_code(key, "reading example 1", lambda: data.read(np.arange(1, 2)))
+    second: Batch = call_user_code(key, "reading example 1", lambda: data.read(np.arange(1, 2)))
     for name, array in both.items():
         if not np.array_equal(second[name][0], array[1]):
             raise ConfigError(

@@ -34,7 +34,7 @@ from ppctl.errors import PpctlError
 from ppctl.executors.links import AllReduce, MeasuredLink, device_pairs, measure_all_reduce, measure_link, probe_devices
 from ppctl.launch import distributed
 from ppctl.reports.terminal import show_json, show_table
-from ppctl.training.job import DEFAULT_DTYPE, assemble
+from ppctl.training.job import DEFAULT_DTYPE, assemble, check_examples
 from ppctl.training.process_group import process_group
 from ppctl.training.start import start_jax
 
@@ -117,6 +117,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     """Return (findings, mesh, bytes of a state), of everything that training builds before it compiles."""
     try:
         job = assemble(config)
+        note = check_examples(job)
     except PpctlError as error:
         return [Finding("request", False, str(error))], None, None
     device = job.pipe.mesh.devices.flat[0]
@@ -125,12 +126,14 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     if limit and device.platform == "gpu":
         share = config.run.memory_fraction
         limit += f" (run.memory_fraction={'null: as JAX decides' if share is None else share})"
-    schedule = job.pipe.schedule
+    schedule, tried = job.pipe.schedule, "" if note is None else f". {note}"
     state_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(job.pipe.states.natural))
     findings = [
         Finding("devices", True, f"{job.pipe.mesh.size} x {device.device_kind} ({device.platform}){limit}"),
         Finding("data", True, job.data.source),
-        Finding("request", True, f"mesh={config.mesh.text}, {schedule.name}: a state takes {_size(state_bytes)}"),
+        Finding(
+            "request", True, f"mesh={config.mesh.text}, {schedule.name}: a state takes {_size(state_bytes)}{tried}"
+        ),
     ]
     return findings, job.pipe.mesh, state_bytes
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ppctl.config import Config
 from ppctl.reports.terminal import show_json, show_table
-from ppctl.training.job import TrainingJob, assemble, partition_text
+from ppctl.training.job import TrainingJob, assemble, check_examples, partition_text
 from ppctl.training.plain_steps import plain_model
 from ppctl.training.verification import (
     GradientComparison,
@@ -35,6 +35,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     tolerance = tolerance_of(job)
     if config.verify.steps and config.run.eval_every is not None:
         job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+    note = check_examples(job)
     plain = plain_model(job)
     state = job.pipe.init()  # compiled once, for gradients and steps
     gradients = compare_gradients(job, plain, state)
@@ -48,7 +49,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     if as_json:
         show_json(_document(job, gradients, training, ok=ok))
     else:
-        _show(job, config, gradients, training, ok=ok)
+        _show(job, config, gradients, training, note, ok=ok)
     return 0 if ok else 1
 
 
@@ -95,6 +96,7 @@ def _show(
     config: Config,
     gradients: GradientComparison,
     training: TrainingComparison | None,
+    note: str | None,
     *,
     ok: bool,
 ) -> None:
@@ -118,6 +120,8 @@ def _show(
     text = partition_text(job)
     if text is not None:
         line(f"partition {text}")
+    if note is not None:
+        line(f"note      {note}")
     worst = worst_of(gradients.leaves)
     line(f"loss      {_number_text(gradients.loss, tolerance)}")
     line(f"worst     {worst.name}, {_error_text(worst.error, tolerance)} of its largest entry")

@@ -265,6 +265,7 @@ def stack_of(network: TracedNetwork) -> Stack:
         network.head,
         initial=initial,
         export=network.from_parts,
+        mixes_examples=network.network.mixes_examples,
     )
 
 
