@@ -86,7 +86,7 @@ class PlainModel:
         compiled_update = _compiled(update, before, self.params, max_norm, 0.0)
         for k, batch in enumerate(islice(data.batches(), num_steps)):
             loss, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch))
-            numbers.append(StepNumbers(float(loss), _norm(grads), float(lr_schedule(k))))
+            numbers.append(StepNumbers(float(loss), _norm(grads), float(jnp.asarray(lr_schedule(k)))))
             states = [
                 jax.device_get(compiled_update(state, grads, max_norm, shift))
                 for state, shift in zip(states, SHIFTS, strict=True)

@@ -179,9 +179,11 @@ def steps_with_clipping(plain: PlainModel, num_steps: int, tolerance: float) -> 
     if requested.clip_norm is None or len({*requested.clipped}) == 2 or not all(0 < n < math.inf for n in norms):
         return requested
     tried = [requested]
-    gaps = [(high - low, (low + high) / 2) for low, high in pairwise(sorted(norms)) if high > low]
-    if gaps:
-        tried.append(plain.run(num_steps, max(gaps)[1], tolerance))
+    between = [(high - low, (low + high) / 2) for low, high in pairwise(sorted(norms)) if high > low]
+    if between:
+        goes_on = lambda norm: any(n >= norm for n in norms[:-1])  # noqa: E731  a step follows one that is clipped
+        _, norm = max(between, key=lambda gap: (goes_on(gap[1]), gap[0]))
+        tried.append(plain.run(num_steps, norm, tolerance))
         if len({*tried[-1].clipped}) == 2:
             return tried[-1]
     found = next((each for each in tried if any(each.clipped)), None)
@@ -199,7 +201,7 @@ def _compare_rates(job: TrainingJob) -> tuple[float, float]:
     assert lr_schedule is not None, "every job has one"
     last = config.run.num_steps - 1
     steps = jnp.asarray(np.unique(np.linspace(0, last, MOST_RATES).round()), jnp.int32)
-    found, expected = (jax.vmap(each)(steps) for each in (lr_schedule, plain_lr_schedule(config)))
+    found, expected = (jnp.asarray(jax.vmap(each)(steps)) for each in (lr_schedule, plain_lr_schedule(config)))
     error = float(jnp.abs(found - expected).max()) / (float(expected.max()) or 1.0)
     return error, TOLERANCE[str(expected.dtype)]
 

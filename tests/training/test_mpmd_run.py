@@ -81,6 +81,7 @@ CONFIG = config.Config(
     schedule=config.Schedule("zb_h1", 4),
     executor=config.Mpmd(remat="layer"),
     data=config.Regression("regression", batch_size=16, num_features=6, num_targets=3, num_rows=4000),
+    verify=config.Verify(steps=0),
 )
 
 
