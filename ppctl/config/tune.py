@@ -20,6 +20,7 @@ class Tune:
     schedules: list[str] | None = None  # families to choose from; None: all that the executor runs
     remat: list[str] | None = None  # settings of executor.remat to choose from; None: all
     max_chunks: int = 4  # stages a rank, at most
+    best: int = 10  # how many layouts are shown
     measure: int = 0  # how many of the best are run here for a few steps, and ranked by their measured step time
     recipe: str | None = "tuned"  # the best one is written to ./recipes/NAME.yaml; None: to no file
 
@@ -29,7 +30,13 @@ class Tune:
         at_least("tune.devices", self.devices, 1)
         above_zero("tune.memory_gib", self.memory_gib)
         at_least("tune.max_chunks", self.max_chunks, 1)
+        at_least("tune.best", self.best, 1)
         at_least("tune.measure", self.measure, 0)
+        if self.measure > self.best:
+            raise ConfigError(
+                f"tune.measure={self.measure} runs more layouts than tune.best={self.best} shows. Use "
+                f"tune.best={self.measure} or more, or a smaller tune.measure."
+            )
         for name in self.remat or ():
             if name not in self.REMAT:
                 raise ConfigError(f"tune.remat: {name} is not one of {', '.join(self.REMAT)}.")

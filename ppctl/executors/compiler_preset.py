@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-CompilerPreset = Literal["full", "quick", "once"]  # once: runs once a step, or is compiled for its memory alone
+CompilerPreset = Literal["full", "quick", "once"]  # once: runs once a step
 
 CPU_OPTIONS: dict[CompilerPreset, dict[str, Any]] = {
     "full": {},

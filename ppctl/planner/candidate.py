@@ -1,9 +1,12 @@
-"""A layout with its prediction: a schedule on a mesh, its partition, microbatches and remat. Standard library only."""
+"""A layout as the search predicts it: a schedule on a mesh, its partition, microbatches and remat.
+
+Standard library only, for thousands of them; those shown are predicted as `ppctl plan` does (`planner.predict`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from math import inf
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.analytic import PlannedLayout, adds_in_place
 from ppctl.planner.op_times import StepTime, costs_of_stages, ticking_s
-from ppctl.planner.sizes import held_bytes, workspace_bytes
+from ppctl.planner.sizes import held_bytes, task_bytes, workspace_bytes
 from ppctl.planner.space import Bounds
 from ppctl.schedule.activations import peak_activations
 from ppctl.schedule.bounds import makespan_bound_s
@@ -46,6 +49,8 @@ class Candidate:
     stage_s: tuple[tuple[float, float], ...] = field(
         default=(), compare=False
     )  # of a microbatch: forward, and backward
+    ideal_bubble: float | None = field(default=None, compare=False)  # 0..1: of the schedule alone, equal stages
+    bubble: float | None = field(default=None, compare=False)  # by costs, once it is predicted as `ppctl plan` does
 
     @property
     def total_bytes(self) -> int:
@@ -93,6 +98,7 @@ class LayoutPredictor:
         op_times = bounds.op_times_at(layout)
         relative = _relative_costs(sizes, bounds.space.layer_costs)
         keeps_input = Remat.of(microbatch.remat).keeps_input_only
+        kept_bytes = bounds.work.stash_bytes[microbatch.remat], bounds.work.pending_bytes[microbatch.remat]
         costs = costs_of_stages(op_times, relative, keeps_input=keeps_input, split=placed.is_split)
         if makespan_bound_s(placed, costs, microbatch.number) + op_times.overhead_s > last_s:
             return None  # whatever the order of its tasks
@@ -105,12 +111,9 @@ class LayoutPredictor:
 
         def memory(slots: Sequence[Mapping[str, float]]) -> dict[str, int]:
             found = held_bytes(bounds.work, bounds.params, layout, microbatch, along(numbers, slots, microbatch.number))
-            in_place = adds_in_place(layout, adds=bounds.machine.speed.adds, unroll=bounds.machine.unroll)
-            temporaries = workspace_bytes(bounds.work, bounds.params, layout, microbatch, adds=in_place)
-            return found | {"temporaries": temporaries}
+            return found | {"temporaries": _temporaries(bounds, layout, split=placed.is_split)}
 
-        stashes = [_stashes(*key) for key in keys]
-        if not self.has_room(memory([{"stash": share * number} for number in stashes])):
+        if not self.has_room(memory([{"stash": share * _stashes(*key)} for key in keys])):
             return None
         self.num_simulated += 1
         times = list[dict[str, float]]()
@@ -125,7 +128,7 @@ class LayoutPredictor:
         if is_spmd:
             held = memory([_slots(*key, microbatch.remat) for key in keys])
         else:
-            held = memory([{"stash": number, "value": 2} for number in stashes])
+            held = memory([{**_kept(*key, *kept_bytes), "value": 2} for key in keys])
         if not self.has_room(held):
             return None
         there_and_back = tuple((costs.seconds("F", s, 1), costs.seconds("B", s, 1)) for s in range(len(sizes)))
@@ -134,9 +137,9 @@ class LayoutPredictor:
 
 
 def least_share(bounds: Bounds, family: str) -> float:
-    """Return the share of a stash that stays until W at least: with executor=spmd only what I hands on."""
+    """Return the share of a stash that stays until W at least: of a split backward only what I hands on."""
     stash, remat = bounds.work.stash_bytes[bounds.microbatch.remat], bounds.microbatch.remat
-    if not bounds.space.in_ticks or not FAMILIES[family].is_split or not stash:
+    if not FAMILIES[family].is_split or not stash:
         return 1.0
     return min(1.0, bounds.work.pending_bytes[remat] / stash)
 
@@ -195,6 +198,33 @@ def _slots(family: str, pp: int, number: int, chunks: int, remat: str) -> Mappin
 def _stashes(family: str, pp: int, number: int, chunks: int) -> float:
     """Return how many stashes the rank with most holds at the same time, by the order of its tasks."""
     return max(peak_activations(_built(family, pp, number, chunks))) * chunks
+
+
+@cache
+def _kept(family: str, pp: int, number: int, chunks: int, stash_bytes: int, pending_bytes: int) -> dict[str, int]:
+    """Return how many stashes, and how many pendings, a rank has when they take most, by the order of its tasks."""
+    most = {"stash": 0, "pending": 0}
+    worth = lambda found: found["stash"] * stash_bytes + found["pending"] * pending_bytes  # noqa: E731
+    for tasks in _built(family, pp, number, chunks).ranks:
+        live = {"stash": 0, "pending": 0}
+        for task in tasks:
+            live["stash"] += {"F": 1, "W": 0}.get(task.kind, -1)
+            live["pending"] += {"I": 1, "W": -1}.get(task.kind, 0)
+            most = dict(live) if worth(live) > worth(most) else most
+    return most
+
+
+def _temporaries(bounds: Bounds, layout: PlannedLayout, *, split: bool) -> int:
+    """Return the most temporaries of a device, as `planner.memory` counts them; of tasks, of the largest stage."""
+    work, params, microbatch, adds = bounds.work, bounds.params, bounds.microbatch, bounds.machine.speed.adds
+    if bounds.space.in_ticks:
+        in_place = adds_in_place(layout, adds=adds, unroll=bounds.machine.unroll)
+        return workspace_bytes(work, params, layout, microbatch, adds=in_place)
+    layers, left = layout.chunk_layers, Remat.of(microbatch.remat).keeps_input_only
+    in_place = adds_in_place(replace(layout, rank_layers=layers), adds=adds, unroll=bounds.machine.unroll)
+    sizes = layers, microbatch.examples, microbatch.remat
+    heads = {kind: (kind in "BI") if left else kind == "F" for kind in ("FIW" if split else "FB")}
+    return max(task_bytes(work, params, kind, *sizes, head=head, adds=in_place) for kind, head in heads.items())
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from ppctl.executors.spmd.body import add_trees
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.stage import LayerSlots, Stage
+from ppctl.model.stack import Stack as ModelStack
 from ppctl.planner.roofline import Extent, ModelWork, Op, PieceWork, ProductShape
 from ppctl.planner.traced_ops import bytes_to_make, ops_of, peak_bytes
 from ppctl.schedule.remat import Remat
@@ -22,9 +23,26 @@ Tree = Any
 EXAMPLES = (2, 4)  # of a microbatch: all grows by equal steps with them; one alone is traced otherwise
 
 
-@lru_cache(8)
+@dataclass(frozen=True)
+class _Counted:
+    """What the work of a model depends on."""
+
+    stack: ModelStack
+    shapes: tuple  # of parameters, and of an example
+    dtype: str
+    model: Model = field(compare=False)
+
+
 def work_of(model: Model) -> ModelWork:
     """Return the work of `model`'s pieces for one example; its own microbatch and remat do not matter."""
+    params = [(a.shape, str(a.dtype)) for a in jax.tree.leaves((model.ends, model.layer))]
+    example = [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(model.microbatch)]
+    return _work_of(_Counted(model.stack, (*params, *example), str(jnp.dtype(model.dtype)), model))
+
+
+@lru_cache(8)
+def _work_of(counted: _Counted) -> ModelWork:
+    model = counted.model
     few, many = counted = [CountedModel(model, number) for number in EXAMPLES]
     number = 1 if model.stack.are_alike else model.stack.num_layers
     layers = [_piece(few.layer(l), many.layer(l)) for l in range(number)]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from html import escape
 
 from ppctl.config import Config, Spmd
-from ppctl.planner.plan_terminal import ABOUT, PARTS, better, fit_text, shown_ranks, total_name
+from ppctl.planner.plan_terminal import ABOUT, PARTS, PREDICTED, better, fit_text, shown_ranks, total_name
 from ppctl.planner.prediction import Prediction
 from ppctl.planner.step_runs import timeline_of
 from ppctl.planner.step_time import op_times_of
@@ -79,7 +79,7 @@ def _numbers(found: Prediction, config: Config) -> str:
         speed = (exact(found.tokens_per_s, f"{found.tokens_per_s:,.0f} {unit}"), "")
     else:
         step = speed = ("not known", escape(found.unknown or ""))
-    mfu, causal, bubble = found.mfu_fraction, found.mfu_causal_fraction, found.bubble_fraction
+    mfu, causal = found.mfu_fraction, found.mfu_causal_fraction
     microbatches = f"{config.schedule.num_microbatches} microbatches"
     devices, hardware = escape(found.devices), escape(found.hardware or "not known")
     cards = [
@@ -92,11 +92,7 @@ def _numbers(found: Prediction, config: Config) -> str:
             if mfu is None or causal is None
             else f"of the peak; {exact(causal, f'{causal:.1%}')} causal",
         ),
-        (
-            "Bubble",
-            "none" if bubble is None else exact(bubble, f"{bubble:.1%}"),
-            "no pipeline" if bubble is None else "idle share of the ranks if all layers cost the same",
-        ),
+        ("Bubble", *_bubble(found)),
         ("Parameters", exact(found.num_parameters, f"{found.num_parameters:,}"), ""),
         ("Work of a step", exact(found.step_flops, f"{found.step_flops / 1e12:,.3g} TFLOP"), "nothing recomputed"),
         ("Devices", devices, f"dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp}, {microbatches}"),
@@ -104,6 +100,17 @@ def _numbers(found: Prediction, config: Config) -> str:
     ]
     items = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in cards)
     return f'<dl class="numbers">{"".join(items)}</dl>'
+
+
+def _bubble(found: Prediction) -> tuple[str, str]:
+    """Return (the predicted bubble, a note with the ideal one), which stands alone where nothing is predicted."""
+    ideal, predicted = found.ideal_bubble_fraction, found.predicted_bubble_fraction
+    if ideal is None:
+        return "none", "no pipeline"
+    ideal_text = exact(ideal, f"{ideal:.1%}")
+    if predicted is None:
+        return ideal_text, "ideal: of the schedule, equal stages"
+    return exact(predicted, f"{predicted:.1%}"), f"by costs; {ideal_text} ideal, of the schedule with equal stages"
 
 
 def _memory(found: Prediction) -> str:
@@ -118,17 +125,17 @@ def _memory(found: Prediction) -> str:
     )
     legend = "".join(f"<li>{part_sample(PARTS.index(part))}{part}: {ABOUT[part]}</li>" for part in present)
     columns = ["", *present, total_name(found)]
-    estimated = found.estimated_bytes if found.is_compiled else None
-    if estimated is not None:
-        columns.append("estimated, without plan.compile")
+    if found.is_compiled:
+        columns.append(PREDICTED)
     rows = []
     for rank in [0] if are_alike else range(len(found.memory_bytes)):
         sizes = [*(found.memory_bytes[rank].get(part, 0) for part in present), found.total_bytes[rank]]
-        sizes += [] if estimated is None else [estimated[rank]]
+        sizes += [found.predicted_bytes[rank]] if found.is_compiled else []
         rows.append([name(rank), *(exact(each, size_text(each)) for each in sizes)])
     limit = "not known" if found.limit_bytes is None else exact(found.limit_bytes, size_text(found.limit_bytes))
     compiled = "" if found.compile_s is None else f" Compiled in {exact(found.compile_s, f'{found.compile_s:.1f}')} s."
-    about = f"<p class='soft'>Memory of a device: {limit}.{compiled}</p>"
+    source = "" if found.limit_source is None else f" ({escape(found.limit_source)})"
+    about = f"<p class='soft'>Memory of a device: {limit}{source}.{compiled}</p>"
     return f'{few}{bars}<ul class="parts">{legend}</ul>{table("numbers of the bars", columns, rows)}{about}'
 
 
@@ -177,10 +184,6 @@ def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
         notes.append("The simulated devices share this machine's cores, so that tasks take longer while others run.")
     if found.once_s is not None:
         notes.append(f"Not drawn: {found.once_s:.3g} s per-step overhead for parameters, gradients and optimizer.")
-    notes.append(
-        "Its bubble is of the predicted seconds; the one above takes layers as equal; embedding, head and transfers "
-        "as free."
-    )
     return f"<p class='soft'>{escape(' '.join(notes))}</p>\n{charts_html([picture])}"
 
 

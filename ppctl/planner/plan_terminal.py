@@ -10,6 +10,7 @@ from ppctl.config import Config
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.reports.terminal import show_table, size_text
 from ppctl.training.engines.memory import PARTS
+from ppctl.training.prediction import bubble_text, by_measured_text
 
 ABOUT = {
     "parameters": "as the optimizer keeps them, sharded",
@@ -19,7 +20,7 @@ ABOUT = {
     "activations": "what forwards keep for backwards, and I for W",
     "transfers": "values between stages",
     "batch": "examples of the global batch",
-    "temporaries": "all else that the compiler plans",
+    "temporaries": "all else that programs need, counted, or as compiled",
 }
 REMEDIES = {
     "parameters": "shard them with mesh.fsdp, or use more ranks (mesh.pp).",
@@ -31,6 +32,7 @@ REMEDIES = {
     "batch": "use a smaller data.batch_size, or more replicas (mesh.dp).",
     "temporaries": "use more and smaller microbatches (schedule.num_microbatches), or more replicas (mesh.dp).",
 }
+PREDICTED = "total, predicted"
 MOST_COLUMNS = 8
 MOST_STAGES = 16
 MOST_DEVICES = 8
@@ -39,7 +41,7 @@ MOST_DEVICES = 8
 def show_plan(found: Prediction, config: Config) -> None:
     """Print a prediction for people."""
     console = Console()
-    bubble = "" if found.bubble_fraction is None else f", bubble {found.bubble_fraction:.1%}"
+    bubble = bubble_text(found.ideal_bubble_fraction, found.predicted_bubble_fraction)
     lines = [
         f"model     {config.model.name}, {config.model.num_layers} layers, {found.num_parameters:,} parameters, "
         f"{found.step_flops / 1e12:,.3g} TFLOP a step",
@@ -51,7 +53,7 @@ def show_plan(found: Prediction, config: Config) -> None:
     else:
         stages = f"{' '.join(map(str, found.partition))} layers on ranks {' '.join(map(str, found.rank_of))}"
         lines += [
-            f"schedule  {found.schedule}, {microbatches}{bubble}, executor={config.executor.name}",
+            f"schedule  {found.schedule}, {microbatches}, bubble {bubble}, executor={config.executor.name}",
             f"stages    {stages}",
         ]
     lines.append(f"step      {_time_text(found)}")
@@ -70,8 +72,8 @@ def show_plan(found: Prediction, config: Config) -> None:
         if any(found.memory_bytes[r].get(part) for r in ranks)
     ]
     rows.append((total_name(found), *(size_text(found.total_bytes[r]) for r in ranks)))
-    if found.is_compiled and found.estimated_bytes is not None:
-        rows.append(("estimated, without plan.compile", *(size_text(found.estimated_bytes[r]) for r in ranks)))
+    if found.is_compiled:
+        rows.append((PREDICTED, *(size_text(found.predicted_bytes[r]) for r in ranks)))
     show_table(console, "memory of one device", ("", *columns), rows)
     console.print(fit_text(found), markup=False, highlight=False, soft_wrap=True)
 
@@ -121,7 +123,7 @@ def better(found: Prediction, config: Config) -> str | None:
 
 def total_name(found: Prediction) -> str:
     """Return the name of the sums of parts."""
-    return "total" if found.is_compiled else "total, estimated" if found.is_complete else "at least"
+    return "total, compiled" if found.is_compiled else PREDICTED
 
 
 def _time_text(found: Prediction) -> str:
@@ -129,7 +131,9 @@ def _time_text(found: Prediction) -> str:
     if found.step_time_s is None or found.tokens_per_s is None or found.once_s is None:
         return f"not known: {found.unknown}"
     speed = speed_text(found.step_time_s, found.tokens_per_s, found.unit, found.mfu_fraction, found.mfu_causal_fraction)
-    return f"{speed}; {overhead_text(found.once_s, found.step_time_s)} (costs={found.costs}, hardware={found.hardware})"
+    timed = by_measured_text(found.step_time_by_measured_costs_s)
+    overhead = overhead_text(found.once_s, found.step_time_s)
+    return f"{speed}{timed}; {overhead} (costs={found.costs}, hardware={found.hardware})"
 
 
 def speed_text(step_s: float, per_s: float, unit: str, mfu: float | None, causal: float | None) -> str:
@@ -147,26 +151,20 @@ def fit_text(found: Prediction) -> str:
     """Return a line: whether the request fits, by how much, and what to do where it does not."""
     worst = max(range(len(found.total_bytes)), key=lambda r: found.total_bytes[r])
     need = found.total_bytes[worst]
-    compiled = "" if found.compile_s is None else f" (compiled in {found.compile_s:.1f} s)"
+    kind = "predicted" if found.compile_s is None else f"compiled in {found.compile_s:.1f} s"
     if found.refusal is not None:
-        return f"does not fit{compiled}: {found.refusal.rstrip('.')}. {_remedy(found.memory_bytes[worst])}"
+        return f"does not fit ({kind}): {found.refusal.rstrip('.')}. {_remedy(found.memory_bytes[worst])}"
     if found.fits and found.limit_bytes is None:
-        return f"fits: {size_text(need)} a device, which the compiler for {found.devices} accepts{compiled}."
-    estimated = "" if found.is_compiled or not found.is_complete else f", as estimated for {found.devices}"
+        return f"fits: {size_text(need)} a device, which the compiler for {found.devices} accepts ({kind})."
     if found.limit_bytes is None:
         unknown = "the memory of a device is not known: say plan.memory_gib=N."
-        least = "" if found.is_complete else "at least "
-        return f"needs {least}{size_text(need)} a device{estimated}{compiled}; {unknown}"
-    share = f"{size_text(need)} of {size_text(found.limit_bytes)}"
-    if found.fits is None and found.is_complete:
-        widened = f"as estimated for {found.devices}, which widen bfloat16"
-        return f"may fit: {share}, {widened}; plan.topology asks its compiler."
-    if found.fits is None:
-        return f"may fit: {share} ({need / found.limit_bytes:.0%}) without temporaries; plan.compile=true counts these."
+        return f"needs {size_text(need)} a device ({kind}); {unknown}"
+    share = f"{size_text(need)} of {size_text(found.limit_bytes)} a device"
     if found.fits:
-        return f"fits{estimated}: {share} ({need / found.limit_bytes:.0%}){compiled}."
+        return f"fits: {share} ({need / found.limit_bytes:.0%}), {kind}; limit: {found.limit_source}."
     over = f"{size_text(need - found.limit_bytes)} too much on rank {worst}"
-    return f"does not fit{estimated}{compiled}: {share}, {over}. {_remedy(found.memory_bytes[worst])}"
+    said = f"{share}, {kind}, {over}; limit: {found.limit_source}"
+    return f"does not fit: {said}. {_remedy(found.memory_bytes[worst])}"
 
 
 def _remedy(held: Mapping[str, int]) -> str:

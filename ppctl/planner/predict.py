@@ -1,33 +1,85 @@
-"""Predict step time and memory of a run before its first step."""
+"""The prediction for a request before anything is compiled: memory, step time and bubble of `plan`, `train` and `tune`.
+
+Two kinds of bubble are told apart. The ideal one follows from the schedule and its executor alone: equal stages with
+F = I = W, and nothing else takes time. The predicted one is by costs: of layers, embedding and head, and of transfers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from ppctl.config import Measure
-from ppctl.planner.analytic import adds_in_place
-from ppctl.planner.count import work_of
 from ppctl.planner.measure import is_kept
-from ppctl.planner.sizes import Microbatch, reference_bytes, workspace_bytes
-from ppctl.planner.step_time import cache_dir, hardware_of, layout_of, param_bytes, predicted_time
+from ppctl.planner.memory import predicted_memory
+from ppctl.planner.op_times import StepTime
+from ppctl.planner.step_runs import timeline_of
+from ppctl.planner.step_time import cache_dir, hardware_of, op_times_of, predicted_time
+from ppctl.schedule.search.extrapolate import MOST_TASKS
 from ppctl.training.job import TrainingJob
 from ppctl.training.prediction import StepPrediction
 
 
+@dataclass(frozen=True)
+class JobPrediction:
+    """What the planner knows of a request before anything is compiled."""
+
+    memory: tuple[Mapping[str, int], ...]  # of each rank, of one device, by part
+    time: StepTime | None  # by the costs of the request
+    by_measured_costs_s: float | None  # of a step, where costs=measure has timed just this request here before
+    unknown: str | None  # why the time is not known
+    ideal_bubble: float | None  # 0..1; None without a pipeline
+    bubble: float | None  # by costs; None where the time is not known too
+
+    @property
+    def total_bytes(self) -> tuple[int, ...]:
+        """For each rank."""
+        return tuple(sum(of_rank.values()) for of_rank in self.memory)
+
+
+def predict_job(job: TrainingJob) -> JobPrediction:
+    """Return the prediction for a job."""
+    time, unknown = predicted_time(job)
+    bubble = None if time is None else _bubble(job, time)
+    return JobPrediction(predicted_memory(job), time, _by_measured_costs_s(job), unknown, job.pipe.bubble(), bubble)
+
+
 def predict_step(job: TrainingJob) -> StepPrediction:
-    """Return the prediction for a run: by costs measured before, if there are any; else as config.costs has it."""
-    config, pipe, hardware = job.config, job.pipe, hardware_of(job)
-    kept, costs = Measure(doctor=config.costs.doctor), config.costs
-    if costs.name != "measure" and config.hardware.name == "auto" and is_kept(job, cache_dir(kept)):
-        costs = kept
-    time, _ = predicted_time(job, costs)
-    known = max(sum(of_rank.values()) for of_rank in pipe.memory())
-    examples, params = pipe.model.microbatch["inputs"].shape[0], param_bytes(pipe.states.natural, pipe.dtype)
-    microbatch = Microbatch(examples, config.schedule.num_microbatches, 0, config.executor.remat)
-    work, layout = work_of(job.counted_model), layout_of(pipe)
-    if pipe.execution.is_pipelined:
-        adds = hardware is not None and hardware.adds_products
-        in_place = adds_in_place(layout, adds=adds, unroll=pipe.execution.unroll)
-        workspace = workspace_bytes(work, params, layout, microbatch, adds=in_place)
-    else:
-        workspace = reference_bytes(work, params, layout, microbatch)
+    """Return the prediction for a run, as `ppctl train` prints it."""
+    found, hardware = predict_job(job), hardware_of(job)
     name = "unknown hardware" if hardware is None else f"hardware={hardware.name}"
-    return StepPrediction(None if time is None else time.total_s, known + workspace, f"costs={costs.name}, {name}")
+    return StepPrediction(
+        None if found.time is None else found.time.total_s,
+        max(found.total_bytes),
+        f"costs={job.config.costs.name}, {name}",
+        found.ideal_bubble,
+        found.bubble,
+        found.by_measured_costs_s,
+    )
+
+
+def _bubble(job: TrainingJob, time: StepTime) -> float | None:
+    """Return the idle share of the ranks in the predicted step, as a timeline would measure it.
+
+    Devices that share cores, as simulated ones do, are busy for longer while others work: of these it takes a timeline,
+    None where that is too long.
+    """
+    pipe = job.pipe
+    if not pipe.execution.is_pipelined:
+        return None
+    if time.width >= pipe.mesh.size:
+        return time.bubble_fraction
+    if sum(map(len, pipe.schedule.ranks)) > MOST_TASKS:
+        return None
+    return timeline_of(pipe, op_times_of(job, job.config.costs)).bubble_fraction
+
+
+def _by_measured_costs_s(job: TrainingJob) -> float | None:
+    """Return the seconds of a step by costs that were measured here before; nothing is timed."""
+    config = job.config
+    kept = Measure(doctor=config.costs.doctor)
+    is_elsewhere = config.hardware.name != "auto" or config.plan.topology is not None
+    if is_elsewhere or isinstance(config.costs, Measure) or not is_kept(job, cache_dir(kept)):
+        return None
+    time, _ = predicted_time(job, kept)
+    return None if time is None else time.total_s

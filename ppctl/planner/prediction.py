@@ -28,13 +28,15 @@ class Prediction:
     partition: tuple[int, ...]  # layers of each stage
     rank_of: tuple[int, ...]  # the rank of each stage
     stages: tuple[StagePart, ...]  # () without a pipeline
-    bubble_fraction: float | None  # 0..1; None without a pipeline
+    ideal_bubble_fraction: float | None  # 0..1: of the schedule alone, equal stages; None without a pipeline
+    predicted_bubble_fraction: float | None  # 0..1: by costs, as the step time; None where that is not known
     num_parameters: int
     step_flops: int  # of the model, nothing recomputed
     devices: str
     hardware: str | None  # whose description was used
     costs: str  # where seconds come from: analytic | measure
     step_time_s: float | None
+    step_time_by_measured_costs_s: float | None  # where costs=measure has timed this request before
     once_s: float | None  # of it the per-step overhead: gathering parameters, reducing gradients, the optimizer
     unknown: str | None  # why the step time is not known
     unit: str  # tokens_per_s | rows_per_s
@@ -42,12 +44,12 @@ class Prediction:
     mfu_fraction: float | None  # 0..1: of the hardware's peak; None where that is not known, as of CPUs
     mfu_causal_fraction: float | None  # the same, attention to later tokens not counted
     memory_bytes: tuple[Mapping[str, int], ...]  # for each rank, of one device, by part
-    total_bytes: tuple[int, ...]  # for each rank; without "temporaries" it is what is needed at least
-    is_complete: bool  # whether temporaries are known, be it by estimate
-    is_compiled: bool  # whether they are those of the program that training runs
-    estimated_bytes: tuple[int, ...] | None  # for each rank; None for devices other than this machine's CPUs
+    total_bytes: tuple[int, ...]  # for each rank
+    is_compiled: bool  # whether these are of the program that training runs (plan.compile), not predicted
+    predicted_bytes: tuple[int, ...]  # for each rank, as `ppctl tune` and `ppctl train` predict it too
     limit_bytes: int | None  # memory of a device
-    fits: bool | None  # None: not known
+    limit_source: str | None  # where that comes from
+    fits: bool | None  # None: the memory of a device is not known
     compile_s: float | None
     refusal: str | None  # the compiler's, where it found that the program does not fit
     proposal: Proposal | None  # a better partition

@@ -22,13 +22,13 @@ from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.plan import PlanEntry, roles, task_entries
 from ppctl.executors.mpmd.rank import RankRole, rank_entries, rank_roles
 from ppctl.planner.analytic import Machine, exchange_s
+from ppctl.planner.memory import device_limit
 from ppctl.planner.op_times import OpTimes, PieceTimes, StepTime
 from ppctl.planner.rank_in_ticks import in_ticks, time_in_ticks
 from ppctl.planner.rank_on_device import RankOnDevice, RankTimes
 from ppctl.planner.step_runs import examples_of_device, out_of_memory, time_of, timeline_of
 from ppctl.planner.step_time import (
     counted_op_times,
-    device_bytes,
     device_kind,
     hardware_of,
     layout_of,
@@ -192,6 +192,7 @@ class Simulated:
         mfu = mfu_of(job, step.total_s, model_flops(job))
         ranks = tuple(self._rank(r) for r in range(pipe.schedule.num_ranks))
         copies = pipe.mesh.shape["dp"] * pipe.mesh.shape["fsdp"]
+        limit = device_limit(config, pipe.mesh.devices.flat[0])
         return Rehearsal(
             schedule=label(config.schedule),
             device=device_kind(pipe),
@@ -204,7 +205,7 @@ class Simulated:
             mfu_fraction=mfu.full,
             mfu_causal_fraction=mfu.causal,
             bubble_fraction=self.timeline.bubble_fraction,
-            limit_bytes=device_bytes(config, pipe.mesh.devices.flat[0]),
+            limit_bytes=None if limit is None else limit.size_bytes,
             ranks=ranks,
             analytic_step_time_s=None if analytic is None else analytic.total_s,
             analytic_once_s=None if analytic is None else analytic.overhead_s,

@@ -34,20 +34,19 @@ class Found:
     num_layouts: int  # mesh x microbatches x remat x schedule
     num_too_large: int  # of these: no room for state and one microbatch
     num_simulated: int
-    smallest_bytes: int | None  # the least that any layout needs, where none fits
+    smallest: Candidate | None  # the one that needs least, where none fits
 
 
 class LayoutSearch:
-    """A search; `limit_bytes` is the memory of a device (None: as much as it takes)."""
+    """A search."""
 
-    def __init__(
-        self, space: Space, work: ModelWork, params: ParamBytes, machine: Machine, limit_bytes: int | None = None
-    ):
+    def __init__(self, space: Space, work: ModelWork, params: ParamBytes, machine: Machine):
         self.space, self.work, self.params, self.machine = space, work, params, machine
-        self.predictor = LayoutPredictor(inf if limit_bytes is None else limit_bytes)
+        self.predictor = LayoutPredictor()
 
-    def run(self, keep: int = 10) -> Found:
-        """Return the best `keep` layouts."""
+    def run(self, keep: int = 10, *, room_bytes: float | None = None) -> Found:
+        """Return the best `keep` layouts for devices with so much memory (None: as much as it takes)."""
+        self.predictor = LayoutPredictor(inf if room_bytes is None else room_bytes)
         with uncollected():
             return self._run(keep)
 
@@ -70,7 +69,7 @@ class LayoutSearch:
             candidate = self.predictor.candidate(bounds, family, chunks, inf if is_alone else last_s)
             if candidate is None or any(candidate.is_like(other) for other in best):
                 continue
-            best = sorted([*best, candidate], key=_rank)[:keep]
+            best = sorted([*best, candidate], key=rank)[:keep]
             if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
                 alone = candidate
         smallest = None if best else LayoutSearch(self.space, self.work, self.params, self.machine)._smallest()
@@ -79,7 +78,7 @@ class LayoutSearch:
     def improved(self, found: Found) -> Found:
         """Return the same layouts with the partitions that simulation finds faster (`cut.improved`), fastest first."""
         with uncollected():
-            best = sorted(map(self._improved, found.best), key=_rank)
+            best = sorted(map(self._improved, found.best), key=rank)
         return replace(found, best=tuple(best))  # one stage has one partition
 
     def _improved(self, candidate: Candidate) -> Candidate:
@@ -121,19 +120,20 @@ class LayoutSearch:
             bounds = Bounds(self.space, self.work, self.params, self.machine, mesh, microbatch)
             yield from ((bounds, *kind) for kind in self.space.kinds(mesh[1]))
 
-    def _smallest(self) -> int | None:
-        """Return the bytes of the layout that needs the fewest, None where none is possible."""
+    def _smallest(self) -> Candidate | None:
+        """Return the layout that needs the fewest bytes, None where none is possible."""
         layouts = [(sum(each[0].memory.values()), number, each) for number, each in enumerate(self._layouts())]
-        smallest = inf
+        smallest: Candidate | None = None
         for least, _, (bounds, family, chunks) in sorted(layouts, key=lambda each: each[:2]):
-            if least >= smallest:
+            if smallest is not None and least >= smallest.total_bytes:
                 break
             candidate = self.predictor.candidate(bounds, family, chunks)
-            smallest = min(smallest, inf if candidate is None else candidate.total_bytes)
-        return None if smallest == inf else int(smallest)
+            if candidate is not None and (smallest is None or candidate.total_bytes < smallest.total_bytes):
+                smallest = candidate
+        return smallest
 
 
-def _rank(candidate: Candidate) -> tuple[float, int]:
+def rank(candidate: Candidate) -> tuple[float, int]:
     """Return the key of the order: fastest first, of equals the smallest."""
     return candidate.time.total_s, candidate.total_bytes
 

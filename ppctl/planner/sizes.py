@@ -1,4 +1,8 @@
-"""Bytes of what a device holds in a step, from sizes of a layer and of an example. Standard library only."""
+"""Bytes of what a device holds in a step, from sizes of a layer and of an example. Standard library only.
+
+`ppctl plan`, `train` and `tune` print what `planner.memory` says of a request: arrays by their shapes, and temporaries
+as they are counted here. `held_bytes` is the search's estimate of the same arrays, for layouts that are not built.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +52,11 @@ def held_bytes(
 def workspace_bytes(
     work: ModelWork, params: ParamBytes, layout: PlannedLayout, microbatch: Microbatch, *, adds: bool = False
 ) -> int:
-    """Return an estimate of temporaries: those at the end of a forward, or where a backward begins, if they are more.
+    """Return an estimate of temporaries of executor=spmd: at the end of a forward, or where a backward begins.
 
-    A forward has made what it keeps before it is put into its slot, and the last one's head has its logits. A backward
-    has the residuals that it has recomputed; with remat=full the head's too. And it has the gradients of a chunk before
-    they are added, unless products add them (`Speed.adds`).
+    The larger counts. A forward has made what it keeps before that is in its slot, and the last one's head its logits.
+    A backward has the residuals that it has recomputed; with remat=full the head's too. And it has the gradients of a
+    chunk before they are added, unless products add them (`Speed.adds`).
     """
     setting, layers, examples = Remat.of(microbatch.remat), layout.chunk_layers, microbatch.examples
     head = max(0.0, work.head_bytes.of(examples))
@@ -63,6 +67,27 @@ def workspace_bytes(
     kept = layers * work.stash_bytes[setting] * examples
     element_wise = 0.0 if setting.recomputes else max(0.0, work.residual_bytes - work.stash_bytes[setting]) * examples
     return round(max(kept + head, recomputed + element_wise + gradients))
+
+
+def task_bytes(
+    work: ModelWork, params: ParamBytes, kind: str, layers: int, examples: int, remat: str, *, head: bool, adds: bool
+) -> int:
+    """Return an estimate of the temporaries of a task that is a program of its own (executor=mpmd).
+
+    kind: F, E (a forward that keeps nothing), B, I or W, of a stage with so many layers. What a task keeps is a result,
+    no temporary. head: whether it runs the head, there and back; adds: products add gradients to their sums.
+    """
+    setting = Remat.of(remat)
+    logits = max(0.0, work.head_bytes.of(examples)) if head else 0.0
+    gradients = 0.0 if adds or kind not in "BW" else layers * params.layer * params.compute_ratio
+    if kind == "W":
+        return round(gradients)
+    rest = max(0.0, work.residual_bytes - work.stash_bytes[setting]) * examples if setting.keeps_residuals else 0.0
+    if kind in "EF":
+        return round(max(rest, logits))  # of one layer after the other, then of the head
+    if kind == "I" and setting.recomputes:
+        return round(logits)  # what it has recomputed is handed to W
+    return round(setting.live_residual_layers(layers) * work.residual_bytes * examples + max(rest + gradients, logits))
 
 
 def reference_bytes(work: ModelWork, params: ParamBytes, layout: PlannedLayout, microbatch: Microbatch) -> int:

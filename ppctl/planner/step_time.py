@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ppctl.config import Analytic, AutoHardware, Config, Hardware, Measure
+from ppctl.config import Analytic, Config, Hardware, Measure
 from ppctl.errors import ConfigError
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.planner import analytic
@@ -22,12 +22,10 @@ from ppctl.planner.op_times import OpTimes, StepTime
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import time_of
 from ppctl.training.job import ModelFlops, TrainingJob
-from ppctl.training.known_hardware import NOMINAL, links_of, mfu_peak_flops, of_topology, peak_flops, resolved
+from ppctl.training.known_hardware import NOMINAL, links_of, mfu_peak_flops, peak_flops, resolved
 from ppctl.training.pipeline import Pipeline
 
 Tree = Any
-GIB = 2**30
-JAX_MEMORY_FRACTION = 0.75  # of a GPU's memory: what JAX takes by default, and conf/hardware states
 
 
 def predicted_time(job: TrainingJob, costs: Analytic | None = None) -> tuple[StepTime | None, str | None]:
@@ -173,36 +171,6 @@ def mfu_of(job: TrainingJob, step_s: float | None, flops: ModelFlops) -> Mfu:
         return Mfu(None, None)
     most = step_s * peak * job.pipe.mesh.size
     return Mfu(flops.full / most, flops.causal / most)
-
-
-def device_bytes(config: Config, device: Any) -> int | None:
-    """Return the memory of a device: as requested, of the chosen hardware, or as the device states; None if not known.
-
-    Simulated devices share the machine's evenly.
-    """
-    if config.plan.memory_gib is not None:
-        return round(config.plan.memory_gib * GIB)
-    chosen = None if isinstance(config.hardware, AutoHardware) else config.hardware
-    fraction = config.run.memory_fraction
-    if isinstance(chosen, Hardware) and chosen.memory_gib is not None:
-        return usable_bytes(chosen, fraction)
-    if config.plan.topology is not None:
-        there = of_topology(config.hardware, config.plan.topology)
-        if there is None or there.cuda is None or there.memory_gib is None:
-            return None  # the compiler for TPUs says it itself
-        return usable_bytes(there, fraction)
-    if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // config.mesh.num_devices
-    stats = device.memory_stats()
-    return None if stats is None else stats.get("bytes_limit")
-
-
-def usable_bytes(hardware: Hardware, memory_fraction: float | None) -> int | None:
-    """Return the memory that programs can use of a device: of a GPU, the share that JAX takes."""
-    if hardware.memory_gib is None:
-        return None
-    share = 1.0 if memory_fraction is None or hardware.cuda is None else memory_fraction / JAX_MEMORY_FRACTION
-    return round(hardware.memory_gib * share * GIB)
 
 
 def param_bytes(state: Tree, dtype: Any) -> ParamBytes:

@@ -1,8 +1,8 @@
 """The fastest layouts of a model on so many devices.
 
 Mesh, schedule, stages a rank, partition, microbatches and remat are searched together (`planner.search`), at costs
-counted for the hardware; tune.measure runs the best ones here. Model, data, batch, executor and optimizer are those of
-the request; mesh, schedule, partition and remat are found.
+counted for the hardware; what is found is predicted as `ppctl plan` does (`planner.predict`), and tune.measure runs the
+best ones here. Model, data, batch, executor and optimizer are those of the request; the rest is found.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from ppctl.executors.mesh import all_devices
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import relative_costs
-from ppctl.model.stack import init
+from ppctl.model.stack import Stack, init
 from ppctl.planner.candidate import Candidate
 from ppctl.planner.count import work_of
-from ppctl.planner.search import Found, LayoutSearch
+from ppctl.planner.memory import GIB, DeviceLimit, device_limit
+from ppctl.planner.predict import predict_job
+from ppctl.planner.search import Found, LayoutSearch, rank
 from ppctl.planner.space import PREFERRED, Space
 from ppctl.planner.step_runs import run_steps
-from ppctl.planner.step_time import device_bytes, machine_of, param_bytes
+from ppctl.planner.step_time import machine_of, param_bytes
 from ppctl.planner.tune_terminal import Tuned
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.schedule.remat import Remat
@@ -44,6 +46,8 @@ from ppctl.training.known_hardware import mfu_peak_flops, resolved
 from ppctl.training.optim import clipped
 from ppctl.training.start import start_jax
 from ppctl.training.train_step import init_state
+
+SLACK = 1.02  # room that a search gets over what there is: its estimates are that near, where stages are alike
 
 
 def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
@@ -82,14 +86,14 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         max_chunks=config.tune.max_chunks,
         layer_costs=None if stack.are_alike else relative_costs(stack, batch, dtype, recompute=recompute).layers,
     )
-    limit = _limit(config, num_devices, hardware.memory_gib, device)
+    limit = _limit(config, num_devices, device)
+    limit_bytes = None if limit is None else limit.size_bytes
     machine = machine_of(config, device.device_kind, dtype_name)
     work = work_of(model)
     began = time.perf_counter()
-    search = LayoutSearch(space, work, param_bytes(state, dtype), machine, limit)
-    found = search.improved(search.run())
+    search = LayoutSearch(space, work, param_bytes(state, dtype), machine)
+    found, configs = planned(config, stack, search, limit_bytes)
     search_s = time.perf_counter() - began
-    configs = [request_of(config, candidate) for candidate in found.best]
     found, configs, measured_s = _measured(found, configs, config.tune.measure)
     peak = mfu_peak_flops(hardware, device.device_kind, dtype_name)
     tokens = None if data.vocab_size is None else data.batch_size * example["inputs"].shape[1]
@@ -121,12 +125,46 @@ def _check(config: Config) -> None:
             raise ConfigError(f"tune.schedules: {family} is none that executor={name} runs ({', '.join(runs)}).")
 
 
-def _limit(config: Config, num_devices: int, described_gib: float | None, device: Any) -> int | None:
-    """Return the bytes of a device."""
-    gib = config.tune.memory_gib or described_gib
-    if gib is not None:
-        return round(gib * 2**30)
-    return device_bytes(replace(config, mesh=settings.Mesh(dp=num_devices)), device)
+def _limit(config: Config, num_devices: int, device: Any) -> DeviceLimit | None:
+    """Return the memory of a device: tune.memory_gib, or that which `ppctl plan` takes."""
+    if config.tune.memory_gib is not None:
+        return DeviceLimit(round(config.tune.memory_gib * GIB), f"tune.memory_gib={config.tune.memory_gib:g}")
+    return device_limit(replace(config, mesh=settings.Mesh(dp=num_devices)), device)
+
+
+def planned(config: Config, stack: Stack, search: LayoutSearch, limit_bytes: int | None) -> tuple[Found, list[Config]]:
+    """Return the layouts that a search finds, fastest first, with the request of each, predicted as by `ppctl plan`.
+
+    stack: the model as the hardware runs it. A search estimates layouts without building them. So it gets a little
+    more room than there is, layouts that do not fit as they are planned are left out, and where none is left it gets as
+    much less room as it had estimated too little.
+    """
+
+    def as_planned(candidate: Candidate) -> tuple[Candidate, Config]:
+        request = request_of(config, candidate)
+        found = predict_job(replace(assemble(request, on_one_device=True), counted_stack=stack))
+        assert found.time is not None, "of hardware that is not known nothing is tuned"
+        memory = max(found.memory, key=lambda of_rank: sum(of_rank.values()))
+        bubbles = {"ideal_bubble": found.ideal_bubble, "bubble": found.bubble}
+        return replace(candidate, time=found.time, memory=memory, **bubbles), request
+
+    fits = lambda row: limit_bytes is None or row[0].total_bytes <= limit_bytes  # noqa: E731
+    room = None if limit_bytes is None else limit_bytes * SLACK
+    while True:
+        found = search.improved(search.run(config.tune.best, room_bytes=room))
+        rows = [as_planned(candidate) for candidate in found.best]
+        if limit_bytes is None or not rows or any(map(fits, rows)):
+            break
+        too_little = zip(rows, found.best, strict=True)
+        room = limit_bytes / SLACK / min(row.total_bytes / before.total_bytes for (row, _), before in too_little)
+    smallest = None if found.smallest is None else as_planned(found.smallest)
+    rows = sorted(filter(fits, rows or filter(None, [smallest])), key=lambda row: rank(row[0]))
+    alone = None if found.without_pipeline is None else as_planned(found.without_pipeline)
+    best, configs = [row for row, _ in rows], [request for _, request in rows]
+    alone = alone[0] if alone is not None and fits(alone) else None
+    return replace(
+        found, best=tuple(best), without_pipeline=alone, smallest=None if smallest is None else smallest[0]
+    ), configs
 
 
 def request_of(config: Config, candidate: Candidate) -> Config:

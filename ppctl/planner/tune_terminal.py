@@ -14,6 +14,7 @@ from ppctl import config as settings
 from ppctl.config import Config, Explicit
 from ppctl.config.schedule_from_config import label
 from ppctl.planner.candidate import Candidate
+from ppctl.planner.memory import DeviceLimit
 from ppctl.planner.plan_terminal import show_stages
 from ppctl.planner.prediction import StagePart
 from ppctl.planner.recipe import command_of
@@ -29,7 +30,7 @@ class Tuned:
     measured_s: tuple[float, ...]  # of the best ones, as far as they were run; `found.best` is in this order
     search_s: float
     devices: str
-    limit_bytes: int | None
+    limit: DeviceLimit | None  # the memory of a device
     batch_tokens: int | None  # of a step; None where the data are no text
     step_flops: float  # of the model, nothing recomputed
     peak_flops: float | None  # of all devices
@@ -47,19 +48,19 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    limit = "" if tuned.limit_bytes is None else f" of {size_text(tuned.limit_bytes)} each"
+    limit = tuned.limit
+    limit_text = "" if limit is None else f" of {size_text(limit.size_bytes)} each ({limit.source})"
     say(
-        f"{found.num_layouts:,} layouts for {tuned.devices}{limit}: {found.num_too_large:,} too large, "
+        f"{found.num_layouts:,} layouts for {tuned.devices}{limit_text}: {found.num_too_large:,} too large, "
         f"{found.num_simulated:,} simulated in {tuned.search_s:.1f} s"
     )
     if not found.best:
-        least = (
-            "" if found.smallest_bytes is None else f": the smallest needs {size_text(found.smallest_bytes)} a device"
-        )
+        smallest = found.smallest
+        least = "" if smallest is None else f": the smallest needs {size_text(smallest.total_bytes)} a device"
         say(f"none fits{least}. Use more devices (tune.devices), or a smaller model.")
         return
     before = ("", "mesh", "schedule", "microbatches", "remat", "stages", "step s")
-    head = (*before, *_columns(tuned), "bubble", "recomputed", "overhead", "memory")
+    head = (*before, *_columns(tuned), "bubble ideal", "by costs", "recomputed", "overhead", "memory")
     rows = [_row(tuned, i, config) for i, config in enumerate(configs)]
     show_table(console, "the fastest, by costs counted for the hardware", head, rows)
     show_stages(console, _stages(found.best[0]), (found.best[0].mesh[0], found.best[0].mesh[2]))
@@ -87,7 +88,7 @@ def _columns(tuned: Tuned) -> list[str]:
 
 def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
     candidate = tuned.found.best[i]
-    time = candidate.time
+    time, is_alone = candidate.time, candidate.mesh[1] == 1
     measured_s = tuned.measured_s[i] if i < len(tuned.measured_s) else None
     step_s = measured_s if tuned.measured_s else time.total_s
     more = []
@@ -101,13 +102,13 @@ def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
     return [
         str(i + 1),
         config.mesh.text,
-        "none" if candidate.mesh[1] == 1 else label(config.schedule),
+        "none" if is_alone else label(config.schedule),
         str(candidate.num_microbatches),
         candidate.remat,
         stages,
         f"{time.total_s:.4g}",
         *more,
-        "" if candidate.mesh[1] == 1 else f"{time.bubble_fraction:.1%}",
+        *("" if is_alone or each is None else f"{each:.1%}" for each in (candidate.ideal_bubble, candidate.bubble)),
         f"{candidate.redone_fraction:.1%}",
         f"{time.overhead_s / time.total_s:.1%}",
         size_text(candidate.total_bytes),
@@ -164,20 +165,25 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
             found.best, configs, [*tuned.measured_s, *[None] * (len(configs) - len(tuned.measured_s))], strict=True
         )
     ]
-    return {name: value for name, value in asdict(tuned).items() if name != "found"} | {
+    limit = tuned.limit
+    return {name: value for name, value in asdict(tuned).items() if name not in ("found", "limit")} | {
+        "limit_bytes": None if limit is None else limit.size_bytes,
+        "limit_source": None if limit is None else limit.source,
         "best": best,
         "without_pipeline": None if found.without_pipeline is None else _plain(found.without_pipeline),
         "num_layouts": found.num_layouts,
         "num_too_large": found.num_too_large,
         "num_priced": found.num_simulated,
-        "smallest_bytes": found.smallest_bytes,
+        "smallest_bytes": None if found.smallest is None else found.smallest.total_bytes,
     }
 
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
-    return asdict(candidate) | {
+    found = {name: value for name, value in asdict(candidate).items() if name not in ("ideal_bubble", "bubble")}
+    return found | {
         "step_time_s": candidate.time.total_s,
-        "bubble_fraction": candidate.time.bubble_fraction,
+        "ideal_bubble_fraction": candidate.ideal_bubble,
+        "predicted_bubble_fraction": candidate.bubble,
         "total_bytes": candidate.total_bytes,
     }
 

@@ -52,10 +52,13 @@ class TrainingJob:
     data: DataSet
     pipe: Pipeline
     sources: Mapping[str, Sources]  # of the parts (model, data) that are code of the user's, as it was imported
+    counted_stack: Stack | None = None  # the model as the hardware of the request runs it, where that is made already
 
     @cached_property
     def counted_model(self) -> Model:
         """The model with the kernels that the hardware of the request takes, to be counted: it need not run here."""
+        if self.counted_stack is not None:
+            return replace(self.pipe.model, stack=self.counted_stack)
         device, asked = self.pipe.mesh.devices.flat[0], self.config.hardware
         is_of_ours = isinstance(self.config.model, settings.Transformer)
         if not is_of_ours or isinstance(asked, settings.AutoHardware) or device.device_kind in asked.device_kinds:

@@ -168,28 +168,29 @@ class Loop:
         )
 
     def _speeds(self, step_time_s: float) -> dict[str, Any]:
-        unit, count, flops, peak, bubble = self._work
+        unit, count, flops, peak = self._work
         return {
             unit: count / step_time_s,
             "model_flops_per_s": flops.full / step_time_s,
             "mfu_fraction": None if peak is None else flops.full / step_time_s / peak,
             "mfu_causal_fraction": None if peak is None else flops.causal / step_time_s / peak,
             "compile_time_s": self.compile_time_s,
-            "predicted_bubble_fraction": bubble,
+            "ideal_bubble_fraction": self.prediction.ideal_bubble_fraction,
+            "predicted_bubble_fraction": self.prediction.bubble_fraction,
             "predicted_step_time_s": self.prediction.step_time_s,
             "predicted_memory_bytes": self.prediction.memory_bytes,
             "memory_bytes": max(self.footprint.total_bytes),
         }
 
     @cached_property
-    def _work(self) -> tuple[str, int, ModelFlops, float | None, float | None]:
-        """Unit of speed, units and FLOPs of a step; peak FLOP/s of all devices; predicted bubble."""
+    def _work(self) -> tuple[str, int, ModelFlops, float | None]:
+        """Unit of speed, units and FLOPs of a step; peak FLOP/s of all devices."""
         pipe, config = self.job.pipe, self.job.config
         unit, count = unit_of_work(self.job)
         device = pipe.mesh.devices.flat[0]
         peak = mfu_peak_flops(config.hardware, device.device_kind, str(pipe.dtype))
         all_peak = None if peak is None else peak * pipe.mesh.size
-        return unit, count, model_flops(self.job), all_peak, pipe.bubble()
+        return unit, count, model_flops(self.job), all_peak
 
     def _evaluate(self, state: Tree, finished: int) -> None:
         self._read()

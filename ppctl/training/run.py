@@ -250,15 +250,14 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
         f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {pipe.mesh.size} x {device.device_kind}"
         f"{'' if over is None else f', {over}'}"
     )
-    bubble = pipe.bubble()
-    if bubble is None:
+    if not pipe.execution.is_pipelined:
         yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"
     else:
         many_ticks = "" if ticks is None else f"{ticks.num_ticks} ticks, "
         yield (
             f"schedule  {schedule.name}, {schedule.num_microbatches} microbatches, {schedule.num_chunks} "
-            f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {many_ticks}bubble "
-            f"{bubble:.1%}, at most {max(peak_activations(schedule)):g} live activations"
+            f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {many_ticks}"
+            f"at most {max(peak_activations(schedule)):g} live activations"
         )
     if pipe.execution.xla_flags:
         yield f"xla       {text_of(pipe.execution.xla_flags)}"

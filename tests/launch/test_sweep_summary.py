@@ -57,7 +57,8 @@ def left(job, *steps, eval_loss=None):
             "loss": loss,
             "step_time_s": seconds,
             "tokens_per_s": 100 / seconds,
-            "predicted_bubble_fraction": 0.25,
+            "ideal_bubble_fraction": 0.25,
+            "predicted_bubble_fraction": 0.3,
             "predicted_step_time_s": 0.5,
             "memory_bytes": 2048,
         }
@@ -98,7 +99,8 @@ def test_a_record_holds_values_end_and_medians():
         "predicted_step_time_s": 0.5,
         "tokens_per_s": 50.0,
         "rows_per_s": None,
-        "predicted_bubble_fraction": 0.25,
+        "ideal_bubble_fraction": 0.25,
+        "predicted_bubble_fraction": 0.3,
         "measured_bubble_fraction": 0.5,
         "memory_bytes": 2048,
         "predicted_memory_bytes": None,
@@ -262,7 +264,8 @@ def test_a_real_sweep_is_summed_up(directory):
         *(("finished", 2, 2), ("finished", 2, 4))
     ]
     for each, bubble in zip(found, (1 / 3, 1 / 5), strict=True):
-        assert each["predicted_bubble_fraction"] == pytest.approx(bubble)
+        assert each["ideal_bubble_fraction"] == pytest.approx(bubble)
+        assert 0 < each["predicted_bubble_fraction"] < 1
         assert 0 < each["measured_bubble_fraction"] < 1
         assert min(each[key] for key in ("eval_loss", "rows_per_s", "memory_bytes", "predicted_step_time_s")) > 0
         assert "finished at step 2" in (Path(each["run_dir"]) / LOG).read_text()

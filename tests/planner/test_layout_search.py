@@ -93,7 +93,7 @@ def test_the_best_are_those_of_all_layouts(seed):
     found = LayoutSearch(*some(seed)).run()
     assert_none_is_missed(found, layouts)
     assert found.num_simulated < found.num_layouts
-    assert found.smallest_bytes is None
+    assert found.smallest is None
 
 
 @seeds
@@ -103,7 +103,7 @@ def test_under_a_limit_too(seed):
     first = LayoutSearch(*some(seed)).run().best[0]
     for limit in {sizes[0], sizes[len(sizes) // 8], sizes[len(sizes) // 2], first.total_bytes, first.total_bytes - 1}:
         inside = [c for c in layouts if c.total_bytes <= limit]
-        found = LayoutSearch(*some(seed), limit).run()
+        found = LayoutSearch(*some(seed)).run(room_bytes=limit)
         if inside:
             assert_none_is_missed(found, inside)
         assert (first in found.best) == (first.total_bytes <= limit)
@@ -112,8 +112,10 @@ def test_under_a_limit_too(seed):
 @seeds
 def test_where_nothing_fits_the_smallest_is_named(seed):
     smallest = min(candidate.total_bytes for candidate, _ in all_of(seed))
-    found = LayoutSearch(*some(seed), smallest - 1).run()
-    assert (found.best, found.without_pipeline, found.smallest_bytes) == ((), None, smallest)
+    found = LayoutSearch(*some(seed)).run(room_bytes=smallest - 1)
+    assert (found.best, found.without_pipeline) == ((), None)
+    assert found.smallest is not None
+    assert found.smallest.total_bytes == smallest
 
 
 @seeds
@@ -160,8 +162,8 @@ def what(candidate):
 def test_partitions_by_simulation_are_no_slower_and_fit(seed):
     first = LayoutSearch(*some(seed)).run()
     limit = max(candidate.total_bytes for candidate in first.best)
-    search = LayoutSearch(*some(seed), limit)
-    found = search.run()
+    search = LayoutSearch(*some(seed))
+    found = search.run(room_bytes=limit)
     better = search.improved(found)
     before = {what(candidate): candidate for candidate in found.best}
     assert sorted(map(what, better.best)) == sorted(before)

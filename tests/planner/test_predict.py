@@ -67,7 +67,8 @@ def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_com
         assert 0.2 < record["predicted_memory_bytes"] / record["memory_bytes"] < 5
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
     source = r"\(costs=analytic, hardware=host\)"
-    assert re.fullmatch(rf"plan      [\d.e-]+ s a step, .* a device predicted {source}", first)
+    bubble = r"bubble 33.3% ideal, [\d.]+% by costs"
+    assert re.fullmatch(rf"plan      [\d.e-]+ s a step, {bubble}, .* a device predicted {source}", first)
     assert re.fullmatch(
         r"plan      \S+ s a step predicted, \S+ measured \([\d.]+ times; costs=analytic, hardware=host\); "
         r"\S+ \w+ a device predicted, \S+ \w+ compiled",
@@ -82,12 +83,19 @@ def test_of_unknown_hardware_no_time_is_predicted_and_it_trains(train, monkeypat
     assert all("predicted_step_time_s" not in record for record in records)  # as all that is not known
     assert all(record["predicted_memory_bytes"] > 0 for record in records)
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
-    assert re.fullmatch(r"plan      no step time, .* a device predicted \(costs=analytic, unknown hardware\)", first)
+    assert re.fullmatch(
+        r"plan      no step time, bubble 33.3% ideal, .* a device predicted \(costs=analytic, unknown hardware\)", first
+    )
     assert last.endswith(" s a step, of which nothing was predicted")
 
 
 def test_lines_for_people():
     assert KNOWN.line() == "plan      0.5 s a step, 3.0 MiB a device predicted (costs=analytic, hardware=host)"
+    found = replace(KNOWN, ideal_bubble_fraction=0.025, bubble_fraction=0.203, by_measured_costs_s=0.4)
+    assert found.line() == (
+        "plan      0.5 s a step (0.4 by costs=measure, timed before), bubble 2.5% ideal, 20.3% by costs, "
+        "3.0 MiB a device predicted (costs=analytic, hardware=host)"
+    )
     assert KNOWN.compared([9.0, 0.25, 0.2], 4 * 2**20) == (
         "plan      0.5 s a step predicted, 0.25 measured (2.00 times; costs=analytic, hardware=host); "
         "3.0 MiB a device predicted, 4.0 MiB compiled"
@@ -97,24 +105,25 @@ def test_lines_for_people():
     )
 
 
-def test_what_was_measured_before_is_believed(monkeypatch):
+def test_what_was_measured_before_is_named_next_to_what_is_counted(monkeypatch):
     job = assemble(composed())
-    assert predict.predict_step(job).source == "costs=analytic, hardware=host"
+    counted = predict.predict_step(job)
+    assert (counted.source, counted.by_measured_costs_s) == ("costs=analytic, hardware=host", None)
     pieces = dict.fromkeys(("F", "B", "embed", "embed_grad", "head", "alone"), measure.Timing(0.01, 0.01))
     of_mesh = dict.fromkeys(("once", "tick"), measure.Timing(0.02, 0.02))
     monkeypatch.setattr(measure, "_pieces", lambda job: pieces)
     monkeypatch.setattr(measure, "_of_mesh", lambda job: of_mesh)
     costs = composed("costs=measure").costs
     measure.measured_op_times(job, cache_dir(costs))
-    found = predict.predict_step(job)
-    assert found.source == "costs=measure, hardware=host"
-    assert found.step_time_s == step_s(job, costs)
-    request = assemble(composed("hardware=host"))  # chosen, so that it counts
-    assert predict.predict_step(request).source == "costs=analytic, hardware=host"
     monkeypatch.setattr(measure, "_pieces", lambda job: pytest.fail("timed"))
-    assert (
-        predict.predict_step(assemble(replace(composed(), run=replace(composed().run, seed=5)))).source == found.source
-    )
+    found = predict.predict_step(job)
+    assert found == replace(counted, by_measured_costs_s=step_s(job, costs))
+    assert predict.predict_step(assemble(composed("hardware=host"))) == counted  # chosen, so that it counts
+    again = assemble(replace(composed(), run=replace(composed().run, seed=5)))
+    assert predict.predict_step(again).by_measured_costs_s == found.by_measured_costs_s
+    measured = predict.predict_step(assemble(composed("costs=measure")))
+    assert (measured.source, measured.by_measured_costs_s) == ("costs=measure, hardware=host", None)
+    assert measured.step_time_s == found.by_measured_costs_s
 
 
 def test_a_dtype_without_a_stated_peak_predicts_no_time_and_is_refused_where_hardware_is_chosen(monkeypatch):

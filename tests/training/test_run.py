@@ -108,6 +108,7 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
             *("step", "loss", "grad_norm", "lr", "step_time_s", "compile_time_s", "model_flops_per_s", "mfu_fraction"),
             *(
                 "mfu_causal_fraction",
+                "ideal_bubble_fraction",
                 "predicted_bubble_fraction",
                 "predicted_step_time_s",
                 "predicted_memory_bytes",
@@ -118,7 +119,8 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
         count = 16 * 8 if speed == "tokens_per_s" else 16
         assert line[speed] == pytest.approx(count / line["step_time_s"])
         assert line["mfu_fraction"] == pytest.approx(line["model_flops_per_s"] / 2e12)
-        assert line["predicted_bubble_fraction"] == pytest.approx(1 / 3)  # (p-1)/(m+p-1)
+        assert line["ideal_bubble_fraction"] == pytest.approx(1 / 3)  # (p-1)/(m+p-1)
+        assert 0 < line["predicted_bubble_fraction"] < 1
     assert [line["step"] for line in records(run_dir, "eval.jsonl")] == [3, 6]
     assert [(line["status"], line["step"]) for line in records(run_dir, "status.jsonl")] == [
         *(("started", 0), ("finished", 6))

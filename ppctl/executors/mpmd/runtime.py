@@ -218,20 +218,6 @@ class Runtime:
         temps = self._temps(entries) if temps is None else temps
         return self._held(entries, last_uses(entries, {*kept, *given}), self.shapes(entries, given), given, temps)
 
-    def estimate_temporaries(self, entries: Sequence[PlanEntry], given: Mapping[Key, Tree]) -> list[int]:
-        """Return the temporary bytes of each entry on CPU, of its program compiled once for all ranks, and not run."""
-        self.shapes(entries, given)
-        rank_of = {entry.program: entry.rank for entry in entries if entry.program is not None}
-
-        def compiled_bytes(lowered: jax.stages.Lowered, rank: int) -> int:
-            devices = tuple(self.submeshes[rank].devices.flat)
-            return temp_bytes(lowered.compile(cpu_options("once"), device_assignment=devices))
-
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            sizes = threads.map(compiled_bytes, map(self.lower, rank_of), rank_of.values())
-            found = dict(zip(rank_of, sizes, strict=True))
-        return [0 if entry.program is None else found[entry.program] for entry in entries]
-
     def compiled_first(self, entries: Sequence[PlanEntry]) -> dict[ProgramId, jax.stages.Compiled]:
         """Return each program of these entries, which were traced, as compiled for the first rank that runs it."""
         first = {entry.program: entry for entry in reversed(entries) if entry.program is not None}

@@ -19,6 +19,7 @@ NUMBERS = (  # in this order; None where a run has none
     "predicted_step_time_s",
     "tokens_per_s",  # median
     "rows_per_s",  # the same, of data without tokens
+    "ideal_bubble_fraction",
     "predicted_bubble_fraction",
     "measured_bubble_fraction",
     "memory_bytes",

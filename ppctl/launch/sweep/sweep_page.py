@@ -33,16 +33,17 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a record: column, h
     "predicted_step_time_s": ("predicted", "{:.4g}".format),
     "tokens_per_s": ("tokens/s", "{:,.0f}".format),
     "rows_per_s": ("rows/s", "{:,.0f}".format),
-    "predicted_bubble_fraction": ("bubble", "{:.1%}".format),
+    "ideal_bubble_fraction": ("bubble, ideal", "{:.1%}".format),
+    "predicted_bubble_fraction": ("by costs", "{:.1%}".format),
     "measured_bubble_fraction": ("measured", "{:.1%}".format),
     "memory_bytes": ("memory", size_text),
     "seconds": ("s in all", "{:,.1f}".format),
 }
 ABOUT = (
     "Seconds of a step and tokens/s are medians over all steps of a run; predicted: seconds of a step by the planner. "
-    "Bubble: idle share of the ranks, predicted for the executor that ran if all layers cost the same; measured: from "
-    "a timeline (run.timeline=true). Memory: of the fullest device, as compiled. Seconds in all are of this sweep, "
-    "start and compiling included."
+    "Bubble: idle share of the ranks; ideal: of the schedule on the executor that ran if all layers cost the same; by "
+    "costs: by the predicted seconds; measured: from a timeline (run.timeline=true). Memory: of the fullest device, as "
+    "compiled. Seconds in all are of this sweep, start and compiling included."
 )
 Records = Sequence[Mapping[str, Any]]
 
@@ -89,7 +90,7 @@ def _figures(sweep: Sweep, records: Records) -> str:
         if any(line.points for line in lines):
             figures.append(_figure(lines, unit, "dashed: as predicted before the run", "{:,.0f}".format))
     lines = [
-        _line(name, jobs, "predicted_bubble_fraction", _theory(jobs), "measured_bubble_fraction")
+        _line(name, jobs, "ideal_bubble_fraction", _theory(jobs), "measured_bubble_fraction")
         for name, jobs in drawn.items()
     ]
     if any(line.points for line in lines):

@@ -97,10 +97,12 @@ def _speed_cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
 
 def _device_cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     """Yield (name, value, note) of bubble, memory and compile time, where they are recorded."""
-    bubble, measured = run.newest.get("predicted_bubble_fraction"), run.measured_bubble
-    if bubble is not None or measured is not None:
-        note = "" if measured is None else f"; measured in one step: {exact(measured, f'{measured:.1%}')}"
-        yield "Bubble", "not known" if bubble is None else exact(bubble, f"{bubble:.1%}"), f"predicted{note}"
+    ideal, bubble = run.newest.get("ideal_bubble_fraction"), run.newest.get("predicted_bubble_fraction")
+    kinds = (("predicted by costs", bubble), ("ideal", ideal), ("measured in one step", run.measured_bubble))
+    known = [(kind, exact(value, f"{value:.1%}")) for kind, value in kinds if value is not None]
+    if known:
+        (first, value), *others = known
+        yield "Bubble", value, "; ".join([first, *(f"{kind}: {text}" for kind, text in others)])
     if (size := run.newest.get("memory_bytes")) is not None:
         yield "Memory", exact(size, size_text(int(size))), "of the fullest device, as compiled"
     if (seconds := run.newest.get("compile_time_s")) is not None:

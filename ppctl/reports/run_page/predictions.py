@@ -13,7 +13,8 @@ from ppctl.reports.terminal import size_text
 MOST_BARS = 16  # of ranks whose memory is drawn
 ABOUT = (
     "Timing: the median step; the bubble of a measured timeline (run.timeline=true); memory of the fullest device, "
-    "as compiled."
+    "as compiled. The bubble is predicted by costs, as the step time is; the ideal one is of the schedule alone, with "
+    "equal stages."
 )
 
 
@@ -24,6 +25,7 @@ def predictions_section(run: RecordedRun) -> str:
     for name, predicted, measured, text in (
         ("step time", newest.get("predicted_step_time_s"), run.median("step_time_s"), "{:.4g} s".format),
         ("bubble", newest.get("predicted_bubble_fraction"), run.measured_bubble, "{:.1%}".format),
+        ("ideal bubble", newest.get("ideal_bubble_fraction"), None, "{:.1%}".format),
         ("memory of a device", *memory_bytes, lambda size: size_text(int(size))),
     ):
         if predicted is None and measured is None:

@@ -19,6 +19,7 @@ from ppctl.reports.timeline_io import measured_bubble
 CURVES = ("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s", "rows_per_s", "mfu_fraction")
 NEWEST = (
     "predicted_step_time_s",
+    "ideal_bubble_fraction",
     "predicted_bubble_fraction",
     "predicted_memory_bytes",
     "memory_bytes",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
+from ppctl.executors.mpmd.plan import ProgramId
 from ppctl.schedule.ir import Task
 from ppctl.training.engines.programs import Choose, StepPrograms
 
 Tree = Any
+Temporaries = Callable[[ProgramId | None], int]  # bytes of a program on one device; None: a step that is one program
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,11 @@ class Engine(Protocol):
         """Return (mean loss, gradients in natural order) of a batch."""
         ...
 
-    def memory(self) -> tuple[Mapping[str, int], ...]:
-        """Return for each rank the bytes of one device by part: exact from shapes, temporaries once compiled."""
-        ...
+    def memory(self, temporaries: Temporaries | None = None) -> tuple[Mapping[str, int], ...]:
+        """Return for each rank the bytes of one device by part: exact from shapes.
 
-    def estimate_memory(self) -> tuple[Mapping[str, int], ...]:
-        """Return the same with temporaries as XLA plans them for CPUs, without the program that `compile` makes."""
+        temporaries: those of each program; None: as compiled, once it is.
+        """
         ...
 
     def programs(self, choose: Choose | None = None) -> StepPrograms:

@@ -27,7 +27,7 @@ from ppctl.executors.mpmd.runtime import Runtime, Walk
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import shard_bytes, shard_shapes
 from ppctl.schedule.ir import Schedule, Task
-from ppctl.training.engines import Footprint
+from ppctl.training.engines import Footprint, Temporaries
 from ppctl.training.engines.examples import examples_of, put_examples
 from ppctl.training.engines.memory import by_part
 from ppctl.training.engines.programs import Choose, StepPrograms, dispatched_programs
@@ -127,15 +127,11 @@ class Mpmd:
         total = [(a + b) * mine for a, b, mine in zip(total, step.peak_bytes, self.runtime.is_mine, strict=True)]
         return Footprint(max(step.peak_bytes), tuple(total), "")
 
-    def memory(self, what: str = "step") -> tuple[dict[str, int], ...]:
-        return self._memory(what, None)
-
-    def estimate_memory(self, what: str = "step") -> tuple[dict[str, int], ...]:
-        return self._memory(what, self.runtime.estimate_temporaries(self.plan(what)[0], self.given_shapes()))
-
-    def _memory(self, what: str, temps: Sequence[int] | None) -> tuple[dict[str, int], ...]:
-        """Return for each rank bytes by part at a plan's peak; temps: of each op, None: of those compiled, if any."""
+    def memory(self, temporaries: Temporaries | None = None, what: str = "step") -> tuple[dict[str, int], ...]:
         ops, kept = self.plan(what)
+        temps = None
+        if temporaries is not None:
+            temps = [0 if op.program is None else temporaries(op.program) for op in ops]
         held = self.runtime.memory_breakdown(ops, self.given_shapes(), kept, temps)
         return tuple(by_part(given | of_rank) for given, of_rank in zip(self.given_bytes, held, strict=True))
 

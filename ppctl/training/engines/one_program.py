@@ -12,11 +12,11 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_preset import cpu_options, temp_bytes, total_bytes
+from ppctl.executors.compiler_preset import temp_bytes, total_bytes
 from ppctl.executors.mesh import DATA_AXES
 from ppctl.executors.spmd.memory import shard_bytes, shard_shapes
 from ppctl.executors.xla_flags import Flags
-from ppctl.training.engines import Footprint
+from ppctl.training.engines import Footprint, Temporaries
 from ppctl.training.engines.examples import examples_of, put_examples
 from ppctl.training.engines.programs import Choose, StepPrograms, one_program
 from ppctl.training.engines.states import States, shardings_of
@@ -109,20 +109,15 @@ class OneProgram:
         """Return a lowered program compiled as those of training are."""
         return lowered.compile(dict(self.flags) or None)
 
-    def memory(self) -> tuple[dict[str, int], ...]:
-        step = self.compiled.get("step")
-        return self._memory(None if step is None else total_bytes(step))
-
-    def estimate_memory(self) -> tuple[dict[str, int], ...]:
-        return self._memory(total_bytes(self.lower_train_step().compile(cpu_options("once"))))
-
-    def _memory(self, total: int | None) -> tuple[dict[str, int], ...]:
-        """Return bytes by part, the same for every rank; temporaries are what `total` has beyond the other parts."""
-        staged = self.states.staged
+    def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
+        """Return bytes by part, the same for every rank; temporaries as compiled are what the program has beyond."""
+        staged, step = self.states.staged, self.compiled.get("step")
         of_rank = {"parameters": shard_bytes(staged["params"]), "optimizer": shard_bytes(staged["optimizer"])}
         of_rank |= {**self.held, "batch": shard_bytes(self.placed_batch)}
-        if total is not None:
-            rest = total - sum(of_rank.values())
+        if temporaries is not None:
+            of_rank["temporaries"] = temporaries(None)
+        elif step is not None:
+            rest = total_bytes(step) - sum(of_rank.values())
             if rest < 0:  # layers are read where the parameters are
                 of_rank["weights"] = max(0, of_rank.get("weights", 0) + rest)
             of_rank["temporaries"] = max(0, rest)

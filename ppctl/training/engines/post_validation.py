@@ -17,7 +17,7 @@ import jax
 
 from ppctl.executors.mpmd.runtime import Walk
 from ppctl.schedule.ir import Task
-from ppctl.training.engines import Footprint
+from ppctl.training.engines import Footprint, Temporaries
 from ppctl.training.engines.mpmd import Mpmd
 from ppctl.training.engines.programs import Choose, StepPrograms
 
@@ -74,11 +74,8 @@ class PostValidated:
             self.engine.walk("loss")
         return self.engine.footprint(step)
 
-    def memory(self) -> tuple[dict[str, int], ...]:
-        return self.engine.memory("try")
-
-    def estimate_memory(self) -> tuple[dict[str, int], ...]:
-        return self.engine.estimate_memory("try")
+    def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
+        return self.engine.memory(temporaries, "try")
 
     def programs(self, choose: Choose | None = None) -> StepPrograms:
         return self.engine.programs(choose, "try")

@@ -1,0 +1,91 @@
+"""`ppctl tune`, `plan` and `train` say the same of a request: memory, both bubbles, step time."""
+
+import json
+import random
+
+import pytest
+from support.selection import few
+
+from ppctl import cli
+from ppctl.cli.compose import compose
+from ppctl.config import Config
+from ppctl.planner.plan import predicted
+from ppctl.planner.predict import predict_step
+from ppctl.planner.search import LayoutSearch
+from ppctl.planner.tune import tune_layouts
+from ppctl.schedule.families.registry import FAMILIES, ON_RING
+from ppctl.training.job import assemble
+
+NUMBER = 30  # of random requests
+TEXT = "model.seq_len=16 model.num_heads=2 data=synthetic data.vocab_size=64"
+ROWS = "model=mlp data=regression data.num_rows=512 data.eval_fraction=0.1 run.eval_batches=1"
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def some(seed):
+    """The words of a valid request of `ppctl tune`; the first two are of gis, whose I and W are tasks of their own."""
+    choose = random.Random(seed)
+    executor = ("spmd", "mpmd")[seed % 2]
+    layers, remat = choose.randint(4, 9), choose.choice(["none", "layer", "full"])
+    family = choose.choice(ON_RING if executor == "spmd" else list(FAMILIES)) if seed > 1 else "gis"
+    words = [choose.choice([TEXT, ROWS]), f"model.num_layers={layers} model.d_model={choose.choice([16, 32])}"]
+    words += [f"mesh={choose.choice(['1x2', '1x4', '2x2', '1x2x2', '1x8'])} executor={executor} data.batch_size=16"]
+    words += [f"tune.schedules=[{family}] tune.remat=[{remat}] run.dtype={choose.choice(['float32', 'bfloat16'])}"]
+    words += [choose.choice(["hardware=h100", "hardware=host", "executor.unroll=0", "executor.unroll=2"])]
+    if executor == "spmd":
+        words += [choose.choice(["executor.gather=step", "executor.gather=tick"])]
+    return [*" ".join(words).split(), "run.platform=cpu", "tune.recipe=null", "tune.best=2"]
+
+
+def composed(words):
+    found = compose(words, [], ["tune"])
+    assert isinstance(found, Config)
+    return found
+
+
+@pytest.mark.parametrize("seed", few(range(NUMBER), 2))
+def test_tune_plan_and_train_predict_the_same(seed, monkeypatch):
+    searched = {}
+    improved = LayoutSearch.improved
+
+    def kept(self, found):
+        better = improved(self, found)
+        searched.update({(c.mesh, c.num_microbatches, c.partition): c for c in better.best})
+        return better
+
+    monkeypatch.setattr(LayoutSearch, "improved", kept)
+    tuned, configs = tune_layouts(composed(some(seed)))
+    for row, asked in zip(tuned.found.best, configs, strict=True):
+        job = assemble(asked)
+        plan, train = predicted(job), predict_step(job)
+        assert plan.partition == row.partition
+        assert max(plan.total_bytes) == row.total_bytes == train.memory_bytes
+        assert plan.memory_bytes[plan.total_bytes.index(row.total_bytes)] == row.memory
+        assert plan.step_time_s == row.time.total_s == train.step_time_s
+        assert plan.ideal_bubble_fraction == row.ideal_bubble == train.ideal_bubble_fraction
+        assert plan.predicted_bubble_fraction == row.bubble == train.bubble_fraction
+        # the search is near: its seconds are the same, its memory is of a layout that is not built
+        before = searched[row.mesh, row.num_microbatches, row.partition]
+        assert before.time.total_s == pytest.approx(row.time.total_s, rel=1e-9)
+        near = 0.02 if asked.executor.IN_TICKS else 0.4
+        assert before.total_bytes == pytest.approx(row.total_bytes, rel=near)
+
+
+def test_plan_refuses_what_tune_says_is_a_byte_too_much(capsys):
+    words = [
+        *ROWS.split(),
+        *["mesh=1x2", "model.d_model=32", "data.batch_size=16", "hardware=h100", "run.platform=cpu"],
+    ]
+    assert cli.main(["tune", *words, "tune.best=1", "tune.schedules=[1f1b]", "tune.recipe=null", "--json"]) == 0
+    (first,) = json.loads(capsys.readouterr().out)["best"]
+    limit = f"plan.memory_gib={(first['total_bytes'] - 1) / 2**30}"
+    assert cli.main(["plan", *words, *first["overrides"], limit, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert max(found["total_bytes"]) == first["total_bytes"] == found["limit_bytes"] + 1
+    for name in ("predicted_bubble_fraction", "ideal_bubble_fraction", "step_time_s"):
+        assert found[name] == first[name]
