@@ -9,6 +9,7 @@ from ppctl.config.checks import numbers
 from ppctl.config.costs import Analytic, Costs, Measure
 from ppctl.config.data import CustomData, Regression, Stdlib, Synthetic, Text, Tokens
 from ppctl.config.executor import Mpmd, Reference, Spmd
+from ppctl.config.extent import check_bounds, check_parameters, check_tasks
 from ppctl.config.hardware import AutoHardware, Hardware
 from ppctl.config.inspection import Inspect
 from ppctl.config.launch import Launch
@@ -58,6 +59,7 @@ class ScheduleConfig:
         for key in ("mesh", "schedule", "costs"):
             getattr(self, key).check()
             numbers(key, getattr(self, key))
+        check_bounds(self)
 
 
 def check(config: Config) -> None:
@@ -66,6 +68,9 @@ def check(config: Config) -> None:
         getattr(config, part.name).check()
         if part.name != "hardware":  # a GPU's memory is more bytes than there are steps
             numbers(part.name, getattr(config, part.name))
+    check_bounds(config)
+    check_parameters(config.model)
+    check_tasks(config.schedule, config.mesh)
     _check_batch(config)
     _check_launch(config)
     _check_topology(config)

@@ -55,6 +55,7 @@ from ppctl.training.models import attention_kernel
 from ppctl.training.prediction import StepPrediction
 from ppctl.training.process_group import compare, process_group
 from ppctl.training.resume import Resumed, resume
+from ppctl.training.room import check_room
 from ppctl.training.start import start_jax
 from ppctl.training.step_clock import StepClock
 from ppctl.training.tensorboard import TensorBoardLog
@@ -84,6 +85,7 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
     console = RunConsole(stderr=as_json, quiet=not is_lead)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     job = assemble(config)
+    check_room(job.pipe)
     if config.run.eval_every is not None:
         job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
     note = check_examples(job)

@@ -11,9 +11,11 @@ from jax.sharding import Mesh
 
 from ppctl.config import Config
 from ppctl.config import Mesh as MeshSettings
+from ppctl.errors import ConfigError
 from ppctl.executors.mesh import make_mesh
 from ppctl.launch import distributed, xla_stderr
 
+MOST_SIMULATED = 4096  # devices of one process: JAX starts them in seconds, 16,384 in minutes
 CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late at a collective, as on a busy machine
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_timeout_seconds=600",
@@ -64,6 +66,11 @@ def start_jax(config: Config, dtype: str, num_devices: int | None = None) -> Non
 
 def _simulate(num_devices: int) -> None:
     """Let JAX simulate so many CPU devices when it starts, unless it simulates more."""
+    if num_devices > MOST_SIMULATED:
+        raise ConfigError(
+            f"{num_devices} devices are more than the {MOST_SIMULATED} that a machine can simulate. Use a smaller "
+            "mesh, or plan.topology, which describes devices that are not here."
+        )
     simulated: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue] made at run time
     if simulated < num_devices:
         # where JAX has started already, in a program of the user's, make_mesh counts what is there

@@ -20,6 +20,7 @@ from ppctl.reports.terminal import show_json, show_table
 from ppctl.schedule import LOOPED_WHOLE
 from ppctl.training.engines import Engine
 from ppctl.training.job import TrainingJob, assemble, without_pipeline
+from ppctl.training.room import check_room
 
 Tree = Any
 ROUNDS = 9
@@ -87,6 +88,7 @@ def bench(config: Config, *, as_json: bool) -> int:
 def prepare(name: str, config: Config) -> BenchStep:
     """Return the compiled step of `config` and what it runs on."""
     job = assemble(config)
+    check_room(job.pipe)
     engine = job.pipe.engine
     temp_bytes, compile_cpu_s = _compile(job)
     batch = engine.put(next(job.data.batches()))

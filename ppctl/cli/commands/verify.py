@@ -13,6 +13,7 @@ from ppctl.config import Config
 from ppctl.reports.terminal import show_json, show_table
 from ppctl.training.job import TrainingJob, assemble, check_examples, partition_text
 from ppctl.training.plain_steps import plain_model
+from ppctl.training.room import check_room
 from ppctl.training.verification import (
     GradientComparison,
     Number,
@@ -32,6 +33,7 @@ assemble_to_verify = partial(assemble, default_dtype="float64")
 def verify(config: Config, *, as_json: bool) -> int:
     """Return 0 when gradients and train steps are within the dtype's tolerance, else 1. float64 unless run.dtype."""
     job = assemble_to_verify(config)
+    check_room(job.pipe)
     tolerance = tolerance_of(job)
     if config.verify.steps and config.run.eval_every is not None:
         job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
