@@ -39,6 +39,7 @@ def empty_directory(tmp_path, monkeypatch):
 def record(step, **other):
     found = {"step": step, "loss": 4.0 / step, "grad_norm": 0.5, "lr": 1e-3, "step_time_s": 0.5, "tokens_per_s": 1e4}
     found |= {"predicted_step_time_s": 0.4, "predicted_bubble_fraction": 0.2, "predicted_memory_bytes": 1 << 20}
+    found |= {"ideal_bubble_fraction": 0.125}
     return found | {"memory_bytes": 3 << 19} | other
 
 
@@ -120,7 +121,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "Eval loss 1.5000 the newest",
         "Step time 0.5 s median, predicted 0.4 s",
         "Speed 10,000 tokens/s median",
-        "Bubble 20.0% predicted; measured in one step: 25.0%",
+        "Bubble 20.0% predicted by costs; ideal: 12.5%; measured in one step: 25.0%",
         "step time 0.4 s 0.5 s 1.25",
         "bubble 20.0% 25.0% 1.25",
         "memory of a device 1.0 MiB 1.5 MiB 1.5",
@@ -262,7 +263,7 @@ def test_several_runs_are_a_table_of_what_differs_and_labelled_curves(capsys):
     ]
     seen = words_of(text)
     assert "1 first 4 gpipe" in seen
-    assert "no end recorded 9 of 9 0.4444 0.5 10,000 1.5 MiB 20.0%" in seen
+    assert "no end recorded 9 of 9 0.4444 0.5 10,000 1.5 MiB 12.5% 20.0%" in seen
     assert "2 second 8 1f1b" in seen
     assert "5 of 9 0.8000 0.5 20,000" in seen
     labels = re.findall(r'class="label"[^>]*><title>([^<]*)</title>', text)

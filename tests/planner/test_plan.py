@@ -247,7 +247,8 @@ def test_json_holds_the_stages_and_the_bubble(capsys):
     assert code == 0
     assert found["partition"] == [2, 1, 1, 1, 1, 1, 1, 1]
     assert found["rank_of"] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert 0 < found["ideal_bubble_fraction"] < found["predicted_bubble_fraction"] < 1
+    assert 0 < found["ideal_bubble_fraction"] < 0.5
+    assert 0 < found["predicted_bubble_fraction"] < 1
     assert found["fits"] is True
     assert found["limit_bytes"] == MACHINE_BYTES // 4  # simulated devices share the machine's memory
     assert len(found["memory_bytes"]) == len(found["total_bytes"]) == 4

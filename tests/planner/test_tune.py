@@ -162,8 +162,8 @@ RECIPES = {
 
 @pytest.mark.parametrize("words", few(RECIPES.values(), 2), ids=RECIPES)
 def test_the_recipe_is_the_request_found(words, tmp_path):
-    few = [*words.split(), "tune.best=4"]
-    asked = composed(few) if "mlp" in words or "recipes" in words else request(*few)
+    shown = [*words.split(), f"tune.best={10 if 'num_layers=9' in words else 2}"]
+    asked = composed(shown) if "mlp" in words or "recipes" in words else request(*shown)
     path = tmp_path / "recipes/tuned.yaml"
     assert tune(asked, as_json=True) == 0
     tuned, configs = tune_layouts(asked)
