@@ -17,7 +17,7 @@ def normal(*shape, of=None):
 
 def squared_error(outputs, targets):
     errors = outputs - targets
-    return jnp.square(errors).sum(), jnp.asarray(errors.size, jnp.float64)
+    return jnp.square(errors).sum(), jnp.asarray(errors.size, float)
 
 
 def widths(*, marked=True):
@@ -25,7 +25,7 @@ def widths(*, marked=True):
     sizes = (6, 24, 8, 16, 8, 3)
 
     def init(key):
-        return [{"w": normal(a, b), "bias": 0.1 * jnp.arange(b, dtype=jnp.float64)} for a, b in pairwise(sizes)]
+        return [{"w": normal(a, b), "bias": 0.1 * jnp.arange(b, dtype=float)} for a, b in pairwise(sizes)]
 
     mark = stage_boundary if marked else lambda x: x
 
@@ -83,7 +83,7 @@ def tokens(*, marked=True):
 
     def loss(logits, targets):
         found = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
-        return found.sum(), jnp.asarray(found.size, jnp.float64)
+        return found.sum(), jnp.asarray(found.size, float)
 
     return Network(init, apply, loss)
 
