@@ -20,7 +20,7 @@ FREE = {
 } | {"data.cache_dir", "costs.cache_dir"}
 
 # Settings of a model that leave its function as it is. Another vocabulary or cut shows in the shapes of its arrays.
-SAME_FUNCTION = ("model.attention", "model.vocab_size", "model.layers")
+SAME_FUNCTION = ("model.attention", "model.vocab_size", "model.layers", "model.mixes_examples")
 ARRAYS = ("optim", "optim.momentum", "run.dtype")  # besides the model's: what decides which arrays a checkpoint has
 
 

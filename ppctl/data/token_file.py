@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+import tokenize
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,9 @@ from ppctl.errors import DataError
 
 MAX_ID = 2**31 - 2  # batches are int32, and so is the vocabulary's size
 CHUNK_TOKENS = 1 << 24
+MOST_HEADER_BYTES = 10_000  # numpy's own limit, which it checks when it has read up to 4 GiB
+# what numpy raises for a header that is none or a file cut short: it parses the text of a Python literal
+UNREADABLE = (OSError, ValueError, OverflowError, SyntaxError, MemoryError, RecursionError, tokenize.TokenError)
 
 
 def tokens(
@@ -67,14 +72,20 @@ def open_tokens(path: Path, dtype: str, source: str) -> np.ndarray:
         raise DataError(f"{source}: no such file. Use the path of a .npy or .bin file of token ids.")
     try:
         ids = _open_npy(path, source) if path.suffix == ".npy" else _open_bin(path, dtype, source)
-    except (OSError, ValueError) as error:  # ValueError: numpy, on a header that is not one or a file cut short
-        raise DataError(f"{source}: cannot be read ({error}). Write the ids again with numpy.save.") from error
+    except UNREADABLE as error:
+        reason = textwrap.shorten(str(error) or type(error).__name__, 150)
+        raise DataError(f"{source}: cannot be read ({reason}). Write the ids again with numpy.save.") from error
     if not len(ids):
         raise DataError(f"{source}: holds no ids. Use a file with at least a batch of them.")
     return ids
 
 
 def _open_npy(path: Path, source: str) -> np.ndarray:
+    with path.open("rb") as file:
+        version = np.lib.format.read_magic(file)
+        num_bytes = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
+    if num_bytes > MOST_HEADER_BYTES:
+        raise ValueError(f"a header of {num_bytes} bytes")
     ids = np.lib.format.open_memmap(path, mode="r")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(

@@ -164,7 +164,7 @@ def _read(file: Path) -> Times | None:
                 for each in found.values()
             ):
                 return {str(name): Timing(*seconds) for name, seconds in found.items()}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass
     return None
 

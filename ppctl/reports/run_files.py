@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 from ppctl.config.changes import Change
 from ppctl.reports import run_status
-from ppctl.reports.foreign import from_json, open_file, read_file
+from ppctl.reports.foreign import MOST_SETTINGS_BYTES, check_inside, from_json, lines_of, open_file, read_file
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # directories of a run that hold no run
 MEMORY_FILE = "memory.json"  # of each rank bytes of a device by part, as compiled at the last start
 FAILED_FILE = "failed.json"  # in processes/, of the first process that failed
+WRITTEN = ("config.yaml", run_status.FILE, "metrics.jsonl", "eval.jsonl", MEMORY_FILE, *INSIDE)  # by a run
 TAILS = (4096, 65536)  # bytes read of a file's end: a line has 400, or so
+STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint, as ppctl writes it
 NUM_STEPS = re.compile(rb"^run:\n(?:  .*\n)*?  num_steps: (\d{1,18})$", re.MULTILINE)  # a parser of YAML takes 20 ms
 
 
@@ -86,6 +88,11 @@ def find_runs(top: Path) -> list[tuple[str, Path]]:
 
     walk(str(top), "")
     return found
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Raise ConfigError where a run would write through a link out of its directory, or into a pipe."""
+    check_inside(run_dir, WRITTEN, "run.dir")
 
 
 def is_run(path: Path) -> bool:
@@ -185,7 +192,7 @@ def checkpoint_steps(directory: Path) -> tuple[int, ...]:
     """
     try:
         with os.scandir(directory) as entries:
-            return tuple(sorted(int(entry.name) for entry in entries if entry.name.isdecimal() and entry.is_dir()))
+            return tuple(sorted(int(entry.name) for entry in entries if STEP.fullmatch(entry.name) and entry.is_dir()))
     except (FileNotFoundError, NotADirectoryError):
         return ()
 
@@ -232,7 +239,7 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     bad = 0
     try:
         with open_file(path) as file:
-            for line in file:
+            for line in lines_of(file):
                 record = _record(line)
                 if record is not None:
                     yield record
@@ -282,7 +289,7 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
 def _num_steps(path: str) -> int | str:
     """Return run.num_steps of config.yaml, or what is wrong with that file."""
     try:
-        found = NUM_STEPS.search(read_file(os.path.join(path, "config.yaml")))
+        found = NUM_STEPS.search(read_file(os.path.join(path, "config.yaml"), MOST_SETTINGS_BYTES))
     except FileNotFoundError:
         return "config.yaml is missing"
     except OSError as error:

@@ -127,7 +127,7 @@ def _holder(run_dir: Path) -> int | None:
         if not here().items() <= started.items():
             return None
         os.kill(started["pid"], 0)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, AttributeError, StopIteration):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, AttributeError, StopIteration, RecursionError):
         return None  # it has not begun yet, or the file is damaged
     return started["pid"]
 

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
 from ppctl.errors import ConfigError
-from ppctl.reports.foreign import cleaned, printable, read_file
+from ppctl.reports.foreign import cleaned, printable, read_settings
 from ppctl.reports.run_files import (
     RUNNING,
     RunHistory,
@@ -97,13 +96,13 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
 def read_config(path: Path) -> dict[str, Any] | str:
     """Return the composed config of a run, or what is wrong with its file."""
     try:
-        found = cleaned(yaml.safe_load(read_file(path / "config.yaml")))
+        found = cleaned(read_settings(path / "config.yaml"))
     except FileNotFoundError:
         return "config.yaml is missing"
     except OSError as error:
         return f"config.yaml cannot be read: {error.strerror}"
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        return f"config.yaml cannot be read: {printable(' '.join(str(error).split()))}"
+    except ValueError as error:
+        return f"config.yaml cannot be read: {error}"
     return found if isinstance(found, dict) else "config.yaml holds no settings"
 
 

@@ -114,7 +114,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
         return
     part = target.with_name(f".{target.name}.part")
     try:
-        part.write_bytes(data)
+        part.unlink(missing_ok=True)  # of a process that was killed; or a link, which would be written through
+        with part.open("xb") as file:
+            file.write(data)
         if target.exists():
             shutil.copymode(target, part)
         os.replace(part, target)

@@ -7,11 +7,12 @@ Loads no JAX.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
 from ppctl.reports.charts.html import schedules_page
 from ppctl.reports.charts.perfetto import trace
+from ppctl.reports.foreign import from_json, read_file
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.schedule.simulate import Timeline
@@ -107,20 +109,27 @@ def read_timeline(file: Path, name: str) -> Timeline:
     """Return the measured timeline in such a CSV. OSError, ValueError or ScheduleError for what is not one."""
     cells: dict[int, list[Task]] = defaultdict(list)
     spans: dict[Task, Span] = {}
-    with file.open(newline="", encoding="utf-8") as text:
-        try:
-            for row in csv.DictReader(text):
-                task = Task.parse(row["task"])
-                cells[int(row["rank"])].append(task)
-                spans[task] = float(row["start_s"]), float(row["end_s"])
-        except (KeyError, TypeError, AttributeError, csv.Error) as error:
-            raise ValueError("a line has not rank, task, start_s and end_s") from error
+    try:
+        for row in _rows(file):
+            task = Task.parse(row["task"])
+            cells[int(row["rank"])].append(task)
+            spans[task] = float(row["start_s"]), float(row["end_s"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("a line has not rank, task, start_s and end_s") from error
     if sorted(cells) != list(range(len(cells))):
         raise ValueError("its ranks are not 0, 1, ...")
     if any(max(task.stage, task.microbatch) > len(spans) for task in spans):
         raise ValueError("tasks are missing")
     schedule = from_csv(to_csv([cells[rank] for rank in range(len(cells))]), name)
     return measured_timeline(schedule, _sound(schedule.ranks, spans))
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a timeline. OSError or ValueError where it cannot be read."""
+    try:
+        yield from csv.DictReader(io.StringIO(read_file(file).decode(), newline=""))
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
 
 
 def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
@@ -130,7 +139,7 @@ def read_profile(file: Path, schedule: Schedule) -> tuple[Timeline, int]:
     backward either may come first. OSError, ValueError or ScheduleError for what is not one.
     """
     try:
-        steps = _traced_steps(json.loads(file.read_bytes())["traceEvents"])
+        steps = _traced_steps(from_json(read_file(file))["traceEvents"])
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("it is no trace of tasks") from error
     last = schedule.num_stages - 1
@@ -186,10 +195,9 @@ def measured_bubble(timeline: Path, since_s: float = 0.0) -> float | None:
     try:
         if timeline.stat().st_mtime < since_s:
             return None
-        with timeline.open(newline="") as file:
-            for row in csv.DictReader(file):
-                busy_s[row["rank"]] += float(row["end_s"]) - float(row["start_s"])
-                end_s = max(end_s, float(row["end_s"]))
+        for row in _rows(timeline):
+            busy_s[row["rank"]] += float(row["end_s"]) - float(row["start_s"])
+            end_s = max(end_s, float(row["end_s"]))
     except (OSError, KeyError, TypeError, ValueError):
         return None
     return 1 - sum(busy_s.values()) / len(busy_s) / end_s if end_s else None

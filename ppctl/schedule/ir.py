@@ -17,7 +17,7 @@ from ppctl.errors import ScheduleError
 Kind = Literal["F", "B", "I", "W"]  # forward; full backward; input-gradient backward; weight-gradient backward
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 class Task(NamedTuple):
@@ -40,7 +40,7 @@ class Task(NamedTuple):
         match = _CELL.fullmatch(cell.strip())
         if match is None:
             raise ScheduleError(
-                f"cell {cell!r} is not <stage><kind><microbatch> with kind one of {', '.join(KINDS)}, such as 2F0."
+                f"cell {cell[:40]!r} is not <stage><kind><microbatch> with kind one of {', '.join(KINDS)}, such as 2F0."
             )
         stage, kind, microbatch = match.groups()
         return Task(int(stage), kind, int(microbatch))  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ __all__ = ["from_csv", "grid", "task_lists", "task_name", "task_names", "to_csv"
 
 WORDS: dict[Kind, str] = {"F": "fwd", "B": "bwd", "I": "bwd_i", "W": "bwd_w"}
 WIDTH = 120
+MOST_MISSING = 100_000  # pairs of a stage and a microbatch, among which `validate` looks for the first missing task
 
 
 def to_csv(ranks: Sequence[Sequence[Task]]) -> str:
@@ -55,6 +56,12 @@ def from_csv(text: str, name: str) -> Schedule:
     if unplaced is not None:
         raise ScheduleError(f"{name}: stage {max(rank_of)} has tasks, but no rank has one of stage {unplaced}.")
     num_microbatches = 1 + max(task.microbatch for tasks in ranks for task in tasks)
+    num_tasks, num_pairs = sum(map(len, ranks)), num_microbatches * len(rank_of)
+    if num_pairs > max(num_tasks, MOST_MISSING):
+        raise ScheduleError(
+            f"{name}: {num_microbatches} microbatches (the largest is {num_microbatches - 1}) of {len(rank_of)} stages "
+            f"are 2*{num_microbatches}*{len(rank_of)} = {2 * num_pairs} tasks or more, but there are {num_tasks}."
+        )
     placed = tuple(rank_of[stage] for stage in range(len(rank_of)))
     return validate(Schedule(name, tuple(ranks), placed, num_microbatches))
 

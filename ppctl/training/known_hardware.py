@@ -159,7 +159,7 @@ def links_of(path: str | Path) -> tuple[float, float]:
         document = json.loads(Path(path).expanduser().read_text())
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error.strerror}. {remedy}") from error
-    except ValueError as error:  # of text and of JSON
+    except (ValueError, RecursionError) as error:  # of text and of JSON
         raise ConfigError(f"{where} is not JSON. {remedy}") from error
     match document:
         case {

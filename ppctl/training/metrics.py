@@ -159,7 +159,7 @@ def _is_kept(line: bytes, last_step: int) -> bool:
         return False
     try:
         return json.loads(line)["step"] <= last_step
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return False
 
 

@@ -77,13 +77,25 @@ def _newest(config: Config, job: TrainingJob, checkpoints: Checkpoints) -> tuple
             f"The checkpoint of step {step} {where} is past run.num_steps={config.run.num_steps}. "
             f"Use run.num_steps={step} or more, or another run.dir."
         )
-    meta = checkpoints.meta(step)
+    meta = _meta(checkpoints, step)
     changed = [*changes(meta["config"], config), *_code_changes(job, meta)]
     which = f"The checkpoint of step {step} {where}"
     _check_data(job, meta, changed, which)
     _check_arrays(checkpoints.unlike(step, job.pipe.states.natural), changed, which)
     _check_function(config, changed, which)
     return step, changed
+
+
+def _meta(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+    """Return what a run saved with a checkpoint. CheckpointError where another program did, in ppctl's form."""
+    meta = checkpoints.meta(step)
+    match meta:
+        case {"config": {"data": {}, "model": {}, "run": {}}, "data": {"fingerprint": str(), "next_step": int()}}:
+            return meta
+    raise CheckpointError(
+        f"The checkpoint of step {step} in {checkpoints.directory} was not saved by `ppctl train`: its meta/data.json "
+        "has no config, or no data with fingerprint and next_step. Use another run.dir."
+    )
 
 
 def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]:

@@ -29,7 +29,7 @@ from ppctl.executors.xla_flags import text_of
 from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
 from ppctl.reports.charts.drawing import drawing_of_timeline
-from ppctl.reports.run_files import MEMORY_FILE
+from ppctl.reports.run_files import MEMORY_FILE, check_run_dir
 from ppctl.reports.run_status import (
     CHANGED,
     FINISHED,
@@ -72,6 +72,7 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
 
     Raises PpctlError for requests that cannot be served, NonFiniteError when the loss or a gradient is not finite.
     """
+    check_run_dir(Path(config.run.dir))
     other = held_by(Path(config.run.dir))
     if other is not None:  # it would lose the save that it is writing
         raise _held(config, other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 
 from ppctl.errors import CheckpointError, ConfigError
+from ppctl.reports.foreign import read_settings
+from ppctl.reports.run_files import read_lines
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 
 Tree = Any
@@ -27,7 +27,10 @@ class SavedRun:
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """All settings of the run, as its last start wrote them: {"model": {...}, "mesh": {...}, ...}."""
-        return yaml.safe_load((self.directory / "config.yaml").read_text())
+        try:
+            return read_settings(self.directory / "config.yaml")
+        except ValueError as error:
+            raise ConfigError(f"{self.directory / 'config.yaml'} cannot be read: {error}.") from error
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -75,10 +78,4 @@ def load_run(directory: str | Path) -> SavedRun:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     """Return the whole records in a file of JSON lines; a kill may leave half of one."""
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    return [*read_lines(path, [])]

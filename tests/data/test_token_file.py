@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -125,6 +127,41 @@ def test_a_broken_npy_is_refused_with_the_remedy(build, tmp_path, content):
     np.save(path, IDS)
     path.write_bytes(path.read_bytes()[:-100] if content == "cut short" else content)
     with pytest.raises(DataError, match=r"x.npy: cannot be read \(.*\)\. Write the ids again"):
+        build("tokens", path=str(path))
+
+
+HEADER = "{'descr': '%s', 'fortran_order': False, 'shape': %s, }"
+HOSTILE = {  # headers, which numpy reads as the text of a Python literal
+    "objects": HEADER % ("|O", "(3,)"),
+    "beyond a file": HEADER % ("<i8", "(1000000000000000000,)"),
+    "beyond an address": HEADER % ("<i8", f"({2**63},)"),
+    "beyond a number": HEADER % ("<i8", f"({'9' * 5000},)"),
+    "below nothing": HEADER % ("<i8", "(-5,)"),
+    "nested": "(" * 9000,
+    "nested signs": "-" * 9000 + "1",
+    "open text": '{"descr',
+    "lines": "  \n\tx = 1\n y",
+    "code": "__import__('os').mkdir('made')",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_header_that_is_made_to_harm_its_reader_is_refused(build, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    header = HOSTILE[kind].encode()
+    # what numpy would unpickle, were it let
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"cos\nmkdir\n(Vmade\ntR."
+    (tmp_path / "x.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"x.npy: cannot be read \(.{1,200}\)\. Write the ids again"):
+        build("tokens", path=str(tmp_path / "x.npy"))
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_header_of_gigabytes_is_not_read(build, tmp_path):
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"\x93NUMPY\x02\x00" + (2**32 - 1).to_bytes(4, "little"))
+    os.truncate(path, 2**33)  # takes no disk
+    with pytest.raises(DataError, match=r"x.npy: cannot be read \(a header of 4294967295 bytes\)"):
         build("tokens", path=str(path))
 
 

@@ -20,9 +20,9 @@ from ppctl.config import Config, Run
 from ppctl.config.sweep import Search
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import processes
-from ppctl.launch.sweep.jobs import Choices, Job, Span, Sweep
+from ppctl.launch.sweep.jobs import STUDY, Choices, Job, Span, Sweep
 from ppctl.launch.sweep.live_table import LiveTable
-from ppctl.launch.sweep.optuna_study import FILE, OptunaStudy, distribution
+from ppctl.launch.sweep.optuna_study import OptunaStudy, distribution
 from ppctl.launch.sweep.runner import run_jobs
 from ppctl.launch.sweep.sweep import run_sweep
 
@@ -149,10 +149,10 @@ def test_nothing_is_tried_twice():
 )
 def test_another_search_in_its_place_is_refused(changed, message):
     searched(n_trials=1)
-    before = (TOP / FILE).read_bytes()
+    before = (TOP / STUDY).read_bytes()
     with pytest.raises(ConfigError, match=message):
         searched(**changed)
-    assert (TOP / FILE).read_bytes() == before
+    assert (TOP / STUDY).read_bytes() == before
 
 
 def test_a_search_in_which_nothing_ended_well_may_be_changed(monkeypatch):
@@ -168,10 +168,10 @@ def test_a_search_in_which_nothing_ended_well_may_be_changed(monkeypatch):
 
 def test_a_file_of_something_else_stays():
     TOP.mkdir(parents=True)
-    (TOP / FILE).write_text("mine\n")
+    (TOP / STUDY).write_text("mine\n")
     with pytest.raises(ConfigError, match="not of a search by ppctl and stays"):
         searched()
-    assert (TOP / FILE).read_text() == "mine\n"
+    assert (TOP / STUDY).read_text() == "mine\n"
 
 
 def test_a_number_that_runs_do_not_record():

@@ -1,15 +1,19 @@
-"""Run files that others wrote: halves of surrogates, escape sequences, pipes, files in the place of directories."""
+"""Run files that others wrote: texts, pipes, links, sizes and nesting that no run writes."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
+import yaml
 
-from ppctl import cli
-from ppctl.reports import run_files
-from ppctl.reports.foreign import open_file, printable
+from ppctl import cli, config
+from ppctl.errors import ConfigError
+from ppctl.reports import foreign, run_files, timeline_io
+from ppctl.reports.foreign import check_inside, lines_of, open_file, printable, read_settings
+from ppctl.reports.terminal import replace_file
 
 HOSTILE = "bad \\ud800 \\u001b[31mred\\u001b]0;title\\u0007 \\u009b2J"
 
@@ -50,9 +54,10 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, file, capsys)
         open_file(run / file)
 
 
-def test_only_a_directory_is_a_checkpoint(tmp_path):
+def test_only_a_directory_with_the_name_of_a_step_is_a_checkpoint(tmp_path):
     (tmp_path / "7").write_text("")
-    (tmp_path / "8").mkdir()
+    for name in ("8", "09", "\u0663", "9" * 200):
+        (tmp_path / name).mkdir()
     assert run_files.checkpoint_steps(tmp_path) == (8,)
 
 
@@ -67,3 +72,138 @@ def test_output_to_a_full_disk_is_said_in_a_line():
         )
     assert ended.returncode == 1
     assert ended.stderr == "ppctl: the output cannot be written: No space left on device.\n"
+
+
+# --- sizes and nesting -----------------------------------------------------------------------------------------------
+
+LAUGHS = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))
+CONFIGS = {
+    "aliases": ("run:\n  num_steps: 5\na: &a [x]\n" + LAUGHS, "an alias, which ppctl never writes"),
+    "itself": ("run: &a\n  num_steps: 5\n  x: *a\n", "an alias, which ppctl never writes"),
+    "nested": ("run:\n  num_steps: 5\nx: " + "[" * 5000, "recursion"),
+    "digits": ("run:\n  num_steps: 5\n  x: " + "9" * 5000, "4300 digits"),
+    "date": ("run:\n  num_steps: 5\n  x: 2026-99-99", "month must be in 1..12"),
+    "code": ("run:\n  num_steps: 5\nx: !!python/object/apply:os.mkdir [made]\n", "could not determine a constructor"),
+}
+
+
+def shown(tmp_path, run, capsys):
+    """What `runs`, `runs show` and `report` say of a run; none of them fails."""
+    page = tmp_path / "page.html"
+    for words in (["runs", str(run)], ["runs", "show", str(run)], ["report", str(run), "--out", str(page)]):
+        assert cli.main(words) == 0, words
+    return capsys.readouterr().out + page.read_text()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_that_is_made_to_harm_its_reader_cannot_be_read(tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path / "runs/a")
+    text, reason = CONFIGS[kind]
+    (run / "config.yaml").write_text(text)
+    assert f"config.yaml cannot be read: {reason}" in shown(tmp_path, run, capsys) or reason in shown(
+        tmp_path, run, capsys
+    )
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(ValueError, match=reason):
+        read_settings(run / "config.yaml")
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "eval.jsonl", "status.jsonl", "memory.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"step": ' + "9" * 5000 + ', "ranks": []}'], ids=["nested", "digits"])
+def test_records_nested_or_long_without_end_are_none(tmp_path, capsys, file, text):
+    run = make_run(tmp_path / "runs/a")
+    (run / file).write_text(text + "\n")
+    assert "a" in shown(tmp_path, run, capsys)
+
+
+def test_files_far_larger_than_a_run_writes_are_not_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(foreign, "MOST_LINE_BYTES", 1000)
+    run = make_run(tmp_path / "runs/a")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"{" + b" " * 5000 + b"}\n" + b'{"step": 2, "loss": 3.0}\n')
+    for name in ("config.yaml", "memory.json", "timeline/timeline.csv"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).touch()
+        os.truncate(run / name, 2**36)  # takes no disk
+    said = shown(tmp_path, run, capsys)
+    assert "1 line of metrics.jsonl is no record" in said
+    assert "config.yaml cannot be read: More than 1 MiB" in said
+    assert "memory.json cannot be read" in said
+    with open_file(run / "metrics.jsonl") as file:
+        assert [len(line) for line in lines_of(file)] == [25, 1, 25]
+
+
+def run_of(path, **parts):
+    """A run with these settings."""
+    run, words = make_run(path), config.Config(model=config.MLP(), mesh=config.Mesh(1, 2, 1), **parts)
+    (run / "config.yaml").write_text(yaml.safe_dump(asdict(words), sort_keys=False))
+    return run
+
+
+def test_a_schedule_that_a_config_only_names_is_not_read_from_a_pipe(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    run = run_of(tmp_path / "runs/a", schedule=config.Csv("csv", 4, str(tmp_path / "pipe")))
+    assert "pipe is no file" in shown(tmp_path, run, capsys)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [config.Interleaved(num_chunks=10**9), config.Hanayo(num_waves=10**9), config.Gis(num_chunks=10**9)],
+    ids=lambda schedule: schedule.name,
+)
+def test_a_schedule_of_a_billion_stages_is_not_drawn(tmp_path, capsys, schedule):
+    assert "Too large to be drawn here" in shown(tmp_path, run_of(tmp_path / "runs/a", schedule=schedule), capsys)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_text("rank,task\n" + "9" * 200_000 + ",0F0\n")])
+def test_a_timeline_that_is_none_has_no_bubble(tmp_path, make):
+    make(tmp_path / "timeline.csv")
+    assert timeline_io.measured_bubble(tmp_path / "timeline.csv") is None
+    with pytest.raises((OSError, ValueError)):
+        timeline_io.read_timeline(tmp_path / "timeline.csv", "a")
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*run_files.WRITTEN, "checkpoints/7", "timeline/timeline.csv", "profile/plugins/x"])
+def test_what_leads_out_of_a_run_directory_is_refused(tmp_path, name):
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    (run / name).parent.mkdir(parents=True)
+    (run / name).symlink_to(outside)  # what is not there yet would be made
+    with pytest.raises(ConfigError, match=f"{name} is a link to {outside}, outside of it. Move it away"):
+        run_files.check_run_dir(run)
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(ConfigError, match=f"{name} is neither file nor directory"):
+        run_files.check_run_dir(run)
+
+
+def test_a_run_directory_may_be_a_link_and_have_links_to_what_is_in_it(tmp_path):
+    run = make_run(tmp_path / "disk/run")
+    (run / "checkpoints/5/state").mkdir(parents=True)
+    (run / "checkpoints/6").symlink_to("5")
+    (run / "checkpoints/5/state/deep").symlink_to("/")  # nobody writes there
+    (run / "mine").symlink_to("/")  # nor this
+    (tmp_path / "run").symlink_to(run)
+    run_files.check_run_dir(tmp_path / "run")
+    check_inside(tmp_path / "nowhere", ["config.yaml"], "run.dir")
+
+
+def test_a_file_is_not_replaced_through_a_link_beside_it(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / ".page.html.part").symlink_to("precious")
+    replace_file(tmp_path / "page.html", "page")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "page.html").read_text() == "page"
+
+
+def test_a_report_is_not_written_through_a_link_of_the_run(tmp_path, capsys):
+    run = make_run(tmp_path / "runs/a")
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "other.html")]) == 0
+    before = (tmp_path / "other.html").read_text()
+    (run / "report.html").symlink_to(tmp_path / "other.html")
+    assert cli.main(["report", str(run)]) == 2
+    assert f"report.html is a link to {tmp_path / 'other.html'}. Name a file: --out" in capsys.readouterr().err
+    assert (tmp_path / "other.html").read_text() == before

@@ -180,7 +180,7 @@ DAMAGED = {
     CSV + GOOD.replace("0,1", "0,4.5"): "0B0 begins before the task before it",
     CSV + GOOD.replace("\n1,", "\n2,"): "its ranks are not 0, 1",
     CSV + GOOD.replace("1,1F0,1,2\n", ""): "1F0",
-    CSV + GOOD.replace("1F0", "1F99999999999999"): "tasks are missing",
+    CSV + GOOD.replace("1F0", "1F999999999"): "tasks are missing",
     CSV + GOOD + "9" * 5000 + ",0F0,0,1\n": "",
     CSV + GOOD + "0,<b>,0,1\n": "cell '<b>' is not <stage>",
     CSV + "0,0F0,1,1\n0,0B0,1,1\n": "its ranges are empty",

@@ -46,6 +46,18 @@ def test_empty_cells_are_idle_steps():
             "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",
             "mine: rank 0, step 1: 0B0 waits for grad(1,0), which no rank can write any more.",
         ),
+        # what no machine could hold, or Python count
+        (
+            f"{'9' * 5000}F0\n",
+            f"mine: line 1, column 1: cell '{'9' * 40}' is not <stage><kind><microbatch> with kind one of F, B, I, W, "
+            "such as 2F0.",
+        ),
+        (
+            "0F0,0B0,0F999999999,0B999999999\n",
+            "mine: 1000000000 microbatches (the largest is 999999999) of 1 stages are 2*1000000000*1 = 2000000000 "
+            "tasks or more, but there are 4.",
+        ),
+        ("0F0,0B0,999999999F0\n", "mine: stage 999999999 has tasks, but no rank has one of stage 1."),
     ],
 )
 def test_a_file_that_is_no_schedule_is_refused_with_the_place(text, message):

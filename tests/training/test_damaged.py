@@ -276,3 +276,11 @@ def test_a_checkpoint_is_the_same_state_on_every_layout(trained):
         found += [digest(restored), digest(engine.to_natural(engine.from_natural(restored)))]
     assert found == found[:1] * 8
     assert len(set(found[0].checksums.values())) > 8
+
+
+def test_a_checkpoint_that_no_run_saved_is_refused(tmp_path, capsys):
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(1, state(), META)
+    assert cli.main(["train", *WORDS.split(), f"run.dir={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert "was not saved by `ppctl train`: its meta/data.json has no config, or no data with fingerprint" in said

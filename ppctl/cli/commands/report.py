@@ -101,7 +101,7 @@ def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
 def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
     """Return the schedule of a run as its settings have it, or why it cannot be drawn."""
     from ppctl.config.schedule_from_config import pipeline_of
-    from ppctl.reports.run_page.gantt import too_large
+    from ppctl.reports.run_page.gantt import most_chunks, too_large
 
     try:
         parts = {part: schema_of(part, config[part]["name"])(**config[part]) for part in ("schedule", "executor")}
@@ -110,7 +110,11 @@ def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str
             part.check()
         if parts["executor"].name == "reference":
             return "executor=reference has no pipeline to draw."
-        large = too_large(mesh.pp, parts["schedule"].num_microbatches, words)
+        path = getattr(parts["schedule"], "path", None)
+        if path is not None and not Path(path).is_file():  # another's config may name a pipe, or a device without end
+            return f"The schedule cannot be drawn: {path} is no file."
+        chunks = most_chunks(parts["schedule"], mesh.pp, num_layers)
+        large = too_large(mesh.pp, parts["schedule"].num_microbatches, chunks, words)
         return large or pipeline_of(**parts, num_ranks=mesh.pp, num_layers=num_layers)
     except PpctlError as error:
         return f"The schedule cannot be drawn: {' '.join(str(error).split())}"

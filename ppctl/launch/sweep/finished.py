@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from ppctl.config import Config
 from ppctl.config.changes import changes
 from ppctl.config.sources import changed_modules, sources_here
 from ppctl.launch.local import newest_checkpoint
-from ppctl.reports.foreign import from_json, read_file
+from ppctl.reports.foreign import from_json, read_file, read_settings
 
 
 def has_ended(run_dir: Path, config: Config) -> bool:
@@ -24,8 +22,8 @@ def has_ended(run_dir: Path, config: Config) -> bool:
 def other_settings(run_dir: Path, config: Config) -> str | None:
     """Return how the settings that the run in run_dir was made with differ from these; None: not at all."""
     try:
-        before = yaml.safe_load((run_dir / "config.yaml").read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        before = read_settings(run_dir / "config.yaml")
+    except (OSError, ValueError):
         return "its config.yaml cannot be read"
     if not isinstance(before, dict):
         return "its config.yaml is none"

@@ -14,12 +14,15 @@ from ppctl.config import Config
 from ppctl.config.sweep import Search
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep.finished import has_ended, other_settings
+from ppctl.reports.foreign import check_inside
 
 FILES = ("sweep.csv", "sweep.json", "sweep.html")
 LOG = "output.log"  # in a run.dir: what a job printed that shared the machine
 SUBMITTED_LOG = "submitted.log"  # the same of a job that was submitted to a cluster
 SHARED = "Jobs ran side by side, which slows each of them: their speeds are not those of a run alone"
 MARK = "multirun.yaml"  # what a sweep leaves in its directory before its first job starts
+STUDY, SUBMITIT = "optuna.journal", ".submitit"  # in a sweep's directory: a search, and what submitit writes
+SUBMITTED = "submitted.json"  # in a run.dir: as what its job was submitted
 
 
 @dataclass(frozen=True)
@@ -202,8 +205,10 @@ def check_sweep(sweep: Sweep) -> None:
 
 def _check_directories(sweep: Sweep) -> None:
     """ConfigError where two jobs would write into one place, or a job or the summary over something else."""
+    check_inside(sweep.directory, (MARK, *FILES, STUDY, SUBMITIT), "run.dir")
     owners: dict[str, Job] = {}
     for job in sweep.jobs:
+        check_inside(job.run_dir, (LOG, SUBMITTED_LOG, SUBMITTED), "run.dir")
         first = owners.setdefault(os.path.realpath(job.run_dir), job)
         if first is not job:
             raise ConfigError(

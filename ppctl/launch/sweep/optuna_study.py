@@ -22,10 +22,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ppctl.config.sweep import Search
 from ppctl.errors import ConfigError, NonFiniteError
-from ppctl.launch.sweep.jobs import Choices, Job, Outcome, Span
+from ppctl.launch.sweep.jobs import STUDY, Choices, Job, Outcome, Span
 from ppctl.launch.sweep.records import record_of
 
-FILE = "optuna.journal"  # in the sweep's directory
 NAME = "ppctl"
 MOST_SAME = 100  # choices in a row that were made before, until there is taken to be nothing new
 ABOUT = "ppctl"  # attribute of the study: what it is a search for
@@ -49,7 +48,7 @@ class OptunaStudy:
             "space": {key: str(of) for key, of in space.items()},
             "fixed": self.fixed,
         }
-        self.space, self.file = space, directory / FILE
+        self.space, self.file = space, directory / STUDY
         self.trials: list[int] = []  # of each job the number of its trial
         self.distributions: dict[str, BaseDistribution] = {}
         for key, values in space.items():
@@ -74,7 +73,7 @@ class OptunaStudy:
         try:
             study = optuna.load_study(study_name=NAME, storage=self._storage())
             before = study.user_attrs[ABOUT]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{self.file} is not of a search by ppctl and stays. Use another run.name or run.dir, or move it."
             ) from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ppctl.launch.sweep.jobs import Job, Outcome
+from ppctl.reports.run_files import read_lines, record_number, whole_number
 from ppctl.reports.timeline_io import measured_bubble
 
 NUMBERS = (  # in this order; None where a run has none
@@ -48,14 +48,19 @@ def numbers_of(run_dir: Path, since_s: float = 0.0) -> dict[str, Any]:
     steps = list(_lines(run_dir / "metrics.jsonl", since_s))
     evaluations = list(_lines(run_dir / "eval.jsonl", since_s))
     last = steps[-1] if steps else {}
-    found: dict[str, Any] = {name: last.get(name) for name in NUMBERS}
-    found |= {"steps": last.get("step"), "final_loss": last.get("loss")}
-    found["eval_loss"] = evaluations[-1].get("eval_loss") if evaluations else None
+    found: dict[str, Any] = {name: _number(last, name) for name in NUMBERS}
+    found |= {"steps": whole_number(last, "step"), "final_loss": _number(last, "loss")}
+    found["eval_loss"] = _number(evaluations[-1], "eval_loss") if evaluations else None
     for name in ("step_time_s", "tokens_per_s", "rows_per_s"):
-        values = [record[name] for record in steps if record.get(name) is not None]
+        values = [value for record in steps if (value := _number(record, name)) is not None]
         found[name] = statistics.median(values) if values else None
     found["measured_bubble_fraction"] = measured_bubble(run_dir / "timeline" / "timeline.csv", since_s)
     return found
+
+
+def _number(record: Mapping[str, Any], name: str) -> float | None:
+    """Return an entry of a record as it is, if it is a number."""
+    return None if record_number(record, name) is None else record[name]
 
 
 def _lines(path: Path, since_s: float) -> Iterator[dict[str, Any]]:
@@ -63,13 +68,6 @@ def _lines(path: Path, since_s: float) -> Iterator[dict[str, Any]]:
     try:
         if path.stat().st_mtime < since_s:
             return
-        lines = path.read_bytes().splitlines()
     except OSError:
         return
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "step" in record:
-            yield record
+    yield from (record for record in read_lines(path, []) if "step" in record)

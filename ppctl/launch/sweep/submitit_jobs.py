@@ -28,16 +28,15 @@ from submitit.core.utils import FailedJobError
 from ppctl.config.sweep import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.supervise import ALIVE_FD, Exit
-from ppctl.launch.sweep.jobs import SUBMITTED_LOG, Job, JobEvents, Moved, Notice, Sweep
+from ppctl.launch.sweep.jobs import SUBMITIT, SUBMITTED, SUBMITTED_LOG, Job, JobEvents, Moved, Notice, Sweep
 from ppctl.launch.sweep.processes import job_command, read_tail
 from ppctl.reports.terminal import replace_file
 
-FOLDER = ".submitit"  # in the sweep's directory: what submitit writes
-FILE = "submitted.json"  # in a run.dir: as what its job was submitted
 POLL_S = 1.0  # between looks for results
 QUEUE_S = 10.0  # between questions to Slurm
 ANSWER_S = 30.0  # that Slurm has for one
 GRACE_S = 15.0  # for the result of a job that has left the queue, on a slow file system
+JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")  # a part of the names of submitit's files
 WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 RUNS = {"RUNNING", "COMPLETING", "SUSPENDED", "PREEMPTED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"}
 
@@ -185,7 +184,7 @@ class SubmittedJobs:
             with self.lock:
                 self.known[job.index] = KnownJob(each, state)
             record = {"cluster": self.settings.cluster, "id": each.job_id, "tasks": each.num_tasks}
-            replace_file(job.run_dir / FILE, json.dumps(record) + "\n")
+            replace_file(job.run_dir / SUBMITTED, json.dumps(record) + "\n")
             where = f" as {self._name(each)}, output in {job.run_dir / SUBMITTED_LOG}"
             self.events.put(Moved(job.index, state, where))
 
@@ -276,8 +275,8 @@ class SubmittedJobs:
     def _submitted_before(self, job: Job) -> submitit.Job[tuple[int, str]] | None:
         """Return as what a job was submitted by an earlier start of the sweep, if that has not ended."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads((job.run_dir / FILE).read_text())
-            if record["cluster"] == self.settings.cluster:
+            record = json.loads((job.run_dir / SUBMITTED).read_text())
+            if record["cluster"] == self.settings.cluster and JOB_ID.fullmatch(str(record["id"])):
                 kind = submitit.SlurmJob if self.is_slurm else submitit.LocalJob
                 found = kind(self._folder, str(record["id"]), tasks=list(range(int(record["tasks"]))))
                 states = self._states([found]) or {}
@@ -287,7 +286,7 @@ class SubmittedJobs:
 
     @property
     def _folder(self) -> Path:
-        return self.directory / FOLDER
+        return self.directory / SUBMITIT
 
     def _executor(self) -> submitit.SlurmExecutor | submitit.LocalExecutor:
         kind = submitit.SlurmExecutor if self.is_slurm else submitit.LocalExecutor

@@ -14,6 +14,7 @@ from ppctl.launch.sweep.best import best_of
 from ppctl.launch.sweep.jobs import FILES, SHARED, Outcome, Sweep, ran_side_by_side
 from ppctl.launch.sweep.records import ENDS, NUMBERS
 from ppctl.launch.sweep.sweep_page import sweep_page
+from ppctl.reports.foreign import from_json, read_file
 from ppctl.reports.terminal import json_safe, replace_file
 
 
@@ -38,13 +39,13 @@ def earlier(sweep: Sweep) -> list[dict[str, Any]]:
     """Return records, without a number, of jobs that earlier sweeps left here and that are none of this one."""
     ours = {os.path.realpath(job.run_dir) for job in sweep.jobs}
     try:
-        before = json.loads((sweep.directory / FILES[1]).read_text())
+        before = from_json(read_file(sweep.directory / FILES[1]))
         return [
             record | {"job": None}
             for record in before
             if os.path.realpath(record["run_dir"]) not in ours and Path(record["run_dir"]).is_dir()
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 

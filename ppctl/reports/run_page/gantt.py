@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from ppctl.config import Auto
+from ppctl.config import Schedule as Settings
 from ppctl.config.schedule_from_config import Pipeline
 from ppctl.errors import PpctlError
 from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
@@ -53,9 +55,17 @@ def picture(run_dir: Path, pipeline: Pipeline | str) -> Picture:
     return Picture([drawing_of_timeline(f"{pipeline.label}, predicted", timeline)], [*notes, HOW, UNITS, *lockstep])
 
 
-def too_large(num_ranks: int, num_microbatches: int, words: Sequence[str]) -> str | None:
+def most_chunks(schedule: Settings, num_ranks: int, num_layers: int) -> int:
+    """Return the stages that a rank may hold, by the settings of its schedule."""
+    if isinstance(schedule, Auto):
+        return min(schedule.max_chunks, num_layers // num_ranks)
+    knobs = schedule.knobs()
+    return max(knobs.get("num_chunks", 2), 2 * knobs.get("num_waves", 1))
+
+
+def too_large(num_ranks: int, num_microbatches: int, num_chunks: int, words: Sequence[str]) -> str | None:
     """Return the line in place of a chart of more tasks than a page should hold, None where it can be drawn."""
-    if 3 * num_ranks * num_microbatches <= MOST_TASKS:
+    if 3 * num_ranks * num_microbatches * max(1, num_chunks // 2) <= MOST_TASKS:
         return None
     drawn_by = [word for word in words if word.lstrip("+").split("=")[0].split(".")[0] in DRAWN_BY]
     command = shlex.join(["ppctl", "schedule", "show", *drawn_by, "--out", "step.html"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import ConfigError
+from ppctl.reports.foreign import printable
 from ppctl.reports.run_page.compare import compare_page, differing_settings
 from ppctl.reports.run_page.page import MARK, MOST_SLOW, run_page, warnings_of
 from ppctl.reports.run_page.read import CURVES, RecordedRun
@@ -22,6 +23,8 @@ def place_of(out: str | None, paths: Sequence[Path]) -> Path:
     named = f"--out {file}" if out is not None else str(file)
     if file.suffix != ".html":
         raise ConfigError(f"{named}: a report is html. Name a FILE.html.")
+    if out is None and file.is_symlink():  # somebody else's directory must not choose what is overwritten
+        raise ConfigError(f"{named} is a link to {printable(str(file.resolve()))}. Name a file: --out FILE.html.")
     check_file(named, file)
     if file.exists() and not _is_ours(file):
         raise ConfigError(f"{named}: there is such a file, which is no report of ppctl. Move it away, or name another.")
