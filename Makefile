@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos golden bench bench-plan clean
+.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz golden bench bench-plan clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ exhaustive: $(INSTALLED) ## gradients of every schedule x mesh x chunks x remat 
 
 chaos: $(INSTALLED) ## 200 times kill -9 of a random process of a run, at random moments; half an hour
 	$(BIN)/python tests/support/chaos.py
+
+fuzz: $(INSTALLED) ## 30 random requests through plan, verify and five train steps, compared with the reference
+	$(BIN)/python tests/fuzz.py 30 0
 
 golden: $(INSTALLED) ## rewrite the golden schedules and show what changed
 	$(BIN)/python tests/support/golden.py

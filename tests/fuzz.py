@@ -65,7 +65,7 @@ def tried(made: Request, directory: Path) -> tuple[str, Finding | None]:
     """Return how a request went in a word, and what is wrong with that, if anything."""
     run_dir = directory / "run"
     lines = {command: [command, *made.words, f"run.dir={run_dir}"] for command in COMMANDS}
-    with _composed_once():
+    with _composed_once(), _x64_restored():
         found = {command: served([*lines[command], "--json"]) for command in COMMANDS}
         for command, each in found.items():
             if "Traceback" in each.error or each.code not in (0, REFUSED):
@@ -155,6 +155,18 @@ def _composed_once() -> Iterator[None]:
         yield
     finally:
         compose.compose = usual
+
+
+@contextlib.contextmanager
+def _x64_restored() -> Iterator[None]:
+    """Leave to other tests of the process what commands set."""
+    import jax
+
+    before = jax.config.jax_enable_x64
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -111,8 +111,8 @@ def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str
         if parts["executor"].name == "reference":
             return "executor=reference has no pipeline to draw."
         path = getattr(parts["schedule"], "path", None)
-        if path is not None and not Path(path).is_file():  # another's config may name a pipe, or a device without end
-            return f"The schedule cannot be drawn: {path} is no file."
+        if path is not None and Path(path).exists() and not Path(path).is_file():
+            return f"The schedule cannot be drawn: {path} cannot be read: it is no file."  # but a pipe, or has no end
         chunks = most_chunks(parts["schedule"], mesh.pp, num_layers)
         large = too_large(mesh.pp, parts["schedule"].num_microbatches, chunks, words)
         return large or pipeline_of(**parts, num_ranks=mesh.pp, num_layers=num_layers)

@@ -1,0 +1,74 @@
+"""A few requests of `python tests/fuzz.py`, and that it finds what it looks for."""
+
+import json
+from pathlib import Path
+
+import fuzz
+import pytest
+from fuzz import Served
+from support.fuzz_requests import MISTAKES, request
+
+ROOT = Path(__file__).parents[2]
+REFUSAL = Served(2, "", "ppctl: no.\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(10))
+def test_a_random_request_is_served_or_refused_by_all_commands_alike(tmp_path, monkeypatch, number):
+    monkeypatch.chdir(ROOT)
+    _, finding = fuzz.tried(request(0, number, tmp_path), tmp_path)
+    assert finding is None, finding
+
+
+def test_a_request_is_a_function_of_its_seed_and_number(tmp_path):
+    made = [request(7, number, tmp_path) for number in range(300)]
+    assert made == [request(7, number, tmp_path) for number in range(300)]
+    assert made != [request(8, number, tmp_path) for number in range(300)]
+    words = {word for each in made for word in each.words}
+    for name in ("executor=spmd", "executor=mpmd", "executor=reference", "model=custom", "schedule=csv", "mesh=2x2x2"):
+        assert name in words
+    assert len({each.mistake for each in made}) > len(MISTAKES) / 2
+
+
+def judged(monkeypatch, tmp_path, **found):
+    """What a request is found to be where the commands do this."""
+    monkeypatch.setattr(fuzz, "served", lambda words: found[words[0]])
+    result, finding = fuzz.tried(request(0, 0, tmp_path), tmp_path)
+    return result, finding and finding.what
+
+
+def test_what_commands_refuse_alike_is_no_finding(monkeypatch, tmp_path):
+    assert judged(monkeypatch, tmp_path, plan=REFUSAL, verify=REFUSAL, train=REFUSAL) == ("refused", None)
+
+
+@pytest.mark.parametrize(
+    ("verify", "what"),
+    [
+        (Served(0, "", ""), "verify accepts what plan, train refuses"),
+        (Served(2, "", "ppctl: no,\nreally.\n"), "verify refuses in other than one line"),
+        (Served(2, "", "ppctl: never.\n"), "verify gives another reason than train"),
+        (Served(1, "NOT EQUAL", ""), "verify ends with 1"),
+        (Served(2, "", "Traceback ...\nppctl: no.\n"), "verify ends with 2"),
+    ],
+)
+def test_what_they_do_otherwise_is_one(monkeypatch, tmp_path, verify, what):
+    assert judged(monkeypatch, tmp_path, plan=REFUSAL, verify=verify, train=REFUSAL)[1] == what
+
+
+def test_a_run_directory_of_a_refused_request_is_one(monkeypatch, tmp_path):
+    (tmp_path / "run").mkdir()
+    what = "a request that was refused left a run directory"
+    assert judged(monkeypatch, tmp_path, plan=REFUSAL, verify=REFUSAL, train=REFUSAL)[1] == what
+
+
+@pytest.mark.parametrize(("loss", "is_found"), [(1 + 1e-10, False), (1 + 1e-8, True)])
+def test_a_loss_unlike_the_reference_is_one(monkeypatch, tmp_path, loss, is_found):
+    (tmp_path / "run").mkdir()
+    record = {"step": 1, "loss": loss, "grad_norm": 1.0, "lr": 0.1}
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps(record) + "\n")
+    expected = {"metrics.jsonl": [record | {"loss": 1.0}], "eval.jsonl": []}
+    monkeypatch.setattr(fuzz, "reference", lambda words: (expected, "float64"))
+    well = Served(0, json.dumps({"bubble_fraction": None}), "")
+    _, what = judged(monkeypatch, tmp_path, plan=well, verify=well, train=well)
+    assert (what is not None) == is_found
+    assert not is_found or "loss of step 1" in what
