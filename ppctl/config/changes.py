@@ -80,7 +80,7 @@ def _is_default_of_heads(change: Change, before: Mapping[str, Any], config: Conf
     """Return whether one of two numbers is null, which stands for num_heads, and the other is that."""
     if change.name != "model.num_kv_heads":
         return False
-    heads = before["model"]["num_heads"], asdict(config.model)["num_heads"]
+    heads = before["model"].get("num_heads"), asdict(config.model)["num_heads"]
     return (change.before or heads[0]) == (change.now or heads[1])
 
 

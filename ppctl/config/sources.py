@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Sources = Mapping[str, "Digests"]  # by the name of the module
 
@@ -56,6 +56,22 @@ def sources_here(names: Iterable[str]) -> dict[str, Digests]:
                 found[name] = _digests(file)
                 break
     return found
+
+
+def recorded_sources(meta: Any) -> dict[str, dict[str, list[str]]]:
+    """Return the digests that a checkpoint's metadata hold, by part and module; what is not such is left out."""
+    parts = meta.get("sources") if isinstance(meta, dict) else None
+    if not isinstance(parts, dict):
+        return {}
+    return {
+        str(part): {str(name): each for name, each in modules.items() if _are_digests(each)}
+        for part, modules in parts.items()
+        if isinstance(modules, dict)
+    }
+
+
+def _are_digests(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == len(Digests._fields) and all(isinstance(v, str) for v in value)
 
 
 def changed_modules(before: Mapping[str, list[str]], now: Sources) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ppctl.config import Config
 from ppctl.config.changes import Change, changes
-from ppctl.config.sources import changed_modules
+from ppctl.config.sources import changed_modules, recorded_sources
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.job import TrainingJob
@@ -100,7 +100,7 @@ def _meta(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
 
 def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]:
     """Yield the modules of the user's model and data whose code has changed; older checkpoints have none recorded."""
-    for part, before in meta.get("sources", {}).items():
+    for part, before in recorded_sources(meta).items():
         now = job.sources.get(part, {})
         for module in changed_modules(before, now):
             old, new = (digests[module][1] if module in digests else None for digests in (before, now))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ppctl.config import Config
 from ppctl.config.changes import changes
-from ppctl.config.sources import changed_modules, sources_here
+from ppctl.config.sources import changed_modules, recorded_sources, sources_here
 from ppctl.launch.local import newest_checkpoint
 from ppctl.reports.foreign import from_json, read_file, read_settings
 
@@ -38,9 +38,9 @@ def _code_changes(run_dir: Path) -> list[str]:
     step = newest_checkpoint(run_dir)
     try:
         meta = from_json(read_file(run_dir / "checkpoints" / str(step) / "meta" / "data.json"))["meta"]
-        modules = {name: digests for of_part in meta["sources"].values() for name, digests in of_part.items()}
-        now = sources_here(modules)
-        changed = changed_modules({name: modules[name] for name in now}, now)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):  # an older one, or a damaged one
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):  # a damaged one
         return []
+    modules = {name: digests for of_part in recorded_sources(meta).values() for name, digests in of_part.items()}
+    now = sources_here(modules)
+    changed = changed_modules({name: modules[name] for name in now}, now)
     return [f"the code of {name} has changed" for name in changed]
