@@ -38,6 +38,7 @@ IMPOSSIBLE = [
     ({"run": c.Run(name="a//b")}, "run.name='a//b' names no directory"),
     ({"run": c.Run(dir=" ")}, "run.dir=' ' is no directory. Use a path"),
     ({"plan": TOPOLOGY, "run": c.Run(platform="cuda")}, "run.platform=cuda starts devices. Use"),
+    ({"verify": c.Verify(steps=-1)}, "verify.steps=-1 must be a finite number of at least 0"),
     ({"plan": c.Plan(memory_gib=0.0)}, "plan.memory_gib=0.0 is not a size. Use a number above 0"),
 ]
 PLANNERS = "`ppctl train`, `ppctl plan`, `ppctl rehearse` and `ppctl tune`"
@@ -50,6 +51,7 @@ INAPPLICABLE = [
     ("doctor", {"costs": c.Measure()}, f"costs=measure: applies to {PLANNERS} only. Leave it out"),
     ("bench", {"costs": c.Analytic(doctor="x")}, f"costs.doctor=x: applies to {PLANNERS} only"),
     ("train", {"tune": c.Tune(devices=3)}, "tune.devices=3: applies to `ppctl tune` only"),
+    ("train", {"verify": c.Verify(steps=5)}, "verify.steps=5: applies to `ppctl verify` only. Leave it out"),
 ]
 
 
