@@ -159,9 +159,15 @@ def planned(config: Config, stack: Stack, search: LayoutSearch, limit_bytes: int
         room = limit_bytes / SLACK / min(row.total_bytes / before.total_bytes for (row, _), before in too_little)
     smallest = None if found.smallest is None else as_planned(found.smallest)
     rows = sorted(filter(fits, rows or filter(None, [smallest])), key=lambda row: rank(row[0]))
-    alone = None if found.without_pipeline is None else as_planned(found.without_pipeline)
+    alone, before = None, found.without_pipeline
+    while before is not None:
+        alone = as_planned(before)
+        if limit_bytes is None or fits(alone):
+            break
+        room = limit_bytes / SLACK / (alone[0].total_bytes / before.total_bytes)
+        before, alone = search.run(1, room_bytes=room).without_pipeline, None
     best, configs = [row for row, _ in rows], [request for _, request in rows]
-    alone = alone[0] if alone is not None and fits(alone) else None
+    alone = None if alone is None else alone[0]
     return replace(
         found, best=tuple(best), without_pipeline=alone, smallest=None if smallest is None else smallest[0]
     ), configs

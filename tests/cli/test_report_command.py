@@ -121,7 +121,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "Eval loss 1.5000 the newest",
         "Step time 0.5 s median, predicted 0.4 s",
         "Speed 10,000 tokens/s median",
-        "Bubble 20.0% predicted by costs; ideal: 12.5%; measured in one step: 25.0%",
+        "Bubble 20.0% predicted by costs; ideal: 12.5% ; measured in one step: 25.0%",
         "step time 0.4 s 0.5 s 1.25",
         "bubble 20.0% 25.0% 1.25",
         "memory of a device 1.0 MiB 1.5 MiB 1.5",
