@@ -12,8 +12,8 @@ from ppctl.errors import ConfigError
 MOST_TASKS = 500_000  # of a step: each is laid out and simulated, which takes 10 to 100 microseconds
 MOST_PARAMETERS = 10**15  # with their moments 12 petabytes: more than the largest machines hold
 BOUNDS = {  # of settings by themselves, and why
-    "model.num_layers": (10_000, "each is given to a stage by itself"),
-    "model.seq_len": (2**21, "a sequence is read whole"),
+    "model.num_layers": (4096, "each is given to a stage by itself"),
+    "model.seq_len": (2**20, "a sequence is read whole"),
     "model.vocab_size": (2**24, "a head of that many logits fits no device"),
     "data.vocab_size": (2**24, "a head of that many logits fits no device"),
     "data.num_features": (2**20, "an example is read whole"),

@@ -203,14 +203,17 @@ def _stashes(family: str, pp: int, number: int, chunks: int) -> float:
 @cache
 def _kept(family: str, pp: int, number: int, chunks: int, stash_bytes: int, pending_bytes: int) -> dict[str, int]:
     """Return how many stashes, and how many pendings, a rank has when they take most, by the order of its tasks."""
+
+    def size(found: Mapping[str, int]) -> int:
+        return found["stash"] * stash_bytes + found["pending"] * pending_bytes
+
     most = {"stash": 0, "pending": 0}
-    worth = lambda found: found["stash"] * stash_bytes + found["pending"] * pending_bytes  # noqa: E731
     for tasks in _built(family, pp, number, chunks).ranks:
         live = {"stash": 0, "pending": 0}
         for task in tasks:
             live["stash"] += {"F": 1, "W": 0}.get(task.kind, -1)
             live["pending"] += {"I": 1, "W": -1}.get(task.kind, 0)
-            most = dict(live) if worth(live) > worth(most) else most
+            most = dict(live) if size(live) > size(most) else most
     return most
 
 
