@@ -41,8 +41,8 @@ def work_of(model: Model) -> ModelWork:
 
 
 @lru_cache(8)
-def _work_of(counted: _Counted) -> ModelWork:
-    model = counted.model
+def _work_of(of: _Counted) -> ModelWork:
+    model = of.model
     few, many = counted = [CountedModel(model, number) for number in EXAMPLES]
     number = 1 if model.stack.are_alike else model.stack.num_layers
     layers = [_piece(few.layer(l), many.layer(l)) for l in range(number)]
