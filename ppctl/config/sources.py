@@ -58,20 +58,22 @@ def sources_here(names: Iterable[str]) -> dict[str, Digests]:
     return found
 
 
-def recorded_sources(meta: Any) -> dict[str, dict[str, list[str]]]:
+def recorded_sources(meta: object) -> dict[str, dict[str, list[str]]]:
     """Return the digests that a checkpoint's metadata hold, by part and module; what is not such is left out."""
-    parts = meta.get("sources") if isinstance(meta, dict) else None
-    if not isinstance(parts, dict):
-        return {}
-    return {
-        str(part): {str(name): each for name, each in modules.items() if _are_digests(each)}
-        for part, modules in parts.items()
-        if isinstance(modules, dict)
-    }
+    found: dict[str, dict[str, list[str]]] = {}
+    for part, modules in _settings(_settings(meta).get("sources")).items():
+        found[part] = {name: digests for name, digests in _settings(modules).items() if _are_digests(digests)}
+    return found
 
 
-def _are_digests(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == len(Digests._fields) and all(isinstance(v, str) for v in value)
+def _settings(value: object) -> dict[str, Any]:
+    found: dict[str, Any] = value if isinstance(value, dict) else {}
+    return found
+
+
+def _are_digests(value: object) -> bool:
+    found: list[Any] = value if isinstance(value, list) else []
+    return list(map(type, found)) == [str] * len(Digests._fields)
 
 
 def changed_modules(before: Mapping[str, list[str]], now: Sources) -> list[str]:

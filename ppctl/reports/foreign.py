@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
+from yaml.composer import ComposerError
 
 from ppctl.errors import ConfigError
 
@@ -70,7 +71,7 @@ class _PlainLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "an alias, which ppctl never writes", mark)
+            raise ComposerError(None, None, "an alias, which ppctl never writes", mark)
         return super().compose_node(parent, index)
 
 
