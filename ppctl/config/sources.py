@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 Sources = Mapping[str, "Digests"]  # by the name of the module
 
@@ -67,12 +67,11 @@ def recorded_sources(meta: object) -> dict[str, dict[str, list[str]]]:
 
 
 def _settings(value: object) -> dict[str, Any]:
-    found: dict[str, Any] = value if isinstance(value, dict) else {}
-    return found
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _are_digests(value: object) -> bool:
-    found: list[Any] = value if isinstance(value, list) else []
+    found = cast("list[Any]", value) if isinstance(value, list) else []
     return list(map(type, found)) == [str] * len(Digests._fields)
 
 
