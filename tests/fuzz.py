@@ -109,7 +109,7 @@ def _difference(made: Request, found: dict[str, Served], lines: dict[str, list[s
         if [each["step"] for each in records] != [each["step"] for each in wanted]:
             return Finding(f"{name} has the steps {[each['step'] for each in records]}", lines["train"])
         for a, b in zip(records, wanted, strict=True):
-            for key in b.keys() - ({"grad_norm"} if dtype == "bfloat16" else {}):  # a norm of rounding there
+            for key in b.keys() - ({"grad_norm"} if dtype == "bfloat16" else set()):  # a norm of rounding there
                 if not math.isclose(a[key], b[key], rel_tol=TOLERANCE[dtype], abs_tol=1e-3 * TOLERANCE[dtype]):
                     what = f"{key} of step {a['step']} is {a[key]}, the reference's {b[key]} ({dtype})"
                     return Finding(what, lines["train"])

@@ -120,3 +120,16 @@ def test_a_run_directory_and_a_schedule_import_nothing(tmp_path, monkeypatch, ca
     assert "evil" not in sys.modules
     assert not (tmp_path / "made").exists()
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info", "config"], ["mesh=1x3"]], ids=" ".join)
+def test_a_config_instantiates_nothing(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('made').touch()\nclass Evil: ...\n")
+    (tmp_path / "hydra/callbacks").mkdir(parents=True)
+    (tmp_path / "hydra/callbacks/evil.yaml").write_text("evil:\n  _target_: evil.Evil\n")
+    words = ["--config-dir", str(tmp_path), "hydra/callbacks=evil", *flags]
+    assert cli.main(["plan", *words]) in (0, 2)
+    assert not (tmp_path / "made").exists()
+    capsys.readouterr()
