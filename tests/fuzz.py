@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("plan", "verify", "train")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}  # relative, of losses, norms and rates of 5 steps
 MANY = 25  # requests that one process serves
-LIMIT_S = 300  # of a request, on a busy machine; a quiet one needs a few seconds
+LIMIT_S = 900  # of a request, on a busy machine; a quiet one needs a few seconds
 REFUSED = 2
 
 

@@ -6,6 +6,7 @@ import getpass
 import io
 import json
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from rich.console import Console
@@ -23,7 +25,7 @@ from ppctl.config import Config, Run
 from ppctl.config.sweep import SubmititLocal, SubmititSlurm
 from ppctl.errors import ConfigError
 from ppctl.launch.sweep import submitit_jobs
-from ppctl.launch.sweep.jobs import SUBMITTED_LOG, Job, Sweep
+from ppctl.launch.sweep.jobs import SUBMITIT, SUBMITTED, SUBMITTED_LOG, Job, Sweep
 from ppctl.launch.sweep.live_table import LiveTable
 from ppctl.launch.sweep.runner import run_jobs
 from ppctl.launch.sweep.submitit_jobs import Submission
@@ -285,3 +287,24 @@ def test_what_slurm_refuses_is_said(slurm, monkeypatch):
     assert outcomes[0].status == "failed"
     assert "it cannot be submitted" in outcomes[0].error
     assert "nowhere" in outcomes[0].error or "partition" in outcomes[0].error
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("made",)
+
+
+def test_a_record_of_a_job_leads_to_no_pickle_elsewhere(monkeypatch):
+    sweep = sweep_of(1)
+    (job,) = sweep.jobs
+    job.run_dir.mkdir(parents=True)
+    (sweep.directory / SUBMITIT).mkdir()
+    (job.run_dir / SUBMITTED).write_text(json.dumps({"cluster": "local", "id": "../evil", "tasks": 1}))
+    (sweep.directory / "evil_0_result.pkl").write_bytes(pickle.dumps(Evil()))
+    jobs = submitit_jobs.SubmittedJobs(LOCAL, sweep, SimpleQueue())
+    monkeypatch.setattr(jobs, "_states", lambda found: {})  # as of a queue that knows no such job
+    try:
+        assert jobs._submitted_before(job) is None
+    finally:
+        jobs.close()
+    assert not Path("made").exists()
