@@ -220,7 +220,7 @@ def _break(rng: random.Random, made: Request, sizes: Sizes) -> None:
     """Put one mistake into a request."""
     name, change = rng.choice(list(MISTAKES.items()))
     made.mistake = name
-    made.layout = [*made.layout, *change(sizes)]
+    made.training = [*made.training, *change(sizes)]
 
 
 MISTAKES: dict[str, Callable[[Sizes], list[str]]] = {  # words that come last, and so count
