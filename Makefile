@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz golden bench bench-plan clean
+.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden bench bench-plan clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -42,8 +42,11 @@ docs: $(INSTALLED) ## the pages of docs/ as a site in dist/docs; a broken link f
 exhaustive: $(INSTALLED) ## gradients of every schedule x mesh x chunks x remat x layers, not only of a covering selection
 	$(BIN)/python tests/support/exhaustive.py
 
-chaos: $(INSTALLED) ## 200 times kill -9 of a random process of a run, at random moments; half an hour
-	$(BIN)/python tests/support/chaos.py
+chaos: $(INSTALLED) ## 200 times kill -9 of a random process of a run or a sweep, at random moments; half an hour
+	PYTHONPATH=tests $(BIN)/python -m support.chaos
+
+soak: $(INSTALLED) ## 20,000 steps with evaluations, checkpoints and TensorBoard: memory, open files, records; 6 minutes
+	$(BIN)/python tests/support/long_run.py
 
 fuzz: $(INSTALLED) ## 30 random requests through plan, verify and five train steps, compared with the reference
 	$(BIN)/python tests/fuzz.py 30 0

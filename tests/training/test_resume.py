@@ -209,7 +209,7 @@ def kill_moments(names):
 MOMENTS = ("importing", "compiling", "stepping", "saving", "evaluating", "saving again", "stepping again")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("moments", few(["stepping", ", ".join(MOMENTS)], 1))
 def test_kill_9_at_any_moment_costs_at_most_what_the_last_checkpoint_lacks(tmp_path, uninterrupted, moments):
     run_dir, was_killed_in = tmp_path / "run", []
@@ -267,6 +267,7 @@ def test_a_run_whose_reader_has_gone_saves_its_last_step(tmp_path):
     assert last["step"] == latest(run_dir) > 2
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path):
     run_dir = tmp_path / "run"
     with Process(run_dir, "run.checkpoint.every=null", "run.num_steps=100000", program=("-c", SLOW_TO_SAVE)) as process:
