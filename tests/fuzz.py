@@ -65,6 +65,8 @@ def tried(made: Request, directory: Path) -> tuple[str, Finding | None]:
     """Return how a request went in a word, and what is wrong with that, if anything."""
     run_dir = directory / "run"
     lines = {command: [command, *made.words, f"run.dir={run_dir}"] for command in COMMANDS}
+    # what trains in bfloat16 is verified in float64: of models 4 wide some gradients are rounding, 7 % of themselves
+    lines["verify"] = [word for word in lines["verify"] if word != "run.dtype=bfloat16"]
     with _composed_once(), _x64_restored():
         found = {command: served([*lines[command], "--json"]) for command in COMMANDS}
         for command, each in found.items():
