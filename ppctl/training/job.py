@@ -66,6 +66,12 @@ class TrainingJob:
         return replace(self.pipe.model, stack=stack_for(asked, self.config, self.data, self.pipe.dtype, device))
 
 
+def check_evaluations(job: TrainingJob) -> None:
+    """Raise DataError where the run would evaluate on more examples than are held out."""
+    if job.config.run.eval_every is not None:
+        job.data.eval_batches(job.config.run.eval_batches)  # refuses at the call, and reads nothing
+
+
 def stack_for(hardware: settings.Hardware, config: Config, data: DataSet, dtype: jnp.dtype, device: Any) -> Stack:
     """Return the model as devices of this hardware would run it; `device`, which is here, where it is none of those."""
     return make_stack(config, data, dtype, described_device(hardware) or device)

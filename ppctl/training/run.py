@@ -48,7 +48,14 @@ from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import environment
 from ppctl.training.heartbeat import Heartbeat
-from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble, check_examples, partition_text
+from ppctl.training.job import (
+    DEFAULT_DTYPE,
+    TrainingJob,
+    assemble,
+    check_evaluations,
+    check_examples,
+    partition_text,
+)
 from ppctl.training.loop import Loop, writing
 from ppctl.training.metrics import Metrics, NoMetrics
 from ppctl.training.models import attention_kernel
@@ -87,8 +94,7 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     job = assemble(config)
     check_room(job.pipe)
-    if config.run.eval_every is not None:
-        job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+    check_evaluations(job)
     note = check_examples(job)
     if note is not None:
         say(f"note      {note}")

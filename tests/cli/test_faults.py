@@ -242,3 +242,13 @@ def test_hardware_without_its_numbers_is_refused(capsys, served, in_empty_direct
 def test_an_empty_word_is_answered_with_the_commands(word, capsys):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err.startswith(f"ppctl: {word!r} is not a command. (train, verify, doctor, ")
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "train"])
+def test_evaluations_without_data_are_refused_by_all_commands_alike(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    words = "model=mlp model.num_layers=2 data=regression data.num_rows=64 data.batch_size=2 data.eval_fraction=0 "
+    words += "mesh=1x1 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu"
+    assert cli.main([command, *words.split()]) == 2
+    assert capsys.readouterr().err.startswith("ppctl: data.eval_fraction=0 holds out nothing to evaluate on. Use ")
+    assert not list(tmp_path.iterdir())

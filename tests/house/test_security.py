@@ -122,7 +122,7 @@ def test_a_run_directory_and_a_schedule_import_nothing(tmp_path, monkeypatch, ca
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--info", "config"], ["mesh=1x3"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [["--cfg", "job"], ["mesh=1x3"]], ids=" ".join)
 def test_a_config_instantiates_nothing(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -10,7 +10,7 @@ from ppctl.planner.plan import predicted
 from ppctl.planner.plan_page import picture_of, plan_page
 from ppctl.planner.plan_terminal import show_plan
 from ppctl.reports.terminal import check_file, show_json, write_file
-from ppctl.training.job import assemble
+from ppctl.training.job import assemble, check_evaluations
 
 
 def plan(config: Config, *, as_json: bool) -> int:
@@ -19,6 +19,7 @@ def plan(config: Config, *, as_json: bool) -> int:
     if file is not None:
         check_file(f"plan.html={file}", Path(file))  # refused before the work
     job = assemble(config)
+    check_evaluations(job)
     found = predicted(job)
     if as_json:
         show_json(asdict(found))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ppctl.config import Config
 from ppctl.reports.terminal import show_json, show_table
-from ppctl.training.job import TrainingJob, assemble, check_examples, partition_text
+from ppctl.training.job import TrainingJob, assemble, check_evaluations, check_examples, partition_text
 from ppctl.training.plain_steps import plain_model
 from ppctl.training.room import check_room
 from ppctl.training.verification import (
@@ -35,8 +35,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     job = assemble_to_verify(config)
     check_room(job.pipe)
     tolerance = tolerance_of(job)
-    if config.verify.steps and config.run.eval_every is not None:
-        job.data.eval_batches(config.run.eval_batches)  # refuses now what it would refuse later
+    check_evaluations(job)
     note = check_examples(job)
     plain = plain_model(job)
     state = job.pipe.init()  # compiled once, for gradients and steps
