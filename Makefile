@@ -45,7 +45,7 @@ exhaustive: $(INSTALLED) ## gradients of every schedule x mesh x chunks x remat 
 chaos: $(INSTALLED) ## 200 times kill -9 of a random process of a run or a sweep, at random moments; half an hour
 	PYTHONPATH=tests $(BIN)/python -m support.chaos
 
-soak: $(INSTALLED) ## 20,000 steps with evaluations, checkpoints and TensorBoard: memory, open files, records; 6 minutes
+soak: $(INSTALLED) ## 20,000 steps with evaluations, checkpoints and TensorBoard: memory, open files, records; 10 minutes or more
 	$(BIN)/python tests/support/long_run.py
 
 fuzz: $(INSTALLED) ## 30 random requests through plan, verify and five train steps, compared with the reference
