@@ -367,6 +367,7 @@ def test_kill_9_is_seen_and_the_shown_command_goes_on(capsys):
     assert (run["status"], run["step"], run["num_steps"], run["problems"]) == ("finished", last + 20, last + 20, [])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_interrupted_and_a_failed_run_say_why(capsys):
     process = train(*SMALL.split(), "run.num_steps=100000", "run.name=tiny")

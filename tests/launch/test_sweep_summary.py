@@ -254,6 +254,7 @@ def run(*words):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_real_sweep_is_summed_up(directory):
     grid = ("schedule=gpipe", "schedule.num_microbatches=2,4", "hydra.launcher.jobs=2")

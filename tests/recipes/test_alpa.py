@@ -93,6 +93,7 @@ def test_a_checkpoint_of_another_cut_is_not_taken_for_this_one():
     assert marks == auto != four  # by clustering into two the mark is found
 
 
+@pytest.mark.full
 def test_the_stages_that_the_planner_finds_are_shown_and_train_the_same(capsys):
     words = [*SMALL, "model.layers=auto", "model.num_layers=4", "tune.devices=4", "tune.recipe=null"]
     asked = compose(words, [], ["tune"])

@@ -80,7 +80,7 @@ LAUGHS = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("ab
 CONFIGS = {
     "aliases": ("run:\n  num_steps: 5\na: &a [x]\n" + LAUGHS, "an alias, which ppctl never writes"),
     "itself": ("run: &a\n  num_steps: 5\n  x: *a\n", "an alias, which ppctl never writes"),
-    "nested": ("run:\n  num_steps: 5\nx: " + "[" * 5000, "recursion"),
+    "nested": ("run:\n  num_steps: 5\nx: " + "[" * 1000, "recursion"),
     "digits": ("run:\n  num_steps: 5\n  x: " + "9" * 5000, "4300 digits"),
     "date": ("run:\n  num_steps: 5\n  x: 2026-99-99", "month must be in 1..12"),
     "code": ("run:\n  num_steps: 5\nx: !!python/object/apply:os.mkdir [made]\n", "could not determine a constructor"),
@@ -101,9 +101,9 @@ def test_a_config_that_is_made_to_harm_its_reader_cannot_be_read(tmp_path, monke
     run = make_run(tmp_path / "runs/a")
     text, reason = CONFIGS[kind]
     (run / "config.yaml").write_text(text)
-    assert f"config.yaml cannot be read: {reason}" in shown(tmp_path, run, capsys) or reason in shown(
-        tmp_path, run, capsys
-    )
+    said = shown(tmp_path, run, capsys)
+    assert "config.yaml cannot be read: " in said
+    assert reason in said
     assert not (tmp_path / "made").exists()
     with pytest.raises(ValueError, match=reason):
         read_settings(run / "config.yaml")

@@ -196,7 +196,7 @@ def model(*, num_layers, dtype, data, mixes):
     return ppctl.Network(init, apply, lambda y, t: (jnp.square(y - t).sum(), jnp.asarray(y.size, y.dtype)))
 """
 ASKED = [
-    *("model=custom", "model.target=net.model", "model.num_layers=2", "mesh=2x2", "schedule=1f1b"),
+    *("model=custom", "model.target=mixing_net.model", "model.num_layers=2", "mesh=2x2", "schedule=1f1b"),
     *("data=regression", "data.num_features=3", "data.num_targets=2", "data.num_rows=4000", "data.batch_size=8"),
     *("schedule.num_microbatches=2", "run.platform=cpu"),
 ]
@@ -206,8 +206,8 @@ ASKED = [
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "net.py").write_text(MODEL)
-    monkeypatch.delitem(__import__("sys").modules, "net", raising=False)
+    (tmp_path / "mixing_net.py").write_text(MODEL)
+    monkeypatch.delitem(__import__("sys").modules, "mixing_net", raising=False)
     return tmp_path
 
 
@@ -217,7 +217,7 @@ def test_a_command_refuses_it_in_a_line_and_writes_nothing(command, here, capsys
     captured = capsys.readouterr()
     line = " ".join((captured.out + captured.err).split())
     assert code == (1 if command == "doctor" else 2)
-    assert "model.target=net.model mixes the examples of a batch: the mean loss of 4 examples is" in line
+    assert "model.target=mixing_net.model mixes the examples of a batch: the mean loss of 4 examples is" in line
     if command != "doctor":
         assert captured.err.count("\n") == 1
         assert not (here / "runs").exists()
@@ -236,6 +236,6 @@ def test_a_model_too_large_to_try_trains_with_a_note(here, monkeypatch, capsys):
     asked = [*ASKED, "+model.options.mixes=false", "run.num_steps=1", "run.eval_every=null", "run.tensorboard=false"]
     for command in ("train", "verify", "doctor"):
         assert cli.main([command, *asked]) in (0, 1)  # doctor may find a machine too slow
-        assert "model.target=net.model was not tried for mixing the examples" in " ".join(
+        assert "model.target=mixing_net.model was not tried for mixing the examples" in " ".join(
             capsys.readouterr().out.split()
         )

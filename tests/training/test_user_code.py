@@ -77,7 +77,7 @@ def test_the_starter_project_trains_and_is_verified(here, capsys, monkeypatch):
     assert cli.main(["train", *asked, "run.num_steps=30", "run.eval_every=15"]) == 0
     lines = [json.loads(line) for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.5 < lines[0]["loss"] == pytest.approx(1.9780, abs=1e-4)
-    assert cli.main(["verify", *asked, "run.dtype=float64", "executor=mpmd", "schedule=zb_h1"]) == 0
+    assert cli.main(["verify", *asked, "verify.steps=1", "run.dtype=float64", "executor=mpmd", "schedule=zb_h1"]) == 0
 
 
 def test_init_overwrites_nothing(here, capsys):

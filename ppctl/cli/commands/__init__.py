@@ -20,7 +20,7 @@ def about(name: str) -> str:
     """Return what a command does, from the first line of its file.
 
     >>> about("verify")
-    'show that the pipelined gradients equal those of the un-pipelined model'
+    'show that gradients and train steps equal those of the un-pipelined model'
     """
     with (Path(__file__).parent / f"{name}.py").open(encoding="utf-8") as file:
         head, _, text = file.readline().partition("`: ")

@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
-from support.chaos.files import (
+from support.chaos.left import (
     Violation,
     check_files,
     check_kept,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from support.chaos.files import Left, Violation, newest
+from support.chaos.left import Left, Violation, newest
 from support.chaos.layouts import WORDS
 
 COMMAND = "the command"  # that was typed: the only process, or the one that has started the others
