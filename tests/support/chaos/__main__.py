@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.chaos.left import Violation
 from support.chaos.layouts import LAYOUTS, PHASES, TURNS
+from support.chaos.left import Violation
 from support.chaos.rounds import Killed, chaos, random_rounds
 from support.chaos.start import Chain
 

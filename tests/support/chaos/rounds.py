@@ -16,6 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
+from support.chaos.layouts import AFTER_S, EVERY, LAYOUTS, MOMENTS, NUM_STEPS
 from support.chaos.left import (
     Violation,
     check_files,
@@ -27,7 +28,6 @@ from support.chaos.left import (
     records,
     steps,
 )
-from support.chaos.layouts import AFTER_S, EVERY, LAYOUTS, MOMENTS, NUM_STEPS
 from support.chaos.start import COMMAND, RESTART, Chain, Start, Victim, check_resumed, started
 
 END_S = 60  # until all processes of a run have ended after one was killed

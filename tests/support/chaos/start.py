@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from support.chaos.left import Left, Violation, newest
 from support.chaos.layouts import WORDS
+from support.chaos.left import Left, Violation, newest
 
 COMMAND = "the command"  # that was typed: the only process, or the one that has started the others
 MARK = "PPCTL_CHAOS"  # in the environment of every process of a start
