@@ -95,7 +95,7 @@ def _refusal(found: dict[str, Served], lines: dict[str, list[str]], run_dir: Pat
 
 def _difference(made: Request, found: dict[str, Served], lines: dict[str, list[str]], run_dir: Path) -> Finding | None:
     """Return where the numbers of a request differ from the reference's, or between commands."""
-    planned = json.loads(found["plan"].out)["bubble_fraction"]
+    planned = json.loads(found["plan"].out)["predicted_bubble_fraction"]
     trained = _records(run_dir / "metrics.jsonl")[-1].get("predicted_bubble_fraction")  # of no pipeline there is none
     if planned != trained:
         return Finding(f"plan says a bubble of {planned}, train of {trained}", lines["plan"])
