@@ -68,7 +68,7 @@ def test_a_loss_unlike_the_reference_is_one(monkeypatch, tmp_path, loss, is_foun
     (tmp_path / "run/metrics.jsonl").write_text(json.dumps(record) + "\n")
     expected = {"metrics.jsonl": [record | {"loss": 1.0}], "eval.jsonl": []}
     monkeypatch.setattr(fuzz, "reference", lambda words: (expected, "float64"))
-    well = Served(0, json.dumps({"bubble_fraction": None}), "")
+    well = Served(0, json.dumps({"predicted_bubble_fraction": None}), "")
     _, what = judged(monkeypatch, tmp_path, plan=well, verify=well, train=well)
     assert (what is not None) == is_found
     assert not is_found or "loss of step 1" in what
