@@ -43,7 +43,7 @@ REFUSED = 2
 
 
 class Served(NamedTuple):
-    """What a command did."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -51,7 +51,7 @@ class Served(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What must not be: what it is, the command line that repeats it, and what was printed."""
+    """A fault: what it is, the command line that repeats it, and what was printed."""
 
     what: str
     words: Sequence[str]

@@ -1,4 +1,4 @@
-"""What differs between the settings of two starts of a run, and what of that makes another model. Loads no JAX."""
+"""Differences between the settings of two starts of a run, and which of them make another model. Loads no JAX."""
 
 from __future__ import annotations
 

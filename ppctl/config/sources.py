@@ -31,16 +31,16 @@ def sources(target: str) -> dict[str, Digests]:
     inside a function is not found. Modules of packages that are installed, and Python's own, are left out.
     """
     first = target.rpartition(".")[0]
-    todo = [first]
+    names = [first]
     found: dict[str, Digests] = {}
-    while todo:
-        name = todo.pop()
+    while names:
+        name = names.pop()
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
         if module is None or file is None or name in found or (name != first and _is_installed(file)):
             continue
         found[name] = _digests(Path(file))
-        todo += _used(module)
+        names += _used(module)
     return dict(sorted(found.items()))
 
 

@@ -25,7 +25,7 @@ EXAMPLES = (2, 4)  # of a microbatch: all grows by equal steps with them; one al
 
 @dataclass(frozen=True)
 class _Counted:
-    """What the work of a model depends on."""
+    """A model, hashed by all that its work depends on."""
 
     stack: ModelStack
     shapes: tuple  # of parameters, and of an example

@@ -1,6 +1,6 @@
 """The prediction for a request before anything is compiled: memory, step time and bubble of `plan`, `train` and `tune`.
 
-Two kinds of bubble are told apart. The ideal one follows from the schedule and its executor alone: equal stages with
+There are two kinds of bubble. The ideal one follows from the schedule and its executor alone: equal stages with
 F = I = W, and nothing else takes time. The predicted one is by costs: of layers, embedding and head, and of transfers.
 """
 
@@ -22,7 +22,7 @@ from ppctl.training.prediction import StepPrediction
 
 @dataclass(frozen=True)
 class JobPrediction:
-    """What the planner knows of a request before anything is compiled."""
+    """The prediction for a request before anything is compiled."""
 
     memory: tuple[Mapping[str, int], ...]  # of each rank, of one device, by part
     time: StepTime | None  # by the costs of the request

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ppctl import config as settings
@@ -33,7 +32,6 @@ from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.training import optim
 from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, of_topology
-from ppctl.training.mixing import NUM_TRIED
 from ppctl.training.models import make_stack
 from ppctl.training.pipeline import Pipeline, pipeline
 from ppctl.training.start import start_jax
@@ -64,12 +62,6 @@ class TrainingJob:
         if not is_of_ours or isinstance(asked, settings.AutoHardware) or device.device_kind in asked.device_kinds:
             return self.pipe.model
         return replace(self.pipe.model, stack=stack_for(asked, self.config, self.data, self.pipe.dtype, device))
-
-
-def check_evaluations(job: TrainingJob) -> None:
-    """Raise DataError where the run would evaluate on more examples than are held out."""
-    if job.config.run.eval_every is not None:
-        job.data.eval_batches(job.config.run.eval_batches)  # refuses at the call, and reads nothing
 
 
 def stack_for(hardware: settings.Hardware, config: Config, data: DataSet, dtype: jnp.dtype, device: Any) -> Stack:
@@ -122,18 +114,6 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE, on_one_devic
     )
     own = {part: getattr(config, part).target for part in ("model", "data") if getattr(config, part).name == "custom"}
     return TrainingJob(config, data, pipe, {part: sources(target) for part, target in own.items()})
-
-
-def check_examples(job: TrainingJob) -> str | None:
-    """Return why a model of the user's was not tried for mixing the examples of a batch, or None; refuse one that does.
-
-    Before anything is compiled but the trial itself. ConfigError for a model that mixes them.
-    """
-    model = job.config.model
-    if not isinstance(model, settings.CustomModel):
-        return None
-    examples = job.data.read(np.arange(min(NUM_TRIED, job.data.num_examples)))
-    return job.pipe.check_examples(f"model.target={model.target}", examples)
 
 
 def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:

@@ -167,7 +167,7 @@ class Pipeline:
 
     @cached_property
     def _compiled(self) -> set[str]:
-        """What has been done: the model tried on "examples", a "step" and a "loss" compiled."""
+        """The work that is done already: the model tried on "examples", a "step" and a "loss" compiled."""
         return set()
 
     def put(self, batch: Mapping[str, Any]) -> Tree:

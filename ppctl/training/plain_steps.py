@@ -28,7 +28,7 @@ SHIFTS = (0.0, -1.0, 1.0)  # of the gradients, in tolerances; the first is the o
 
 
 class StepNumbers(NamedTuple):
-    """What a train step reports."""
+    """The numbers that a train step reports."""
 
     loss: float
     grad_norm: float  # before clipping

@@ -45,24 +45,17 @@ from ppctl.schedule.costs import task_costs
 from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.schedule.timeline import timeline_at
 from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checks import check_job
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import environment
 from ppctl.training.heartbeat import Heartbeat
-from ppctl.training.job import (
-    DEFAULT_DTYPE,
-    TrainingJob,
-    assemble,
-    check_evaluations,
-    check_examples,
-    partition_text,
-)
+from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble, partition_text
 from ppctl.training.loop import Loop, writing
 from ppctl.training.metrics import Metrics, NoMetrics
 from ppctl.training.models import attention_kernel
 from ppctl.training.prediction import StepPrediction
 from ppctl.training.process_group import compare, process_group
 from ppctl.training.resume import Resumed, resume
-from ppctl.training.room import check_room
 from ppctl.training.start import start_jax
 from ppctl.training.step_clock import StepClock
 from ppctl.training.tensorboard import TensorBoardLog
@@ -93,9 +86,7 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
     console = RunConsole(stderr=as_json, quiet=not is_lead)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     job = assemble(config)
-    check_room(job.pipe)
-    check_evaluations(job)
-    note = check_examples(job)
+    note = check_job(job)
     if note is not None:
         say(f"note      {note}")
     with _status(config) as status, _checkpoints(config) as checkpoints:

@@ -31,7 +31,7 @@ def test_a_request_is_a_function_of_its_seed_and_number(tmp_path):
 
 
 def judged(monkeypatch, tmp_path, **found):
-    """What a request is found to be where the commands do this."""
+    """The finding on a request where the commands do this."""
     monkeypatch.setattr(fuzz, "served", lambda words: found[words[0]])
     result, finding = fuzz.tried(request(0, 0, tmp_path), tmp_path)
     return result, finding and finding.what

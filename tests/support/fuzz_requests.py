@@ -45,7 +45,7 @@ class Request:
 
 
 class Sizes:
-    """What the parts of a request have agreed on."""
+    """Sizes that the parts of a request share."""
 
     def __init__(self, rng: random.Random):
         self.dp, self.pp, self.fsdp = _mesh(rng)

@@ -18,9 +18,9 @@ from rich.console import Console
 from ppctl.config import Config, Schedule, Spmd, Uniform
 from ppctl.reports.terminal import show_json, show_table
 from ppctl.schedule import LOOPED_WHOLE
+from ppctl.training.checks import check_room
 from ppctl.training.engines import Engine
 from ppctl.training.job import TrainingJob, assemble, without_pipeline
-from ppctl.training.room import check_room
 
 Tree = Any
 ROUNDS = 9

@@ -34,7 +34,8 @@ from ppctl.errors import PpctlError
 from ppctl.executors.links import AllReduce, MeasuredLink, device_pairs, measure_all_reduce, measure_link, probe_devices
 from ppctl.launch import distributed
 from ppctl.reports.terminal import show_json, show_table
-from ppctl.training.job import DEFAULT_DTYPE, assemble, check_examples
+from ppctl.training.checks import check_job
+from ppctl.training.job import DEFAULT_DTYPE, assemble
 from ppctl.training.process_group import process_group
 from ppctl.training.start import start_jax
 
@@ -117,7 +118,7 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     """Return (findings, mesh, bytes of a state), of everything that training builds before it compiles."""
     try:
         job = assemble(config)
-        note = check_examples(job)
+        note = check_job(job)
     except PpctlError as error:
         return [Finding("request", False, str(error))], None, None
     device = job.pipe.mesh.devices.flat[0]

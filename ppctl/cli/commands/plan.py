@@ -10,7 +10,8 @@ from ppctl.planner.plan import predicted
 from ppctl.planner.plan_page import picture_of, plan_page
 from ppctl.planner.plan_terminal import show_plan
 from ppctl.reports.terminal import check_file, show_json, write_file
-from ppctl.training.job import assemble, check_evaluations
+from ppctl.training.checks import check_evaluations
+from ppctl.training.job import assemble
 
 
 def plan(config: Config, *, as_json: bool) -> int:

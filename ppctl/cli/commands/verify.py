@@ -11,9 +11,9 @@ from rich.console import Console
 
 from ppctl.config import Config
 from ppctl.reports.terminal import show_json, show_table
-from ppctl.training.job import TrainingJob, assemble, check_evaluations, check_examples, partition_text
+from ppctl.training.checks import check_job
+from ppctl.training.job import TrainingJob, assemble, partition_text
 from ppctl.training.plain_steps import plain_model
-from ppctl.training.room import check_room
 from ppctl.training.verification import (
     GradientComparison,
     Number,
@@ -33,10 +33,8 @@ assemble_to_verify = partial(assemble, default_dtype="float64")
 def verify(config: Config, *, as_json: bool) -> int:
     """Return 0 when gradients and train steps are within the dtype's tolerance, else 1. float64 unless run.dtype."""
     job = assemble_to_verify(config)
-    check_room(job.pipe)
     tolerance = tolerance_of(job)
-    check_evaluations(job)
-    note = check_examples(job)
+    note = check_job(job)
     plain = plain_model(job)
     state = job.pipe.init()  # compiled once, for gradients and steps
     gradients = compare_gradients(job, plain, state)

@@ -1,4 +1,4 @@
-"""What a run leaves in its directory, and what must not be there."""
+"""The files that a run leaves in its directory, and faults in them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LOOKS = 3  # at the checkpoints of a run that goes on: names come and go while t
 
 
 class Violation(Exception):
-    """What must not be was seen."""
+    """A fault was seen."""
 
 
 class Left(NamedTuple):
-    """What a run has computed."""
+    """The numbers that a run has computed."""
 
     results: list[list[Any]]  # step, loss, gradient norm and learning rate of every step
     checksums: dict[str, str]  # of the last checkpoint

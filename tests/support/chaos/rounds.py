@@ -56,7 +56,7 @@ class Killed(NamedTuple):
 
 @dataclass
 class Seen:
-    """What there was when a start began, and what of it has been killed."""
+    """The files when a start began, and the runs that a kill has ended since."""
 
     newest: dict[str, int]  # checkpoint of each run
     finished: dict[str, dict[str, bytes]]  # records of the runs that were at their end

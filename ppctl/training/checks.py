@@ -1,0 +1,65 @@
+"""The checks of a job before anything of it is compiled or made, the same for every command that runs it."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+
+from ppctl import config as settings
+from ppctl.errors import ConfigError
+from ppctl.executors.spmd.memory import shard_bytes
+from ppctl.reports.terminal import size_text
+from ppctl.training.job import TrainingJob
+from ppctl.training.mixing import NUM_TRIED
+from ppctl.training.pipeline import Pipeline
+
+
+def check_job(job: TrainingJob) -> str | None:
+    """Return why a model of the user's was not tried for mixing the examples of a batch, or None.
+
+    Raises:
+        ConfigError, DataError: The job cannot run here, or not as it was meant.
+    """
+    check_room(job.pipe)
+    check_evaluations(job)
+    return check_examples(job)
+
+
+def check_room(pipe: Pipeline) -> None:
+    """Raise ConfigError where parameters and their moments alone are more than the devices here have.
+
+    Simulated devices share the machine's memory. What else a step takes is not counted: `ppctl plan` predicts it.
+    """
+    held, device = shard_bytes(pipe.states.staged), pipe.mesh.devices.flat[0]
+    if device.platform == "cpu":
+        local = sum(each.process_index == jax.process_index() for each in pipe.mesh.devices.flat)
+        held, here = held * local, f"this machine, whose {local} simulated devices share it,"
+        most: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        stats, here = device.memory_stats(), f"a {device.device_kind}"
+        most = None if stats is None else stats.get("bytes_limit")
+    if most is not None and held > most:
+        raise ConfigError(
+            f"Parameters and moments of {pipe.num_parameters:,} parameters take {size_text(held)}, and {here} has "
+            f"{size_text(most)}. Use a smaller model, or more devices (mesh.pp, mesh.fsdp); `ppctl plan` runs nothing."
+        )
+
+
+def check_evaluations(job: TrainingJob) -> None:
+    """Raise DataError where the run would evaluate on more examples than are held out."""
+    if job.config.run.eval_every is not None:
+        job.data.eval_batches(job.config.run.eval_batches)  # refuses at the call, and reads nothing
+
+
+def check_examples(job: TrainingJob) -> str | None:
+    """Return why a model of the user's was not tried for mixing the examples of a batch, or None; refuse one that does.
+
+    Before anything is compiled but the trial itself. ConfigError for a model that mixes them.
+    """
+    model = job.config.model
+    if not isinstance(model, settings.CustomModel):
+        return None
+    examples = job.data.read(np.arange(min(NUM_TRIED, job.data.num_examples)))
+    return job.pipe.check_examples(f"model.target={model.target}", examples)
