@@ -3,8 +3,11 @@
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from importlib.metadata import version
+
+import absl.logging
 
 FLAGS = [
     # a busy machine must not abort a collective
@@ -15,6 +18,8 @@ FLAGS = [
 ]
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):  # which has MLIR's emitters alone
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+# Hydra sets up logging anew, which closes the streams of handlers but the process's own: pytest's would be one.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # has the variables of the process that started it
 
 
