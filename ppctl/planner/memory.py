@@ -6,7 +6,6 @@ Arrays are exact, from their shapes; temporaries are counted (`planner.sizes`), 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from ppctl.planner.count import work_of
 from ppctl.planner.sizes import Microbatch, reference_bytes, task_bytes, workspace_bytes
 from ppctl.planner.step_time import hardware_of, layout_of, param_bytes
 from ppctl.training.job import TrainingJob
-from ppctl.training.known_hardware import of_topology
+from ppctl.training.known_hardware import of_topology, stated_bytes
 
 GIB = 2**30
 JAX_MEMORY_FRACTION = 0.75  # of a GPU's memory: what JAX takes by default, and conf/hardware states
@@ -80,14 +79,12 @@ def device_limit(config: Config, device: Any) -> DeviceLimit | None:
         if there is None or there.cuda is None:
             return None  # the compiler for TPUs says it itself
         return _described(there, config.run.memory_fraction)
-    if device.platform == "cpu":
+    stated = stated_bytes(device)
+    if stated is not None and device.platform == "cpu":
         number = config.mesh.num_devices
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         shared = "" if number == 1 else f", shared by {number} simulated devices"
-        return DeviceLimit(whole // number, f"this machine's memory{shared}")
-    stats = device.memory_stats()
-    limit = None if stats is None else stats.get("bytes_limit")
-    return None if limit is None else DeviceLimit(limit, f"stated by {device.device_kind}")
+        return DeviceLimit(stated // number, f"this machine's memory{shared}")
+    return None if stated is None else DeviceLimit(stated, f"stated by {device.device_kind}")
 
 
 def _described(hardware: Hardware, memory_fraction: float | None) -> DeviceLimit | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 import numpy as np
 
@@ -12,6 +10,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.spmd.memory import shard_bytes
 from ppctl.reports.terminal import size_text
 from ppctl.training.job import TrainingJob
+from ppctl.training.known_hardware import stated_bytes
 from ppctl.training.mixing import NUM_TRIED
 from ppctl.training.pipeline import Pipeline
 
@@ -36,10 +35,9 @@ def check_room(pipe: Pipeline) -> None:
     if device.platform == "cpu":
         local = sum(each.process_index == jax.process_index() for each in pipe.mesh.devices.flat)
         held, here = held * local, f"this machine, whose {local} simulated devices share it,"
-        most: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        stats, here = device.memory_stats(), f"a {device.device_kind}"
-        most = None if stats is None else stats.get("bytes_limit")
+        here = f"a {device.device_kind}"
+    most = stated_bytes(device)
     if most is not None and held > most:
         raise ConfigError(
             f"Parameters and moments of {pipe.num_parameters:,} parameters take {size_text(held)}, and {here} has "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import typing
 from dataclasses import dataclass, fields
 from functools import cache
@@ -172,3 +173,10 @@ def links_of(path: str | Path) -> tuple[float, float]:
         f"{where} is not what `ppctl doctor --json` writes: it has no costs.transfer_s of at least 0 with "
         f"costs.transfer_bytes_per_s above 0. {remedy}"
     )
+
+
+def stated_bytes(device: Any) -> int | None:
+    """Return the memory that a device here states, of a simulated one all of the machine's; None if it states none."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (device.memory_stats() or {}).get("bytes_limit")

@@ -36,6 +36,7 @@ from ppctl.launch import distributed
 from ppctl.reports.terminal import show_json, show_table
 from ppctl.training.checks import check_job
 from ppctl.training.job import DEFAULT_DTYPE, assemble
+from ppctl.training.known_hardware import stated_bytes
 from ppctl.training.process_group import process_group
 from ppctl.training.start import start_jax
 
@@ -122,8 +123,8 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     except PpctlError as error:
         return [Finding("request", False, str(error))], None, None
     device = job.pipe.mesh.devices.flat[0]
-    memory = jax.local_devices()[0].memory_stats() or {}
-    limit = f", {_size(memory['bytes_limit'])} of memory each" if "bytes_limit" in memory else ""
+    stated = None if device.platform == "cpu" else stated_bytes(jax.local_devices()[0])
+    limit = "" if stated is None else f", {_size(stated)} of memory each"
     if limit and device.platform == "gpu":
         share = config.run.memory_fraction
         limit += f" (run.memory_fraction={'null: as JAX decides' if share is None else share})"
