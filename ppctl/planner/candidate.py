@@ -98,7 +98,6 @@ class LayoutPredictor:
         op_times = bounds.op_times_at(layout)
         relative = _relative_costs(sizes, bounds.space.layer_costs)
         keeps_input = Remat.of(microbatch.remat).keeps_input_only
-        kept_bytes = bounds.work.stash_bytes[microbatch.remat], bounds.work.pending_bytes[microbatch.remat]
         costs = costs_of_stages(op_times, relative, keeps_input=keeps_input, split=placed.is_split)
         if makespan_bound_s(placed, costs, microbatch.number) + op_times.overhead_s > last_s:
             return None  # whatever the order of its tasks
@@ -110,10 +109,16 @@ class LayoutPredictor:
             return None
 
         def memory(slots: Sequence[Mapping[str, float]]) -> dict[str, int]:
-            found = held_bytes(bounds.work, bounds.params, layout, microbatch, along(numbers, slots, microbatch.number))
-            return found | {"temporaries": _temporaries(bounds, layout, split=placed.is_split)}
+            temporaries = {"temporaries": _workspace(bounds, layout)} if is_spmd else {}
+            held = temporaries | along(numbers, slots, microbatch.number)
+            found = held_bytes(bounds.work, bounds.params, layout, microbatch, held)
+            return found | {"temporaries": round(held["temporaries"])}
 
-        if not self.has_room(memory([{"stash": share * _stashes(*key)} for key in keys])):
+        if is_spmd:
+            held = memory([{"stash": share * _stashes(*key)} for key in keys])
+        else:
+            held = memory([{**_fullest(schedule, sizes, bounds, layout), "value": 2} for schedule in schedules])
+        if not self.has_room(held):
             return None
         self.num_simulated += 1
         times = list[dict[str, float]]()
@@ -127,10 +132,8 @@ class LayoutPredictor:
             return None
         if is_spmd:
             held = memory([_slots(*key, microbatch.remat) for key in keys])
-        else:
-            held = memory([{**_kept(*key, *kept_bytes), "value": 2} for key in keys])
-        if not self.has_room(held):
-            return None
+            if not self.has_room(held):
+                return None
         there_and_back = tuple((costs.seconds("F", s, 1), costs.seconds("B", s, 1)) for s in range(len(sizes)))
         layout_of = bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes
         return Candidate(*layout_of, time, recomputed, held, tuple(placed.rank_of), there_and_back)
@@ -200,34 +203,43 @@ def _stashes(family: str, pp: int, number: int, chunks: int) -> float:
     return max(peak_activations(_built(family, pp, number, chunks))) * chunks
 
 
-@cache
-def _kept(family: str, pp: int, number: int, chunks: int, stash_bytes: int, pending_bytes: int) -> dict[str, int]:
-    """Return how many stashes, and how many pendings, a rank has when they take most, by the order of its tasks."""
+def _workspace(bounds: Bounds, layout: PlannedLayout) -> int:
+    """Return the temporaries of executor=spmd, as `planner.memory` counts them."""
+    in_place = adds_in_place(layout, adds=bounds.machine.speed.adds, unroll=bounds.machine.unroll)
+    return workspace_bytes(bounds.work, bounds.params, layout, bounds.microbatch, adds=in_place)
 
-    def size(found: Mapping[str, int]) -> int:
-        return found["stash"] * stash_bytes + found["pending"] * pending_bytes
 
-    most = {"stash": 0, "pending": 0}
-    for tasks in _built(family, pp, number, chunks).ranks:
-        live = {"stash": 0, "pending": 0}
+def _fullest(schedule: Schedule, sizes: Sequence[int], bounds: Bounds, layout: PlannedLayout) -> dict[str, float]:
+    """Return what the fullest rank of executor=mpmd has where that is most, in a task or where gradients are stacked.
+
+    Stashes and pendings are counted in those of the largest stage, temporaries in bytes as `planner.memory` does.
+    """
+    work, microbatch, largest = bounds.work, bounds.microbatch, max(sizes)
+    remat, examples = Remat.of(microbatch.remat), microbatch.examples
+    layer_bytes = {"stash": work.stash_bytes[remat] * examples, "pending": work.pending_bytes[remat] * examples}
+
+    @cache
+    def temporaries(kind: str, stage: int) -> int:
+        layers = sizes[stage]
+        of_stage = replace(layout, rank_layers=layers)
+        in_place = adds_in_place(of_stage, adds=bounds.machine.speed.adds, unroll=bounds.machine.unroll)
+        head = stage == len(sizes) - 1 and kind in ("BI" if remat.keeps_input_only else "F")
+        return task_bytes(work, bounds.params, kind, layers, examples, remat, head=head, adds=in_place)
+
+    stacked = layout.rank_layers * bounds.params.layer
+    most, fullest = stacked, {"stash": 0.0, "pending": 0.0, "temporaries": stacked}
+    for tasks in schedule.ranks:
+        live = {"stash": 0, "pending": 0}  # in layers
         for task in tasks:
-            live["stash"] += {"F": 1, "W": 0}.get(task.kind, -1)
-            live["pending"] += {"I": 1, "W": -1}.get(task.kind, 0)
-            most = dict(live) if size(live) > size(most) else most
-    return most
-
-
-def _temporaries(bounds: Bounds, layout: PlannedLayout, *, split: bool) -> int:
-    """Return the most temporaries of a device, as `planner.memory` counts them; of tasks, of the largest stage."""
-    work, params, microbatch, adds = bounds.work, bounds.params, bounds.microbatch, bounds.machine.speed.adds
-    if bounds.space.in_ticks:
-        in_place = adds_in_place(layout, adds=adds, unroll=bounds.machine.unroll)
-        return workspace_bytes(work, params, layout, microbatch, adds=in_place)
-    layers, left = layout.chunk_layers, Remat.of(microbatch.remat).keeps_input_only
-    in_place = adds_in_place(replace(layout, rank_layers=layers), adds=adds, unroll=bounds.machine.unroll)
-    sizes = layers, microbatch.examples, microbatch.remat
-    heads = {kind: (kind in "BI") if left else kind == "F" for kind in ("FIW" if split else "FB")}
-    return max(task_bytes(work, params, kind, *sizes, head=head, adds=in_place) for kind, head in heads.items())
+            layers = sizes[task.stage]
+            live["stash"] += layers if task.kind == "F" else 0
+            live["pending"] += layers if task.kind == "I" else 0
+            now = {name: n / largest for name, n in live.items()} | {"temporaries": temporaries(task.kind, task.stage)}
+            size = sum(live[name] * each for name, each in layer_bytes.items()) + now["temporaries"]
+            most, fullest = (size, now) if size > most else (most, fullest)
+            live["stash"] -= layers if task.kind in "BI" else 0
+            live["pending"] -= layers if task.kind == "W" else 0
+    return fullest
 
 
 @cache

@@ -74,7 +74,7 @@ def test_tune_plan_and_train_predict_the_same(seed, monkeypatch):
         # the search is near: its seconds are the same, its memory is of a layout that is not built
         before = searched[row.mesh, row.num_microbatches, row.partition]
         assert before.time.total_s == pytest.approx(row.time.total_s, rel=1e-9)
-        near = 0.02 if asked.executor.IN_TICKS else 0.4
+        near = 0.02 if asked.executor.IN_TICKS else 0.35
         assert before.total_bytes == pytest.approx(row.total_bytes, rel=near)
 
 
