@@ -115,13 +115,13 @@ class Pipeline:
 
         Compiled at the first call, unless `compile` did it. The state's memory is reused: go on with the returned one.
         """
-        if "step" not in self._compiled:
+        if "step" not in self._done:
             self.compile()
         return self.engine.step(state, self.put(batch))
 
     def loss(self, state: Tree, batch: Mapping[str, Any]) -> jax.Array:
         """Return the mean loss of a batch, by forwards alone."""
-        if "loss" not in self._compiled:
+        if "loss" not in self._done:
             self.compile(evaluate=True)
         return self.engine.loss(state, self.put(batch))
 
@@ -133,7 +133,7 @@ class Pipeline:
         """Compile the train step, and with `evaluate` what `loss` runs; return the memory of the step."""
         self._try_examples()
         footprint = self.engine.compile(evaluate=evaluate)
-        self._compiled.update({"step", "loss"} if evaluate else {"step"})
+        self._done.update({"step", "loss"} if evaluate else {"step"})
         return footprint
 
     def check_examples(self, name: str, examples: Mapping[str, Any]) -> str | None:
@@ -145,7 +145,7 @@ class Pipeline:
         Raises:
             ConfigError: The model mixes them, so that microbatches would train another function.
         """
-        self._compiled.add("examples")
+        self._done.add("examples")
         shape = self.mesh.shape
         if self.stack.mixes_examples is not None or self.schedule.num_microbatches * shape["dp"] * shape["fsdp"] == 1:
             return None
@@ -158,7 +158,7 @@ class Pipeline:
         return refuse_mixing(name, self.stack, few_examples(examples, self.batch_shapes), self.dtype)
 
     def _try_examples(self) -> None:
-        if "examples" in self._compiled:
+        if "examples" in self._done:
             return
         with in_arguments():
             note = self.check_examples("The model", self.examples)
@@ -166,7 +166,7 @@ class Pipeline:
             warnings.warn(note, stacklevel=3)
 
     @cached_property
-    def _compiled(self) -> set[str]:
+    def _done(self) -> set[str]:
         """The work that is done already: the model tried on "examples", a "step" and a "loss" compiled."""
         return set()
 
