@@ -15,7 +15,7 @@ FREE = {
     for name in (
         *("name", "dir", "resume", "resume_with", "log_every", "tensorboard", "checkpoint"),
         *("join_s", "heartbeat_s", "slow_after_s", "distributed", "coordinator", "num_processes", "process_id"),
-        "show_placement",
+        *("show_placement", "compilation_cache"),
     )
 } | {"data.cache_dir", "costs.cache_dir"}
 

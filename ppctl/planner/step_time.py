@@ -21,6 +21,7 @@ from ppctl.planner.measure import measured_op_times
 from ppctl.planner.op_times import OpTimes, StepTime
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import time_of
+from ppctl.training.compilation_cache import user_cache_dir
 from ppctl.training.job import ModelFlops, TrainingJob
 from ppctl.training.known_hardware import NOMINAL, links_of, mfu_peak_flops, peak_flops, resolved
 from ppctl.training.pipeline import Pipeline
@@ -190,4 +191,4 @@ def cache_dir(costs: Measure) -> Path:
     """Return the directory in which measurements are kept."""
     if costs.cache_dir is not None:
         return Path(costs.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ppctl"
+    return user_cache_dir()

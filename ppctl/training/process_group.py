@@ -29,7 +29,7 @@ from ppctl.training.heartbeat import Heartbeat
 from ppctl.training.loop import writing
 
 # settings that may differ between processes
-LOCAL = ("run.process_id", "run.coordinator", "data.cache_dir", "costs.cache_dir")
+LOCAL = ("run.process_id", "run.coordinator", "run.compilation_cache", "data.cache_dir", "costs.cache_dir")
 LOST_CONTACT = re.compile(  # in errors of collectives, and of the service, where the other side is gone
     r"gloo|nccl|connection (reset|closed|refused)|socket closed|broken pipe|heartbeat|coordination|another task|barrier"
     r"|UNAVAILABLE|DEADLINE_EXCEEDED",

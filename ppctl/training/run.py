@@ -46,6 +46,7 @@ from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.schedule.timeline import timeline_at
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checks import check_job
+from ppctl.training.compilation_cache import counted_programs, keep_compiled
 from ppctl.training.engines import Footprint
 from ppctl.training.environment import environment
 from ppctl.training.heartbeat import Heartbeat
@@ -77,18 +78,20 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
     if other is not None:  # it would lose the save that it is writing
         raise _held(config, other)
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
+    note = keep_compiled(config)
     with process_group(config) as heartbeat:
-        return _train(config, overrides, heartbeat, predict, as_json=as_json)
+        return _train(config, overrides, heartbeat, predict, note, as_json=as_json)
 
 
-def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predict: Predict, *, as_json: bool) -> int:
+def _train(
+    config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predict: Predict, note: str | None, *, as_json: bool
+) -> int:
     is_lead, run_dir = distributed.is_lead(), Path(config.run.dir)
     console = RunConsole(stderr=as_json, quiet=not is_lead)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     job = assemble(config)
-    note = check_job(job)
-    if note is not None:
-        say(f"note      {note}")
+    for each in filter(None, (note, check_job(job))):
+        say(f"note      {each}")
     with _status(config) as status, _checkpoints(config) as checkpoints:
         start, restored, _ = resumed = resume(config, job, checkpoints, say)
         if start == config.run.num_steps:
@@ -101,8 +104,9 @@ def _train(config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predi
             say(line)
         where = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
         _record_start(config, status, resumed, overrides, where)
-        footprint, compile_time_s = compile_steps(job, console)
-        say(f"compiled in {compile_time_s:.1f} s")
+        with counted_programs() as programs:
+            footprint, compile_time_s = compile_steps(job, console)
+        say(f"compiled in {compile_time_s:.1f} s{_kept_text(programs)}")
         _write_memory(run_dir, job, start)
         heartbeat.note("start", start)
         compare({})  # waits for all: Gloo gives up on a process that compiles half a minute longer than the others
@@ -284,6 +288,16 @@ def compile_steps(job: TrainingJob, console: Console) -> tuple[Footprint, float]
     with _alive(console, "compiling"):
         footprint = job.pipe.engine.compile(evaluate=job.config.run.eval_every is not None)
     return footprint, time.perf_counter() - began
+
+
+def _kept_text(programs: Mapping[str, int]) -> str:
+    """Return how many programs were not compiled, to follow the seconds; "" for none.
+
+    >>> _kept_text({"kept": 3, "compiled": 1})
+    ', 3 of 4 programs kept from an earlier start'
+    """
+    kept = programs["kept"]
+    return f", {kept} of {kept + programs['compiled']} programs kept from an earlier start" if kept else ""
 
 
 @contextmanager

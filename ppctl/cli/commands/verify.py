@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from rich.console import Console
 from ppctl.config import Config
 from ppctl.reports.terminal import show_json, show_table
 from ppctl.training.checks import check_job
+from ppctl.training.compilation_cache import keep_compiled
 from ppctl.training.job import TrainingJob, assemble, partition_text
 from ppctl.training.plain_steps import plain_model
 from ppctl.training.verification import (
@@ -32,9 +33,10 @@ assemble_to_verify = partial(assemble, default_dtype="float64")
 
 def verify(config: Config, *, as_json: bool) -> int:
     """Return 0 when gradients and train steps are within the dtype's tolerance, else 1. float64 unless run.dtype."""
+    unkept = keep_compiled(config)
     job = assemble_to_verify(config)
     tolerance = tolerance_of(job)
-    note = check_job(job)
+    notes = [note for note in (unkept, check_job(job)) if note is not None]
     plain = plain_model(job)
     state = job.pipe.init()  # compiled once, for gradients and steps
     gradients = compare_gradients(job, plain, state)
@@ -48,7 +50,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     if as_json:
         show_json(_document(job, gradients, training, ok=ok))
     else:
-        _show(job, config, gradients, training, note, ok=ok)
+        _show(job, config, gradients, training, notes, ok=ok)
     return 0 if ok else 1
 
 
@@ -95,7 +97,7 @@ def _show(
     config: Config,
     gradients: GradientComparison,
     training: TrainingComparison | None,
-    note: str | None,
+    notes: Sequence[str],
     *,
     ok: bool,
 ) -> None:
@@ -119,7 +121,7 @@ def _show(
     text = partition_text(job)
     if text is not None:
         line(f"partition {text}")
-    if note is not None:
+    for note in notes:
         line(f"note      {note}")
     worst = worst_of(gradients.leaves)
     line(f"loss      {_number_text(gradients.loss, tolerance)}")

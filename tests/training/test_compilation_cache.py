@@ -1,0 +1,113 @@
+"""Compiled programs are kept from start to start, and what is kept changes nothing but the time."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from support.environment import BY_USER
+
+from ppctl import cli
+from ppctl.config import Config, Run
+from ppctl.training import compilation_cache
+from ppctl.training.compilation_cache import CHECKED, keep_compiled
+
+WORDS = (
+    "train model=mlp model.num_layers=2 model.d_model=8 data=regression data.batch_size=8 data.num_rows=64 "
+    "data.eval_fraction=0 run.eval_every=null run.num_steps=3 run.tensorboard=false run.checkpoint.enabled=false "
+    "run.platform=cpu mesh=1x2 schedule=gpipe schedule.num_microbatches=2"
+)
+
+
+def train(directory, name):
+    """What a start says, and the loss and norm of its steps."""
+    run_dir = directory / name
+    command = [sys.executable, "-m", "ppctl.cli", *WORDS.split(), f"run.dir={run_dir}"]
+    env = {key: value for key, value in BY_USER.items() if "CACHE" not in key and key != "PYTHONWARNINGS"}
+    env |= {"XDG_CACHE_HOME": str(directory)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return done.stdout, [(record["loss"], record["grad_norm"]) for record in records]
+
+
+def entries(directory):
+    return sorted((directory / "ppctl" / "compiled").rglob("*-cache"))
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing_and_trains_the_same_whatever_a_kill_left(tmp_path):
+    said, losses = train(tmp_path, "first")
+    assert "kept" not in said
+    kept = entries(tmp_path)
+    assert any("step" in path.name for path in kept)
+    again, same = train(tmp_path, "second")
+    assert "programs kept from an earlier start" in again
+    assert same == losses
+    for path in kept:  # as a process that is killed while it writes leaves them
+        os.truncate(path, path.stat().st_size // 2)
+    said, same = train(tmp_path, "third")
+    assert "kept" not in said
+    assert same == losses
+    assert entries(tmp_path) == kept
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Without a directory of the user's; what is set of JAX is put back."""
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield names
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def kept(where="auto"):
+    return keep_compiled(Config(run=Run(compilation_cache=where)))
+
+
+def test_the_directory_is_the_one_named_or_that_of_the_environment_or_in_the_users_cache(
+    settings, tmp_path, monkeypatch
+):
+    enabled, where, _ = settings
+    assert kept() is None
+    (made,) = (tmp_path / "ppctl" / "compiled").iterdir()
+    assert getattr(jax.config, where) == str(made)
+    assert made.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    jax.config.update(where, "elsewhere")
+    assert kept() is None
+    assert getattr(jax.config, where) == "elsewhere"
+    assert kept(str(tmp_path / "mine")) is None
+    assert getattr(jax.config, where) == str(tmp_path / "mine" / made.name)
+    assert kept(None) is None
+    assert not getattr(jax.config, enabled)
+
+
+def test_a_directory_that_cannot_be_written_is_refused_if_named_and_else_said(settings, tmp_path, capsys):
+    (tmp_path / "ppctl").write_text("a file")
+    note = kept()
+    assert note is not None
+    assert "Not a directory. Use run.compilation_cache=DIR, or null" in note
+    words = [*WORDS.split(), f"run.dir={tmp_path / 'run'}", f"run.compilation_cache={tmp_path}/ppctl"]
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith(f"ppctl: run.compilation_cache={tmp_path}/ppctl: compiled programs")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_oldest_entries_go_where_there_are_too_many(settings, tmp_path, monkeypatch):
+    assert kept() is None
+    (made,) = (tmp_path / "ppctl" / "compiled").iterdir()
+    now_s = time.time()
+    for age in range(5):
+        path = made / f"{age}-cache"
+        path.write_bytes(b"z" * 100)
+        os.utime(path, (now_s - age, now_s - age))
+    monkeypatch.setattr(compilation_cache, "MOST_BYTES", 250)
+    assert kept() is None
+    assert sorted(path.name for path in made.iterdir()) == [CHECKED, "0-cache", "1-cache"]
