@@ -108,16 +108,16 @@ class LayoutPredictor:
         except ScheduleError:
             return None
 
-        def memory(slots: Sequence[Mapping[str, float]]) -> dict[str, int]:
-            temporaries = {"temporaries": _workspace(bounds, layout)} if is_spmd else {}
-            held = temporaries | along(numbers, slots, microbatch.number)
-            found = held_bytes(bounds.work, bounds.params, layout, microbatch, held)
-            return found | {"temporaries": round(held["temporaries"])}
+        def memory(slots: Mapping[str, float], temporaries: int) -> dict[str, int]:
+            found = held_bytes(bounds.work, bounds.params, layout, microbatch, slots)
+            return found | {"temporaries": temporaries}
 
         if is_spmd:
-            held = memory([{"stash": share * _stashes(*key)} for key in keys])
+            workspace = _workspace(bounds, layout)
+            least = along(numbers, [{"stash": share * _stashes(*key)} for key in keys], microbatch.number)
+            held = memory(least, workspace)
         else:
-            held = memory([{**_fullest(schedule, sizes, bounds, layout), "value": 2} for schedule in schedules])
+            held = memory(*_fullest(keys, sizes, bounds, layout))
         if not self.has_room(held):
             return None
         self.num_simulated += 1
@@ -131,7 +131,8 @@ class LayoutPredictor:
         if time.total_s > last_s:
             return None
         if is_spmd:
-            held = memory([_slots(*key, microbatch.remat) for key in keys])
+            slots = along(numbers, [_slots(*key, microbatch.remat) for key in keys], microbatch.number)
+            held = memory(slots, workspace)
             if not self.has_room(held):
                 return None
         there_and_back = tuple((costs.seconds("F", s, 1), costs.seconds("B", s, 1)) for s in range(len(sizes)))
@@ -209,37 +210,57 @@ def _workspace(bounds: Bounds, layout: PlannedLayout) -> int:
     return workspace_bytes(bounds.work, bounds.params, layout, bounds.microbatch, adds=in_place)
 
 
-def _fullest(schedule: Schedule, sizes: Sequence[int], bounds: Bounds, layout: PlannedLayout) -> dict[str, float]:
-    """Return what the fullest rank of executor=mpmd has where that is most, in a task or where gradients are stacked.
+def _fullest(
+    keys: Sequence[tuple[str, int, int, int]], sizes: Sequence[int], bounds: Bounds, layout: PlannedLayout
+) -> tuple[dict[str, float], int]:
+    """Return the slots and the temporaries of the fullest rank of executor=mpmd, where they are most.
 
-    Stashes and pendings are counted in those of the largest stage, temporaries in bytes as `planner.memory` does.
+    That is in one of its tasks, or where gradients are stacked. Stashes and pendings are counted in those of the
+    largest stage, temporaries as `planner.memory` does. keys: of the schedules that are extrapolated.
     """
-    work, microbatch, largest = bounds.work, bounds.microbatch, max(sizes)
+    work, microbatch = bounds.work, bounds.microbatch
     remat, examples = Remat.of(microbatch.remat), microbatch.examples
-    layer_bytes = {"stash": work.stash_bytes[remat] * examples, "pending": work.pending_bytes[remat] * examples}
-
-    @cache
-    def temporaries(kind: str, stage: int) -> int:
+    stash_bytes, pending_bytes = work.stash_bytes[remat] * examples, work.pending_bytes[remat] * examples
+    stacked = layout.rank_layers * bounds.params.layer
+    most, fullest = float(stacked), (dict.fromkeys(("stash", "pending"), 0.0), stacked)
+    moments = [_moments(*key, tuple(sizes), stash_bytes, pending_bytes) for key in keys]
+    numbers = [number for _, _, number, _ in keys]
+    for kind, stage in moments[0]:
         layers = sizes[stage]
         of_stage = replace(layout, rank_layers=layers)
         in_place = adds_in_place(of_stage, adds=bounds.machine.speed.adds, unroll=bounds.machine.unroll)
         head = stage == len(sizes) - 1 and kind in ("BI" if remat.keeps_input_only else "F")
-        return task_bytes(work, bounds.params, kind, layers, examples, remat, head=head, adds=in_place)
+        temporaries = task_bytes(work, bounds.params, kind, layers, examples, remat, head=head, adds=in_place)
+        live = along(numbers, [each[kind, stage] for each in moments], microbatch.number)
+        size = live["stash"] * stash_bytes + live["pending"] * pending_bytes + temporaries
+        if size > most:
+            most, fullest = size, ({name: layers / max(sizes) for name, layers in live.items()}, temporaries)
+    slots, temporaries = fullest
+    return slots | {"value": 2}, temporaries
 
-    stacked = layout.rank_layers * bounds.params.layer
-    most, fullest = stacked, {"stash": 0.0, "pending": 0.0, "temporaries": stacked}
-    for tasks in schedule.ranks:
-        live = {"stash": 0, "pending": 0}  # in layers
-        for task in tasks:
-            layers = sizes[task.stage]
-            live["stash"] += layers if task.kind == "F" else 0
-            live["pending"] += layers if task.kind == "I" else 0
-            now = {name: n / largest for name, n in live.items()} | {"temporaries": temporaries(task.kind, task.stage)}
-            size = sum(live[name] * each for name, each in layer_bytes.items()) + now["temporaries"]
-            most, fullest = (size, now) if size > most else (most, fullest)
-            live["stash"] -= layers if task.kind in "BI" else 0
-            live["pending"] -= layers if task.kind == "W" else 0
-    return fullest
+
+@lru_cache(maxsize=1024)
+def _moments(
+    family: str, pp: int, number: int, chunks: int, sizes: tuple[int, ...], stash_bytes: int, pending_bytes: int
+) -> dict[tuple[str, int], dict[str, int]]:
+    """Return by (kind, stage) what the stage's rank has in the task in which that is most, in layers of a microbatch.
+
+    A task has what it reads, and what it writes.
+    """
+    most = dict[tuple[str, int], dict[str, int]]()
+    largest: dict[tuple[str, int], int] = {}
+    for tasks in _built(family, pp, number, chunks).ranks:
+        stash = pending = 0
+        for stage, kind, _ in tasks:
+            layers = sizes[stage]
+            stash += layers if kind == "F" else 0
+            pending += layers if kind == "I" else 0
+            size = stash * stash_bytes + pending * pending_bytes
+            if size > largest.get((kind, stage), -1):
+                largest[kind, stage], most[kind, stage] = size, {"stash": stash, "pending": pending}
+            stash -= layers if kind in "BI" else 0
+            pending -= layers if kind == "W" else 0
+    return most
 
 
 @cache

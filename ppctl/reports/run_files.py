@@ -153,8 +153,12 @@ def _state(
 ) -> tuple[str, str | None]:
     """Return (status, reason), by the newest line of status.jsonl and the checkpoints.
 
-    A run whose last step has a checkpoint is finished, as `ppctl train` says of it too.
+    A run that a living process has locked is running, also before that records its start. One whose last step has a
+    checkpoint is finished, as `ppctl train` says of it too.
     """
+    with suppress(OSError):
+        if run_status.is_held(path / run_status.FILE):
+            return RUNNING, None
     status = None if last is None else last.get("status")
     if last is not None and status in (run_status.FINISHED, run_status.INTERRUPTED, run_status.FAILED):
         reason = last.get("reason")
@@ -162,9 +166,6 @@ def _state(
     is_locked = False
     if last is not None and status == run_status.STARTED:
         is_locked = last.get("is_locked") is True and last.get("host") == run_status.here()["host"]
-        with suppress(OSError):
-            if run_status.is_held(path / run_status.FILE):
-                return RUNNING, None
     if num_steps is not None and num_steps in steps:
         return run_status.FINISHED, None
     message = _failure_of_another(path, last)

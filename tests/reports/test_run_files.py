@@ -8,6 +8,7 @@ import os
 import pytest
 
 from ppctl.reports import run_files
+from ppctl.reports.run_status import RunStatus
 
 CONFIG = "model:\n  name: mlp\nrun:\n  name: x\n  num_steps: 9\n  profile:\n    num_steps: 2\n"
 
@@ -124,8 +125,6 @@ def test_what_another_process_of_the_run_failed_of_is_its_reason(tmp_path):
 
 
 def test_a_torn_line_of_a_run_that_goes_on_is_no_fault(tmp_path):
-    from ppctl.reports.run_status import RunStatus
-
     run_dir = make(tmp_path / "a", last='{"step": 4, "lo')
     with RunStatus(run_dir) as status:
         status.begin(0)
@@ -146,3 +145,13 @@ def test_the_size_is_that_of_all_files(tmp_path):
     (run_dir / "checkpoints/1").mkdir(parents=True)
     (run_dir / "checkpoints/1/x").write_bytes(b"x" * 1_000_000)
     assert 1_000_000 <= run_files.disk_bytes(run_dir) - before < 1_100_000
+
+
+@pytest.mark.parametrize(
+    "before", ["", '{"status": "interrupted", "step": 2, "reason": "SIGTERM"}\n'], ids=["new", "again"]
+)
+def test_a_run_that_a_process_is_about_to_begin_is_running(tmp_path, before):
+    run_dir = make(tmp_path / "x", status=before)
+    with RunStatus(run_dir):
+        assert found(run_dir).status == "running"
+    assert found(run_dir).status != "running"
