@@ -108,16 +108,12 @@ class LayoutPredictor:
         except ScheduleError:
             return None
 
-        def memory(slots: Mapping[str, float], temporaries: int) -> dict[str, int]:
-            found = held_bytes(bounds.work, bounds.params, layout, microbatch, slots)
-            return found | {"temporaries": temporaries}
-
         if is_spmd:
-            workspace = _workspace(bounds, layout)
-            least = along(numbers, [{"stash": share * _stashes(*key)} for key in keys], microbatch.number)
-            held = memory(least, workspace)
+            slots = along(numbers, [{"stash": share * _stashes(*key)} for key in keys], microbatch.number)
+            temporaries = _workspace(bounds, layout)
         else:
-            held = memory(*_fullest(keys, sizes, bounds, layout))
+            slots, temporaries = _fullest(keys, sizes, bounds, layout)
+        held = held_bytes(bounds.work, bounds.params, layout, microbatch, slots) | {"temporaries": temporaries}
         if not self.has_room(held):
             return None
         self.num_simulated += 1
@@ -132,7 +128,7 @@ class LayoutPredictor:
             return None
         if is_spmd:
             slots = along(numbers, [_slots(*key, microbatch.remat) for key in keys], microbatch.number)
-            held = memory(slots, workspace)
+            held |= held_bytes(bounds.work, bounds.params, layout, microbatch, slots)
             if not self.has_room(held):
                 return None
         there_and_back = tuple((costs.seconds("F", s, 1), costs.seconds("B", s, 1)) for s in range(len(sizes)))
@@ -212,7 +208,7 @@ def _workspace(bounds: Bounds, layout: PlannedLayout) -> int:
 
 def _fullest(
     keys: Sequence[tuple[str, int, int, int]], sizes: Sequence[int], bounds: Bounds, layout: PlannedLayout
-) -> tuple[dict[str, float], int]:
+) -> tuple[Mapping[str, float], int]:
     """Return the slots and the temporaries of the fullest rank of executor=mpmd, where they are most.
 
     That is in one of its tasks, or where gradients are stacked. Stashes and pendings are counted in those of the
