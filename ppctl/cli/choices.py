@@ -134,12 +134,31 @@ def all_settings() -> dict[str, Setting]:
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
+# names that papers and other tools give to schedules
+ALSO_CALLED = {
+    "zero_bubble": ("zb_h1", "zb_v"),
+    "zb": ("zb_h1", "zb_v"),
+    "zb1p": ("zb_h1",),
+    "zbv": ("zb_v",),
+    "dapple": ("1f1b",),
+    "pipedream": ("1f1b",),
+    "vpp": ("interleaved",),
+    "megatron": ("interleaved",),
+    "bfs": ("looped_bfs",),
+    "wave": ("hanayo",),
+    "dualpipe": ("dualpipe_v",),
+}
+
+
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """Return those of `names` that look like `word`, nearest first.
+    """Return those of `names` that are also called `word`, or else look like it, nearest first.
 
     >>> nearest("layrs", ["num_layers", "d_model"])
     ['num_layers']
     """
+    also = ALSO_CALLED.get(word.lower().replace("-", "_"), ())
+    if also and set(also) <= set(names := list(names)):
+        return [*also]
     return difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
 
 
@@ -150,7 +169,8 @@ def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
     ' Did you mean train?'
     """
     found = nearest(word, names)
-    return f" Did you mean {before}{found[0]}?" if found else ""
+    likely = found if word.lower().replace("-", "_") in ALSO_CALLED else found[:1]
+    return f" Did you mean {' or '.join(before + name for name in likely)}?" if found else ""
 
 
 def wrong_option(group: str, option: str, names: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ppctl.errors import ScheduleError
+from ppctl.schedule.deadlock import order_that_blocks
 from ppctl.schedule.grid import grid
 from ppctl.schedule.ir import KINDS, Kind, Schedule, Task, Value, reads, writes
 
@@ -122,7 +123,8 @@ def _check_done(schedule: Schedule, rule: Rule, at: list[int], written_s: list[f
             task = tasks[at[rank]]
             needs = reads(task, schedule.num_stages)
             missing = next(v for v in needs if written_s[rule.base[v.name, v.stage] + v.microbatch] is None)
-            raise fault(schedule, rank, at[rank], f"{task} waits for {missing}, which no rank can write any more.")
+            what = f"{task} waits for {missing}, which no rank can write any more. {order_that_blocks(schedule, at)}"
+            raise fault(schedule, rank, at[rank], what.rstrip())
 
 
 def fault(schedule: Schedule, rank: int, step: int, what: str) -> ScheduleError:

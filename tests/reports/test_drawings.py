@@ -18,7 +18,7 @@ from ppctl.config import Schedule as Plain
 from ppctl.errors import ConfigError
 from ppctl.reports.charts.drawing import drawing_document
 from ppctl.reports.charts.html import schedules_page
-from ppctl.reports.charts.image import DPI, MARGIN_IN, MAX_RANKS, ROW_IN, WIDTH_IN, image
+from ppctl.reports.charts.image import DPI, MARGIN_IN, MAX_RANKS, ROW_IN, WIDTH_IN, _gantt, image
 from ppctl.reports.charts.palette import COLOURS, shade
 from ppctl.reports.charts.perfetto import trace
 from ppctl.reports.charts.text_chart import show_gantt
@@ -181,7 +181,7 @@ def test_the_page_of_a_large_schedule_is_small():
 
 
 def test_a_png_has_the_size_of_its_ranks():
-    data = image(drawing("zb_h1"), "png")
+    data = image([drawing("zb_h1")], "png")
     assert data.startswith(b"\x89PNG\r\n")
     width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
     assert (width, height) == (WIDTH_IN * DPI, round((MARGIN_IN + 4 * ROW_IN) * DPI))
@@ -189,12 +189,31 @@ def test_a_png_has_the_size_of_its_ranks():
 
 def test_an_svg_has_its_letters_as_text_and_is_the_same_each_time():
     one = drawing("1f1b", p=2, m=2)
-    data = image(one, "svg")
+    data = image([one], "svg")
     assert f'width="{WIDTH_IN * 72:g}pt"'.encode() in data
     assert all(f">{cell}<".encode() in data for cell in ("F0", "B1"))
-    assert image(one, "svg") == data
+    assert image([one], "svg") == data
+
+
+def test_a_pdf_is_the_same_each_time():
+    data = image([drawing("1f1b", p=2, m=2)], "pdf")
+    assert data.startswith(b"%PDF")
+    assert image([drawing("1f1b", p=2, m=2)], "pdf") == data
+
+
+@pytest.mark.parametrize(("number", "columns"), [(3, 1), (5, 2)])
+def test_drawings_of_one_figure_have_one_time_axis_and_one_legend(number, columns):
+    drawings = [drawing(name, p=2, m=4) for name in ("gpipe", "1f1b", "zb_h1", "zb_v", "hanayo")[:number]]
+    longest_s = max(each.timeline.makespan_s for each in drawings)
+    figure = _gantt(drawings, 50, columns)
+    used = [axes for axes in figure.axes if axes.axison]
+    assert [axes.get_title(loc="left").partition(":")[0] for axes in used] == [each.label for each in drawings]
+    assert all(axes.get_xlim() == (0, longest_s) for axes in used)
+    assert len({axes.get_position().x0 for axes in used}) == columns
+    (legend,) = figure.legends
+    assert [text.get_text()[0] for text in legend.get_texts()] == ["F", "B", "I", "W"]
 
 
 def test_a_figure_of_too_many_ranks_is_refused():
     with pytest.raises(ConfigError, match=f"{MAX_RANKS} rows at most. Use --format html"):
-        image(drawing("gpipe", p=MAX_RANKS + 1, m=1), "png")
+        image([drawing("gpipe", p=MAX_RANKS + 1, m=1)], "png")

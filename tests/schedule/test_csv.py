@@ -37,14 +37,19 @@ def test_empty_cells_are_idle_steps():
         ("0F0,0I0\n1F0,1B0\n", "mine: rank 0, step 2: the program ends without 0W0, which writes wgrad(0,0)."),
         ("0F0,0B0\n1F0,1B0,0F0\n", "mine: rank 1, step 2: 0F0 is on rank 1, but stage 0 is on rank 0."),
         ("0F0,0B0,0B0\n1F0,1B0\n", "mine: rank 0, step 2: 0B0 writes grad(0,0), which 0B0 writes too."),
-        ("0B0,0F0\n1F0,1B0\n", "mine: rank 0, step 0: 0B0 waits for stash(0,0), which no rank can write any more."),
+        (
+            "0B0,0F0\n1F0,1B0\n",
+            "mine: rank 0, step 0: 0B0 waits for stash(0,0), which no rank can write any more. "
+            "Rank 0 has 0B0 before 0F0, on which it depends.",
+        ),
         (
             "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n",
             None,  # another order of microbatches is no fault
         ),
         (
             "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",
-            "mine: rank 0, step 1: 0B0 waits for grad(1,0), which no rank can write any more.",
+            "mine: rank 0, step 1: 0B0 waits for grad(1,0), which no rank can write any more. Rank 0 has 0B0 before "
+            "0F1, and rank 1 has 1F1 before 1B0: each waits for the other.",
         ),
         # what no machine could hold, or Python count
         (

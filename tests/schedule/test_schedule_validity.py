@@ -127,7 +127,8 @@ def test_a_backward_before_its_forward_is_refused_as_a_deadlock(sizes):
                 program[first], program[step] = task, program[first]
                 # the ranks may come to a stand at an earlier cell that waits for this one
                 at_rank, at_step, what = fault_of(with_rank(schedule, rank, program))
-                assert re.fullmatch(r"\d+[FB]\d+ waits for \w+\(\d+,\d+\), which no rank can write any more.", what)
+                assert re.match(r"\d+[FB]\d+ waits for \w+\(\d+,\d+\), which no rank can write any more\. ", what)
+                assert what.endswith(f" Rank {rank} has {task} before {program[step]}, on which it depends.")
                 waiting = with_rank(schedule, rank, program).ranks[at_rank][at_step]
                 assert what.startswith(str(waiting))
 
@@ -138,7 +139,9 @@ def test_ranks_that_wait_for_each_other_are_refused_with_the_task_and_the_value(
 
     ranks = (program("0F0 0B0 0F1 0B1"), program("1F0 1F1 1B0 1B1"))
     found = fault_of(Schedule("hand made", ranks, (0, 1), 2))
-    assert found == (0, 1, "0B0 waits for grad(1,0), which no rank can write any more.")
+    blocked = "0B0 waits for grad(1,0), which no rank can write any more."
+    cause = "Rank 0 has 0B0 before 0F1, and rank 1 has 1F1 before 1B0: each waits for the other."
+    assert found == (0, 1, f"{blocked} {cause}")
 
 
 def test_an_unfinished_split_backward_is_refused():

@@ -10,19 +10,20 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ppctl.cli.choices import DRAWN, did_you_mean, options, schema_of, settings_of
 from ppctl.cli.commands import COMMANDS
 from ppctl.cli.help import setting_table
 from ppctl.cli.options import Parser
-from ppctl.config import Costs, ScheduleConfig
+from ppctl.config import Costs, Csv, ScheduleConfig
 from ppctl.errors import ConfigError
 
 SUBCOMMANDS = {
     "show": "one schedule: chart, bubble and memory of each rank",
     "list": "every family at one size, with its makespan, bubble and memory vs. the lower bound",
-    "compare": "several schedules in one table; their charts below each other in html",
+    "compare": "several schedules, or files of them, in one table; their charts on one time axis in html and figures",
     "curves": "bubble, speedup and memory over ranks and microbatches, as tables or figures",
     "certify": "how short any order of a small schedule's tasks can be, proven by CP-SAT (ppctl[certify])",
     "check": "whether a CSV file holds a valid schedule: exit code 0, or 1 and where the fault is",
@@ -32,6 +33,7 @@ EXAMPLES = (
     "ppctl schedule show schedule=1f1b mesh=1x8 schedule.num_microbatches=32 --out 1f1b.html",
     "ppctl schedule list mesh=1x8 schedule.num_microbatches=32 costs.transfer_s=0.1",
     "ppctl schedule compare gpipe 1f1b interleaved:num_chunks=4 mesh=1x8 schedule.num_microbatches=32",
+    "ppctl schedule compare 1f1b zb_h1 zb_v mesh=1x4 --out panels.pdf",
     "ppctl schedule curves schedule=1f1b --ranks 2,4,8,16 --microbatches 1-64 --out curves.svg",
     "ppctl schedule show schedule=gpipe mesh=1x4 --format csv --out gpipe.csv",
     "ppctl schedule show schedule=eager_1f1b mesh=1x4 --format tasks",
@@ -41,17 +43,17 @@ EXAMPLES = (
 USAGE = """\
 Usage: ppctl schedule show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
        ppctl schedule list    [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
-       ppctl schedule compare NAME[:KNOB=VALUE,...] ... [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F]
-                              [--out FILE]
+       ppctl schedule compare NAME[:KNOB=VALUE,...]|FILE.csv ... [GROUP=OPTION ...] [SETTING=VALUE ...]
+                              [--format F] [--out FILE]
        ppctl schedule curves  [GROUP=OPTION ...] [SETTING=VALUE ...] [--ranks P] [--microbatches M] [--over AXIS]
                               [--kept-mb MB] [--format F] [--out FILE]
        ppctl schedule certify [GROUP=OPTION ...] [SETTING=VALUE ...] [--seconds S] [--format F] [--out FILE]
        ppctl schedule check   FILE.csv"""
 FLAGS = """\
-  --format F        text (default), html, svg, png, json, csv, perfetto or tasks: each rank's list in JaxPP's words
-                    (fwd_2__0, bwd_2__0; bwd_i, bwd_w where the backward is split; on the last stage a forward and its
-                    own backward right after it are a FusedTask). compare: text, html, json; curves: text, json,
-                    svg, png; list, certify: text, json
+  --format F        text (default), html, svg, pdf, png, json, csv, perfetto or tasks: each rank's list in JaxPP's
+                    words (fwd_2__0, bwd_2__0; bwd_i, bwd_w where the backward is split; on the last stage a forward
+                    and its own backward right after it are a FusedTask). compare: all but perfetto and tasks; list:
+                    nor html; curves: text, svg, pdf, png, json; certify: text, json
   --json            the same as --format json
   --ranks P         curves: sizes as in 2,4,8-12 (default 2,4,8,16)
   --microbatches M  curves: sizes likewise (default 1,2,4,8,16,32,64)
@@ -92,8 +94,6 @@ def _show(args: argparse.Namespace, names: list[str], overrides: list[str], out:
     from ppctl.config.schedule_from_config import read_valid
 
     form = _format(args, schedule_show.SHOW_FORMATS, out)
-    if form == "png" and out is None:
-        raise ConfigError("--format png is not text. Add --out FILE.png.")
     if not names:
         return schedule_show.show(_compose(args, overrides), form, out)
     path = _one_file("show", names)
@@ -124,18 +124,39 @@ def _compare(args: argparse.Namespace, names: list[str], overrides: list[str], o
     chosen = next((word for word in overrides if word.startswith("schedule=")), None)
     if chosen:
         raise ConfigError(f"{chosen}: `ppctl schedule compare` takes the names alone: {chosen.partition('=')[2]}")
-    owns = {name: _knobs(name.partition(":")[0]) for name in names}
+    files = [name for name in names if name.endswith(".csv") and not name.startswith("csv:")]
+    owns = {name: _knobs("csv" if name in files else name.partition(":")[0]) for name in names}
     for word in overrides:
         key = word.partition("=")[0]
         if key.startswith("schedule.") and not any(own is None or key in own for own in owns.values()):
             raise ConfigError(f"{word}: none of {', '.join(names)} has such a setting.")
     requests = []
+    if files:
+        num_ranks, num_microbatches = _size_of_files(files)
+        overrides = [f"mesh=1x{num_ranks}", f"schedule.num_microbatches={num_microbatches}", *overrides]
     for name, own in owns.items():
         family, _, knobs = name.partition(":")
         shared = [w for w in overrides if own is None or not w.startswith("schedule.") or w.partition("=")[0] in own]
         extra = [f"schedule.{knob}" for knob in knobs.split(",") if knob]
-        requests.append(_compose(args, [f"schedule={family}", *shared, *extra]))
+        if name in files:
+            asked = _compose(args, shared)
+            wanted = Csv(name="csv", path=name, num_microbatches=asked.schedule.num_microbatches)
+            requests.append(replace(asked, schedule=wanted))
+        else:
+            requests.append(_compose(args, [f"schedule={family}", *shared, *extra]))
     return schedule_show.show_comparison(requests, form, out)
+
+
+def _size_of_files(names: Sequence[str]) -> tuple[int, int]:
+    """Return the ranks and microbatches that files of schedules have, which must be the same."""
+    from ppctl.config.schedule_from_config import read_valid
+
+    found = {name: read_valid(Path(name)) for name in names}
+    sizes = {name: (each.num_ranks, each.num_microbatches) for name, each in found.items()}
+    if len({*sizes.values()}) > 1:
+        each = ", ".join(f"{name} has {p} ranks and {m} microbatches" for name, (p, m) in sizes.items())
+        raise ConfigError(f"{each}: only schedules of one size are compared.")
+    return sizes[names[0]]
 
 
 def _certify(args: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
@@ -146,7 +167,7 @@ def _certify(args: argparse.Namespace, names: list[str], overrides: list[str], o
     seconds = 60.0 if args.seconds is None else args.seconds
     if not 0 < seconds < math.inf:  # written so that NaN fails
         raise ConfigError(f"--seconds {seconds} must be above 0.")
-    form = _format(args, schedule_show.LIST_FORMATS, out)
+    form = _format(args, ("text", "json"), out)
     return schedule_show.show_certified(_compose(args, overrides), seconds, form, out)
 
 
@@ -161,8 +182,6 @@ def _curves(args: argparse.Namespace, names: list[str], overrides: list[str], ou
     if args.over not in (None, "ranks", "microbatches"):
         raise ConfigError(f"--over {args.over} is not one of ranks, microbatches.")
     form = _format(args, schedule_curves.FORMATS, out)
-    if form == "png" and out is None:
-        raise ConfigError("--format png is not text. Add --out FILE.png.")
     ranks = _sizes("--ranks", args.ranks or "2,4,8,16")
     microbatches = _sizes("--microbatches", args.microbatches or "1,2,4,8,16,32,64")
     kept_mb = [] if args.kept_mb is None else _positive("--kept-mb", args.kept_mb)
@@ -211,7 +230,7 @@ def _one_file(subcommand: str, names: Sequence[str]) -> Path:
     if len(names) != 1:
         raise ConfigError(f"`ppctl schedule {subcommand}` takes one file, not {len(names)}: FILE.csv")
     if not names[0].endswith(".csv"):
-        hint = f" Did you mean schedule={names[0]}?" if names[0] in options("schedule") else ""
+        hint = did_you_mean(names[0], options("schedule"), "schedule=")
         raise ConfigError(f"{names[0]} is neither KEY=VALUE nor a FILE.csv.{hint}")
     return Path(names[0])
 
@@ -256,6 +275,8 @@ def _format(args: argparse.Namespace, known: Sequence[str], out: Path | None) ->
     form = form or "text"
     if form not in known:
         raise ConfigError(f"--format {form} is not one of {', '.join(known)}.{did_you_mean(form, known)}")
+    if form in ("pdf", "png") and out is None:
+        raise ConfigError(f"--format {form} is not text. Add --out FILE.{form}.")
     return form
 
 

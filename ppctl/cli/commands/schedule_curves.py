@@ -15,11 +15,11 @@ from ppctl.cli.commands.schedule_show import costs_of, costs_text, deliver, is_l
 from ppctl.config.schedule_from_config import label, schedule_of
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.reports.charts.drawing import number_text
-from ppctl.reports.charts.image import Panel, panels
+from ppctl.reports.charts.image import FORMS, Panel, panels
 from ppctl.reports.terminal import show_table
 from ppctl.schedule.simulate import simulate
 
-FORMATS = ("text", "json", "svg", "png")
+FORMATS = ("text", "json", *FORMS)
 MOST_LINES = 16  # in a figure
 Over = Literal["ranks", "microbatches"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import io
 import json
@@ -9,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ppctl.config.schedule_from_config import label, read, schedule_of
 from ppctl.errors import ScheduleError
 from ppctl.reports.charts.drawing import Drawing, Row, drawing_document, drawing_of_timeline, number_text, row
 from ppctl.reports.charts.html import schedules_page
-from ppctl.reports.charts.image import image
+from ppctl.reports.charts.image import FORMS, image
 from ppctl.reports.charts.perfetto import trace
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
 from ppctl.reports.terminal import write_file
@@ -33,9 +34,10 @@ from ppctl.schedule.search.extrapolate import MOST_TASKS, extrapolate
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.text import task_lists, to_csv
 
-SHOW_FORMATS = ("text", "html", "svg", "png", "json", "csv", "perfetto", "tasks")
-COMPARE_FORMATS = ("text", "html", "json")
-LIST_FORMATS = ("text", "json")
+SHOW_FORMATS = ("text", "html", *FORMS, "json", "csv", "perfetto", "tasks")
+COMPARE_FORMATS = ("text", "html", *FORMS, "json", "csv")
+LIST_FORMATS = ("text", *FORMS, "json", "csv")
+NUMBERS = ("text", "json", "csv")  # what needs no chart
 FILE_WIDTH = 200  # columns of a text that goes to a file
 
 
@@ -46,7 +48,7 @@ def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
     """
     if not is_large(config):
         return show_drawing(draw(config), form, out)
-    if form not in LIST_FORMATS:
+    if form not in NUMBERS:
         raise _too_large(config)
     return _show_rows(f"{config.schedule.name}, {costs_text(config.costs)}", [extrapolated(config)], {}, form, out)
 
@@ -56,8 +58,8 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
     if form == "text":
         return print_on(lambda console: show_gantt(console, drawing), out)
     content: str | bytes
-    if form in ("svg", "png"):
-        content = image(drawing, form)
+    if form in FORMS:
+        content = image([drawing], form)
     elif form == "html":
         content = schedules_page([drawing])
     elif form == "csv":
@@ -70,18 +72,22 @@ def show_drawing(drawing: Drawing, form: str, out: Path | None) -> int:
 
 
 def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: Path | None) -> int:
-    """Show several schedules in one table, in one of COMPARE_FORMATS; html has their charts too."""
+    """Show several schedules in one table, in one of COMPARE_FORMATS; html and figures have their charts."""
     title = f"{len(configs)} schedules, {_size_of(configs[0])}"
     if any(map(is_large, configs)):
-        if form == "html":
+        if form not in NUMBERS:
             raise _too_large(configs[0])
         rows = [extrapolated(config) if is_large(config) else row(draw(config)) for config in configs]
         return _show_rows(title, rows, {}, form, out)
     drawings = list(map(draw, configs))
     if form == "text":
         return print_on(lambda console: show_schedules_table(console, title, list(map(row, drawings))), out)
+    if form == "csv":
+        return deliver(_rows_csv(list(map(row, drawings))), out)
     if form == "html":
         return deliver(schedules_page(drawings), out)
+    if form in FORMS:
+        return deliver(image(drawings, form), out)
     return deliver(json.dumps([drawing_document(drawing) for drawing in drawings]) + "\n", out)
 
 
@@ -89,12 +95,20 @@ def list_families(
     config: settings.ScheduleConfig, each: Sequence[settings.ScheduleConfig], form: str, out: Path | None
 ) -> int:
     """Show every family at the size of `config`, with its formulas; those that refuse it, why."""
-    rows, refused, order = [], {}, list(FAMILIES)
+    rows, drawings, refused, order = [], [], {}, list(FAMILIES)
+    if form in FORMS and is_large(config):
+        raise _too_large(config)
     for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
-            rows.append(extrapolated(one) if is_large(one) else row(draw(one), *_formulas(one)))
+            if is_large(one):
+                rows.append(extrapolated(one))
+                continue
+            drawings.append(draw(one))
+            rows.append(row(drawings[-1], *_formulas(one)))
         except ScheduleError as error:
             refused[one.schedule.name] = " ".join(str(error).split())
+    if form in FORMS:
+        return deliver(image(drawings, form), out)
     title = f"{_size_of(config)}, {costs_text(config.costs)}"
     return _show_rows(title, rows, refused, form, out)
 
@@ -105,6 +119,8 @@ def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: s
     if form == "json":
         documents = [asdict(row) | {"formulas": stated.get(row.schedule)} for row in rows]
         return deliver(json.dumps({"schedules": documents, "refused": refused}) + "\n", out)
+    if form == "csv":
+        return deliver(_rows_csv(rows), out)
     width = max(map(len, stated), default=0)
 
     def draw_on(console: Console) -> None:
@@ -115,8 +131,18 @@ def _show_rows(title: str, rows: Sequence[Row], refused: dict[str, str], form: s
     return print_on(draw_on, out)
 
 
+def _rows_csv(rows: Sequence[Row]) -> str:
+    """Return a table as CSV; what is not known is empty. Its notes are left out."""
+    names = [field.name for field in fields(Row) if field.name != "notes"]
+    out = io.StringIO()
+    lines = csv.writer(out, lineterminator="\n")
+    lines.writerow(names)
+    lines.writerows([getattr(row, name) for name in names] for row in rows)
+    return out.getvalue()
+
+
 def show_certified(config: settings.ScheduleConfig, time_limit_s: float, form: str, out: Path | None) -> int:
-    """Say how short any order of the schedule's tasks can be, in one of LIST_FORMATS."""
+    """Say how short any order of the schedule's tasks can be, as text or JSON."""
     from ppctl.schedule.search.certify import certify
 
     requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))

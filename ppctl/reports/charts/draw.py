@@ -12,7 +12,7 @@ from rich.console import Console
 from ppctl.errors import ConfigError
 from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
 from ppctl.reports.charts.html import schedules_page
-from ppctl.reports.charts.image import image
+from ppctl.reports.charts.image import FORMS, image
 from ppctl.reports.charts.perfetto import trace
 from ppctl.reports.charts.text_chart import show_gantt
 from ppctl.reports.terminal import write_file
@@ -28,7 +28,7 @@ def draw(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> Pa
     """Draw a schedule as simulated on free-running ranks; return where.
 
     Args:
-        path: Its ending names the form: .svg, .png, .html (interactive), .json (a trace for Perfetto), .txt, .csv.
+        path: Its ending names the form: .svg, .pdf, .png, .html (interactive), .json (for Perfetto), .txt, .csv.
         costs: Seconds of tasks; None: F = I = W = 1 s.
 
     Raises:
@@ -49,8 +49,7 @@ def _text(drawing: Drawing) -> str:
 
 
 _FORMS: dict[str, Callable[[Drawing], str | bytes]] = {
-    ".svg": lambda drawing: image(drawing, "svg"),
-    ".png": lambda drawing: image(drawing, "png"),
+    **{f".{form}": lambda drawing, form=form: image([drawing], form) for form in FORMS},
     ".html": lambda drawing: schedules_page([drawing]),
     ".json": lambda drawing: json.dumps(trace(drawing)),
     ".txt": _text,

@@ -1,11 +1,13 @@
-"""Schedules and curves as png or svg files, drawn by matplotlib, which is imported when a figure is drawn."""
+"""Schedules and curves as svg, pdf or png files, drawn by matplotlib, which is imported when a figure is drawn."""
 
 from __future__ import annotations
 
 import io
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import ceil, nan
 from typing import Any
 
@@ -18,27 +20,32 @@ WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
 PANEL_IN = 5.0  # height of a panel of curves
 MANY_MARKS = 4  # on each line
 SCREEN_DPI = 100  # of a figure that is only looked at
+MOST_IN_COLUMN = 4  # drawings of one figure
+FORMS = ("svg", "pdf", "png")
 MAX_RANKS = 512  # rows of a figure: more would be taller than 160 inches
 MAX_VECTORS = 20_000  # tasks of an svg drawn one by one; more become one picture inside it
 POINTS_PER_CHARACTER = 4.6  # of the letters in cells, whose size is 7
 
 
-def image(drawing: Drawing, form: str) -> bytes:
-    """Return the bytes of a figure WIDTH_IN wide, with a row of ROW_IN for each rank; `form` is png or svg."""
-    if drawing.schedule.num_ranks > MAX_RANKS:
-        raise ConfigError(
-            f"mesh.pp={drawing.schedule.num_ranks}: a {form} has {MAX_RANKS} rows at most. Use --format html."
-        )
-    return _saved(_gantt([drawing], DPI), form)
+def image(drawings: Sequence[Drawing], form: str) -> bytes:
+    """Return the bytes of a figure WIDTH_IN wide, with a row of ROW_IN for each rank; `form` is one of FORMS.
+
+    Several drawings have one time axis and one legend: below each other, more than MOST_IN_COLUMN in two columns.
+    """
+    num_ranks = max(drawing.schedule.num_ranks for drawing in drawings)
+    if num_ranks > MAX_RANKS:
+        raise ConfigError(f"mesh.pp={num_ranks}: a {form} has {MAX_RANKS} rows at most. Use --format html.")
+    return _saved(_gantt(drawings, DPI, 1 if len(drawings) <= MOST_IN_COLUMN else 2), form)
 
 
 def _saved(figure: Any, form: str) -> bytes:
     import matplotlib
 
     out = io.BytesIO()
-    # a fixed date and fixed ids: the same schedule gives the same bytes
-    with matplotlib.rc_context({"svg.hashsalt": "ppctl", "svg.fonttype": "none"}):
-        figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else {})
+    # no date and fixed ids: the same schedule gives the same bytes
+    dated = {"svg": "Date", "pdf": "CreationDate"}
+    with matplotlib.rc_context({"svg.hashsalt": "ppctl", "svg.fonttype": "none", "pdf.fonttype": 42}):
+        figure.savefig(out, format=form, metadata={dated[form]: None} if form in dated else {})
     return out.getvalue()
 
 
@@ -114,16 +121,20 @@ def _pixels(figure: Any) -> Any:
     return np.asarray(figure.canvas.buffer_rgba())[:, :, :3].copy()
 
 
-def _gantt(drawings: Sequence[Drawing], dpi: int) -> Any:
-    """Return the figure of drawings below each other on one time axis."""
+def _gantt(drawings: Sequence[Drawing], dpi: int, num_columns: int = 1) -> Any:
+    """Return the figure of drawings row by row on one time axis."""
     from matplotlib.patches import Patch
 
-    heights = [MARGIN_IN + ROW_IN * drawing.schedule.num_ranks for drawing in drawings]
+    in_rows = [drawings[i : i + num_columns] for i in range(0, len(drawings), num_columns)]
+    heights = [MARGIN_IN + ROW_IN * max(drawing.schedule.num_ranks for drawing in row) for row in in_rows]
     figure = _figure(sum(heights), dpi)
-    rows = figure.subplots(len(drawings), squeeze=False, height_ratios=heights)
+    places = figure.subplots(len(in_rows), num_columns, squeeze=False, height_ratios=heights).flat
     end_s = max(drawing.timeline.makespan_s for drawing in drawings)
-    for (axes,), drawing in zip(rows, drawings, strict=True):
-        _ranks(axes, drawing, end_s)
+    for axes, drawing in zip_longest(places, drawings):
+        if drawing is None:
+            axes.set_axis_off()
+        else:
+            _ranks(axes, drawing, end_s, WIDTH_IN / num_columns)
     kinds: list[Kind] = [kind for kind in KINDS if any(kind in drawing.kinds for drawing in drawings)]
     names = [f"{kind} {KIND_NAMES[kind]}" for kind in kinds]
     handles = [Patch(color=shade(kind, 0, 1)) for kind in kinds]
@@ -131,7 +142,7 @@ def _gantt(drawings: Sequence[Drawing], dpi: int) -> Any:
     return figure
 
 
-def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
+def _ranks(axes: Any, drawing: Drawing, end_s: float, width_in: float) -> None:
     """Draw a row for each rank, with its bubble and peak to the right; time runs to `end_s`."""
     timeline, schedule = drawing.timeline, drawing.schedule
     boxes: dict[tuple[Kind, int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -145,14 +156,18 @@ def _ranks(axes: Any, drawing: Drawing, end_s: float) -> None:
         axes.broken_barh(
             spans, (rank - 0.45, 0.9), facecolors=colour, edgecolors=edge, linewidths=0.4, rasterized=not few
         )
-    _letters(axes, drawing, points_per_s=0.8 * WIDTH_IN * 72 / end_s)
+    _letters(axes, drawing, points_per_s=0.8 * width_in * 72 / end_s)
     for rank, (bubble, peak) in enumerate(zip(timeline.bubble_fractions, timeline.peak_activations, strict=True)):
         text = f"{bubble:.1%}, {number_text(peak)}"
         axes.text(1.005, rank, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
     axes.text(1.005, -0.75, "bubble, peak", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
     axes.set(xlim=(0, end_s), ylim=(schedule.num_ranks - 0.5, -0.5), xlabel="seconds", ylabel="rank")
     axes.set_yticks(range(0, schedule.num_ranks, 1 if schedule.num_ranks <= 64 else 8))
-    axes.set_title(f"{drawing.title}\n{drawing.verdict}", loc="left", fontsize=10)
+    axes.set_title(f"{drawing.title}\n{_wrapped(drawing.verdict, width_in)}", loc="left", fontsize=10)
+
+
+def _wrapped(text: str, width_in: float) -> str:
+    return text if width_in == WIDTH_IN else "\n".join(textwrap.wrap(text, int(9 * width_in)))
 
 
 def _letters(axes: Any, drawing: Drawing, points_per_s: float) -> None:

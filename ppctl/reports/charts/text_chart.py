@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 from rich.console import Console
 from rich.style import Style
@@ -16,8 +17,12 @@ from ppctl.schedule.ir import Task
 MAX_RANKS = 32  # rows shown; of more ranks, the first and the last half
 FORMULA = "formula"
 COLUMNS = (
-    *("schedule", "makespan s", FORMULA, "at least", "period s", "at least"),
-    *("bubble", "peak activations", FORMULA, "at least"),
+    *("schedule", "makespan s", FORMULA, "makespan at least", "period s", "period at least"),
+    *("bubble", "peak activations", FORMULA, "peak at least"),
+)
+WORDS = (
+    "makespan: of a step; period: of one after which ranks begin the next without waiting for each other",
+    "at least: no order of these tasks takes less, or holds less at this period",
 )
 
 
@@ -72,6 +77,8 @@ def show_schedules_table(console: Console, title: str, rows: Sequence[Row], *, f
         ]
         cells.append(line)
     show_table(console, title, columns, cells)
+    for line in WORDS:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for row in rows:
         for note in row.notes:
             console.print(f"{row.label}: {note}", markup=False, highlight=False, soft_wrap=True)
@@ -79,12 +86,15 @@ def show_schedules_table(console: Console, title: str, rows: Sequence[Row], *, f
 
 def _columns_per_s(drawing: Drawing, room: int) -> float:
     """Return the columns of one second in `room`: enough for the letter and number of every task if they fit."""
-    timeline = drawing.timeline
-    lasts = (timeline.end_s[task] - start for task, start in timeline.start_s.items())
-    shortest_s = min(seconds for seconds in lasts if seconds > 0)
+    timeline, shortest_s = drawing.timeline, _shortest_s(drawing)
     label = 1 + len(str(drawing.schedule.num_microbatches - 1))
     each = min(label, int(room * shortest_s / timeline.makespan_s))
     return each / shortest_s if each else max(room, 20) / timeline.makespan_s
+
+
+def _shortest_s(drawing: Drawing) -> float:
+    lasts = (drawing.timeline.end_s[task] - start for task, start in drawing.timeline.start_s.items())
+    return min(seconds for seconds in lasts if seconds > 0)
 
 
 def _row(
@@ -126,4 +136,8 @@ def _legend(drawing: Drawing, scale: float) -> Text:
         legend.append(f" {kind} ", Style(color=INK, bgcolor=shade(kind, 0, 1))).append(f" {KIND_NAMES[kind]}  ")
     if drawing.schedule.num_chunks > 1:
         legend.append("lighter: later chunk  ")
-    return legend.append(f"1 column: {number_text(1 / scale)} s")
+    legend.append(f"1 column: {number_text(1 / scale)} s")
+    number = ceil(1 / (scale * _shortest_s(drawing)) - 1e-9)
+    if number > 1:
+        legend.append(f", up to {number} tasks of a rank; --out FILE.html or FILE.svg shows each")
+    return legend
