@@ -25,6 +25,7 @@ from ppctl.training.job import TrainingJob
 
 Tree = Any
 SHIFTS = (0.0, -1.0, 1.0)  # of the gradients, in tolerances; the first is the oracle
+ROUNDINGS = 8.0  # of the largest number, that another order of sums may make of one
 
 
 class StepNumbers(NamedTuple):
@@ -77,7 +78,9 @@ class PlainModel:
         def update(state: Tree, grads: Tree, max_norm: jax.Array, shift: jax.Array) -> Tree:
             clipping = optax.clip_by_global_norm(max_norm)
             grads, _ = clipping.update(grads, clipping.init(grads))
-            grads = jax.tree.map(lambda g: g + (shift * tolerance * jnp.abs(g).max()).astype(g.dtype), grads)
+            least = rounding_of(grads)  # a gradient that is 0 is rounding, in which its own size means nothing
+            size = lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least)  # noqa: E731
+            grads = jax.tree.map(lambda g: g + (shift * size(g)).astype(g.dtype), grads)
             updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
             return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer_state}
 
@@ -98,6 +101,12 @@ class PlainModel:
             batches = data.eval_batches(config.run.eval_batches)
             eval_loss = float(np.mean([float(self.loss_and_grads(after["params"], batch)[0]) for batch in batches]))
         return PlainSteps(clip_norm, tuple(numbers), before, after, slack, eval_loss)
+
+
+def rounding_of(grads: Tree) -> Any:
+    """Return how far rounding may move a gradient that sums to 0, by the largest of all."""
+    leaves = jax.tree.leaves(grads)
+    return ROUNDINGS * jnp.finfo(leaves[0].dtype).eps * jnp.stack([jnp.abs(g).max() for g in leaves]).max()
 
 
 def plain_model(job: TrainingJob) -> PlainModel:

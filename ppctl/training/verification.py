@@ -18,13 +18,12 @@ import numpy as np
 from ppctl.config import Config
 from ppctl.training.evaluation import evaluate
 from ppctl.training.job import TrainingJob
-from ppctl.training.plain_steps import PlainModel, PlainSteps, plain_lr_schedule
+from ppctl.training.plain_steps import ROUNDINGS, PlainModel, PlainSteps, plain_lr_schedule, rounding_of
 
 Tree = Any
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}  # of max|difference| / max|reference|
 MOST_RATES = 1000  # learning rates that are compared, spread over the steps of the run
 SLACKS = 2.0  # times what a number of the state moves when gradients are off by their tolerance
-ROUNDINGS = 8.0  # of the largest number of an array
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,8 @@ def compare_gradients(job: TrainingJob, plain: PlainModel, state: Tree) -> Gradi
     batch = next(job.data.batches())
     loss, grads = job.pipe.loss_and_grads(state, batch)
     expected_loss, expected = jax.device_get(plain.loss_and_grads(plain.params, batch))
-    return GradientComparison(compared(loss, expected_loss), tuple(compare_trees(expected, grads)))
+    least = float(rounding_of(expected)) / tolerance_of(job)
+    return GradientComparison(compared(loss, expected_loss), tuple(compare_trees(expected, grads, least=least)))
 
 
 def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree, requested: Config) -> TrainingComparison:
@@ -130,11 +130,14 @@ def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree, requested
     )
 
 
-def compare_trees(expected: Tree, actual: Tree, before: Tree = None, slack: Tree = None) -> Iterator[Leaf]:
+def compare_trees(
+    expected: Tree, actual: Tree, before: Tree = None, slack: Tree = None, *, least: float = 0.0
+) -> Iterator[Leaf]:
     """Yield the comparison of each array of two trees in natural order.
 
     before, slack: of a state, what it started from, and how far rounding of the gradients may have moved each number.
-    An error is then what is beyond that, of the largest change; else it is of the largest entry.
+    An error is then what is beyond that, of the largest change; else it is of the largest entry, or of `least` where
+    that is more: below it an array is nothing but rounding.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(expected)
     nothing: list[Any] = [None] * len(flat)
@@ -157,7 +160,7 @@ def compare_trees(expected: Tree, actual: Tree, before: Tree = None, slack: Tree
             float(np.linalg.norm(got)),
             max_abs,
             float(difference.max()),
-            float(excess.max()) / (max_abs or 1.0),
+            float(excess.max()) / (max(max_abs, least) or 1.0),
             int(excess.reshape(len(excess), -1).max(axis=1).argmax()) if is_stacked else None,
         )
 

@@ -210,6 +210,19 @@ def test_a_planted_fault_is_found(request_, fault, monkeypatch, capsys):
     assert verified(request_, capsys)[0] == 1
 
 
+def test_gradients_that_are_nothing_but_rounding_are_equal(capsys):
+    """Of one token attention is 1: the gradients of queries and keys are 0."""
+    model = config.Transformer(num_layers=2, d_model=16, num_heads=4, num_kv_heads=1, seq_len=1, attention="chunked")
+    data = config.Synthetic("synthetic", batch_size=8, vocab_size=13, num_sequences=64, eval_fraction=0.25)
+    run = replace(SPMD.run, eval_batches=1)
+    request = replace(SPMD, model=model, data=data, run=run, executor=config.Spmd(remat="layer"))
+    code = verify.verify(request, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    (query,) = (each for each in found["gradients"] if each["name"].endswith("query/kernel"))
+    assert 0 < query["max_difference"] < 1e-15
+    assert code == 0
+
+
 @pytest.mark.full
 def test_what_is_wrong_is_marked(monkeypatch, capsys):
     layers_of_a_rank_that_stay(monkeypatch)
