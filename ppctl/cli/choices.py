@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ppctl import config
 from ppctl.config import Config, Inspect, Launch, Mesh, Plan, Rehearse, Run, ScheduleConfig, Tune, Verify
 from ppctl.config.files import ROOT
+from ppctl.schedule.families.registry import also_called
 
 # the parts of which there is one
 PLAIN: dict[str, type] = {
@@ -134,32 +135,17 @@ def all_settings() -> dict[str, Setting]:
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-# names that papers and other tools give to schedules
-ALSO_CALLED = {
-    "zero_bubble": ("zb_h1", "zb_v"),
-    "zb": ("zb_h1", "zb_v"),
-    "zb1p": ("zb_h1",),
-    "zbv": ("zb_v",),
-    "dapple": ("1f1b",),
-    "pipedream": ("1f1b",),
-    "vpp": ("interleaved",),
-    "megatron": ("interleaved",),
-    "bfs": ("looped_bfs",),
-    "wave": ("hanayo",),
-    "dualpipe": ("dualpipe_v",),
-}
-
-
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
     """Return those of `names` that are also called `word`, or else look like it, nearest first.
 
     >>> nearest("layrs", ["num_layers", "d_model"])
     ['num_layers']
     """
-    also = ALSO_CALLED.get(word.lower().replace("-", "_"), ())
-    if also and set(also) <= set(names := list(names)):
-        return [*also]
-    return difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
+    names = list(names)
+    also = [name for name in also_called(word) if name in names]
+    return also or difflib.get_close_matches(
+        word, names, n=3, cutoff=cutoff
+    )
 
 
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
@@ -169,7 +155,7 @@ def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
     ' Did you mean train?'
     """
     found = nearest(word, names)
-    likely = found if word.lower().replace("-", "_") in ALSO_CALLED else found[:1]
+    likely = found if also_called(word) else found[:1]
     return f" Did you mean {' or '.join(before + name for name in likely)}?" if found else ""
 
 

@@ -77,7 +77,7 @@ WRONG = {
     "--over both": "--over both is not one of ranks, microbatches",
     "--kept-mb=-3,1": "--kept-mb -3,1: write numbers above 0",
     "--kept-mb x": "--kept-mb x: write numbers above 0",
-    "--format html": "--format html is not one of text, json, svg, png",
+    "--format html": "--format html is not one of text, json, svg, pdf, png",
     "--format png": "--format png is not text. Add --out FILE.png",
     "schedule=interleaved --ranks 3 --microbatches 4": "interleaved has none of these sizes. num_microbatches=4 is not",
     "--ranks 1-20 --microbatches 8 --over microbatches --format svg": "20 lines are more than the 16",

@@ -210,6 +210,7 @@ def test_a_planted_fault_is_found(request_, fault, monkeypatch, capsys):
     assert verified(request_, capsys)[0] == 1
 
 
+@pytest.mark.full
 def test_gradients_that_are_nothing_but_rounding_are_equal(capsys):
     """Of one token attention is 1: the gradients of queries and keys are 0."""
     model = config.Transformer(num_layers=2, d_model=16, num_heads=4, num_kv_heads=1, seq_len=1, attention="chunked")

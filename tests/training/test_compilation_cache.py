@@ -43,7 +43,8 @@ def test_a_second_start_compiles_nothing_and_trains_the_same_whatever_a_kill_lef
     said, losses = train(tmp_path, "first")
     assert "kept" not in said
     kept = entries(tmp_path)
-    assert any("step" in path.name for path in kept)
+    steps = {path for path in kept if "jit_step" in path.name}  # what compiles as fast as WORTH_S may be kept or not
+    assert steps
     again, same = train(tmp_path, "second")
     assert "programs kept from an earlier start" in again
     assert same == losses
@@ -52,7 +53,7 @@ def test_a_second_start_compiles_nothing_and_trains_the_same_whatever_a_kill_lef
     said, same = train(tmp_path, "third")
     assert "kept" not in said
     assert same == losses
-    assert entries(tmp_path) == kept
+    assert steps <= {*entries(tmp_path)}
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ def losses(run_dir):
     return [record["loss"] for record in records(run_dir)]
 
 
+@pytest.mark.full
 def test_a_run_goes_from_spmd_to_mpmd_and_back_through_its_checkpoints(tmp_path, capsys):
     steps = ["run.num_steps=6", "run.eval_every=3", "run.eval_batches=1", "optim.warmup_steps=2"]
     assert train(tmp_path / "spmd", *steps, "schedule=1f1b") == 0

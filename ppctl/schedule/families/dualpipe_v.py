@@ -42,6 +42,7 @@ FAMILIES = (
     Family(
         "dualpipe_v",
         dualpipe_v,
+        also_called=("dualpipe",),
         published="2024-12",
         bubble_s=only_if(lambda s: s.is_equal and s.m >= 2 * s.p, lambda s: forward_trip_s(s) / 2),
         peak=only_if(lambda s: s.m >= 2 * s.p, lambda s: s.p + 0.5),

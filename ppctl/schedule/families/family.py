@@ -47,7 +47,8 @@ class Family:
 
     published: year and month of the paper; tables list families in this order. bubble_s, peak: the closed forms of the
     generator's docstring, None where they do not hold. advise: what speaks against a schedule at given costs, in a
-    line, or None. searched_knobs: the knobs that searches try, of so many chunks a rank at most.
+    line, or None. searched_knobs: the knobs that searches try, of so many chunks a rank at most. also_called: names in
+    papers and other tools, which a wrong name is compared with.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Family:
     peak: Formula
     advise: Callable[[Schedule, Costs], str | None] = nothing_against
     searched_knobs: Callable[[int], Sequence[KnobValues]] = default_knobs
+    also_called: tuple[str, ...] = ()
 
     @cached_property
     def knobs(self) -> dict[str, Any]:

@@ -67,6 +67,7 @@ FAMILIES = (
     Family(
         "hanayo",
         hanayo,
+        also_called=("wave",),
         published="2023-08",
         bubble_s=only_if(_has_backwards_of_a_forward, lambda s: (s.p - 1) * s.work_s / (2 * s.num_waves)),
         peak=peak_of_1f1b,

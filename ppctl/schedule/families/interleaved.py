@@ -88,6 +88,7 @@ FAMILIES = (
     Family(
         "interleaved",
         interleaved,
+        also_called=("vpp", "megatron"),
         published="2021-04",
         bubble_s=only_if(lambda s: s.is_free, looped_bubble_s),
         peak=only_if(

@@ -28,6 +28,7 @@ FAMILIES = (
     Family(
         "looped_bfs",
         looped_bfs,
+        also_called=("bfs",),
         published="2022-11",
         bubble_s=only_if(lambda s: s.is_free and s.m >= s.p, looped_bubble_s),
         peak=lambda s: s.m,

@@ -52,6 +52,7 @@ FAMILIES = (
     Family(
         "1f1b",
         one_f_one_b,
+        also_called=("dapple", "pipedream"),
         published="2020-06",
         bubble_s=only_if(lambda s: s.has_small_hop, _alternation_s),
         peak=peak_of_1f1b,

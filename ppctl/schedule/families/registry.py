@@ -39,6 +39,16 @@ ON_RING = tuple(family.name for family in FAMILIES.values() if family.runs_on_ri
 LOOPED_WHOLE = tuple(name for name in ON_RING if FAMILIES[name].runs_forward_backward)
 
 
+def also_called(name: str) -> list[str]:
+    """Return the families that papers or other tools call so.
+
+    >>> also_called("Zero-Bubble")
+    ['zb_h1', 'zb_v']
+    """
+    plain = name.lower().replace("-", "_")
+    return [family.name for family in FAMILIES.values() if plain in family.also_called]
+
+
 def build(name: str, num_ranks: int, num_microbatches: int, **knobs: Any) -> Schedule:
     """Return the validated schedule of family `name`. ScheduleError for sizes the family cannot serve.
 

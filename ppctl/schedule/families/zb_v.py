@@ -57,6 +57,7 @@ FAMILIES = (
     Family(
         "zb_v",
         zb_v,
+        also_called=("zero_bubble", "zb", "zbv"),
         published="2023-11",
         bubble_s=only_if(lambda s: s.is_equal and s.m >= s.p, lambda s: forward_trip_s(s) / 2),
         peak=peak_of_1f1b,

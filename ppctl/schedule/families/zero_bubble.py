@@ -65,6 +65,7 @@ FAMILIES = (
     Family(
         "zb_h1",
         zb_h1,
+        also_called=("zero_bubble", "zb", "zb1p"),
         published="2023-11",
         bubble_s=only_if(lambda s: s.is_free and s.m >= s.p, zero_bubble_s),
         peak=peak_of_1f1b,
