@@ -143,9 +143,7 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
     """
     names = list(names)
     also = [name for name in also_called(word) if name in names]
-    return also or difflib.get_close_matches(
-        word, names, n=3, cutoff=cutoff
-    )
+    return also or difflib.get_close_matches(word, names, n=3, cutoff=cutoff)
 
 
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
