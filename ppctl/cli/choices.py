@@ -136,25 +136,23 @@ def all_settings() -> dict[str, Setting]:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """Return those of `names` that are also called `word`, or else look like it, nearest first.
+    """Return those of `names` that look like `word`, nearest first.
 
     >>> nearest("layrs", ["num_layers", "d_model"])
     ['num_layers']
     """
-    names = list(names)
-    also = [name for name in also_called(word) if name in names]
-    return also or difflib.get_close_matches(word, names, n=3, cutoff=cutoff)
+    return difflib.get_close_matches(word, list(names), n=3, cutoff=cutoff)
 
 
 def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
-    """Return ' Did you mean ...?' with the nearest of `names`, or nothing.
+    """Return ' Did you mean ...?' with those of `names` that are also called `word`, or the nearest, or nothing.
 
     >>> did_you_mean("trian", ["train", "verify"])
     ' Did you mean train?'
     """
-    found = nearest(word, names)
-    likely = found if also_called(word) else found[:1]
-    return f" Did you mean {' or '.join(before + name for name in likely)}?" if found else ""
+    names = list(names)
+    found = [name for name in also_called(word) if name in names] or nearest(word, names)[:1]
+    return f" Did you mean {' or '.join(before + name for name in found)}?" if found else ""
 
 
 def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
@@ -171,7 +169,7 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
     near = nearest(option, names := list(names))
     ordered = near + [name for name in names if name not in near]
     return (
-        f"{group}={option} is not an option of {group}.{did_you_mean(option, near, f'{group}=')} "
+        f"{group}={option} is not an option of {group}.{did_you_mean(option, names, f'{group}=')} "
         f"({group}: {', '.join(ordered) or 'none'})"
     )
 

@@ -19,7 +19,7 @@ def empty_directory(tmp_path, monkeypatch):
 
 
 def ask(capsys, line, code=0):
-    """What a command line prints, on stdout or, where it is refused, on stderr."""
+    """Return the output of a command: stdout, or stderr where it is refused."""
     assert cli.main(["schedule", *line.split()]) == code
     out, err = capsys.readouterr()
     return err if code else out

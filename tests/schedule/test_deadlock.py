@@ -1,4 +1,4 @@
-"""What is said of ranks that wait for each other names tasks that really stand the wrong way round."""
+"""The message on ranks that wait for each other names tasks whose order is really wrong."""
 
 import random
 import re

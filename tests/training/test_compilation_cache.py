@@ -23,7 +23,7 @@ WORDS = (
 
 
 def train(directory, name):
-    """What a start says, and the loss and norm of its steps."""
+    """Train in a process of its own; return its output, and the loss and norm of each step."""
     run_dir = directory / name
     command = [sys.executable, "-m", "ppctl.cli", *WORDS.split(), f"run.dir={run_dir}"]
     env = {key: value for key, value in BY_USER.items() if "CACHE" not in key and key != "PYTHONWARNINGS"}

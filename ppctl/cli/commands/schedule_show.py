@@ -96,7 +96,7 @@ def list_families(
 ) -> int:
     """Show every family at the size of `config`, with its formulas; those that refuse it, why."""
     rows, drawings, refused, order = [], [], {}, list(FAMILIES)
-    if form in FORMS and is_large(config):
+    if form in FORMS and any(map(is_large, each)):
         raise _too_large(config)
     for one in sorted(each, key=lambda one: order.index(one.schedule.name)):
         try:
