@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.config import Analytic, Config, Hardware, Measure
+from ppctl.config.files import user_cache_dir
 from ppctl.errors import ConfigError
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.planner import analytic
@@ -21,7 +22,6 @@ from ppctl.planner.measure import measured_op_times
 from ppctl.planner.op_times import OpTimes, StepTime
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import time_of
-from ppctl.training.compilation_cache import user_cache_dir
 from ppctl.training.job import ModelFlops, TrainingJob
 from ppctl.training.known_hardware import NOMINAL, links_of, mfu_peak_flops, peak_flops, resolved
 from ppctl.training.pipeline import Pipeline

@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 
 from ppctl.config import Config
+from ppctl.config.files import user_cache_dir
 from ppctl.errors import ConfigError
 
 MOST_BYTES = 2**31  # of one machine's programs; the oldest go first
@@ -25,11 +26,6 @@ WORTH_S = 0.05  # of compiling: what takes less is not kept
 CHECKED = ".checked"  # a file, touched when all entries older than it were found whole
 ZLIB = b"\x78"  # JAX compresses entries with zstd where that is installed, and with zlib else
 HIT, MISSED = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
-
-
-def user_cache_dir() -> Path:
-    """Return the directory in which ppctl keeps what it can make again: ~/.cache/ppctl, or in XDG_CACHE_HOME."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ppctl"
 
 
 def keep_compiled(config: Config) -> str | None:

@@ -74,6 +74,8 @@ def test_a_file_is_compared_with_families_at_its_own_size(capsys):
         ("compare none.csv 1f1b", "none.csv cannot be read: No such file or directory"),
         ("compare zero_bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
         ("show zero-bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
+        ("show schedule=gpipe mesh=1x1024 schedule.num_microbatches=4096 --format csv", "too many tasks for a chart"),
+        ("compare gpipe mesh=1x1024 schedule.num_microbatches=4096 --out all.pdf", "too many tasks for a chart"),
         ("list mesh=1x1024 schedule.num_microbatches=4096 --out all.svg", "too many tasks for a chart"),
     ],
 )

@@ -167,7 +167,7 @@ def _certify(args: argparse.Namespace, names: list[str], overrides: list[str], o
     seconds = 60.0 if args.seconds is None else args.seconds
     if not 0 < seconds < math.inf:  # written so that NaN fails
         raise ConfigError(f"--seconds {seconds} must be above 0.")
-    form = _format(args, ("text", "json"), out)
+    form = _format(args, schedule_show.WITHOUT_TASKS, out)
     return schedule_show.show_certified(_compose(args, overrides), seconds, form, out)
 
 

@@ -37,7 +37,7 @@ from ppctl.schedule.text import task_lists, to_csv
 SHOW_FORMATS = ("text", "html", *FORMS, "json", "csv", "perfetto", "tasks")
 COMPARE_FORMATS = ("text", "html", *FORMS, "json", "csv")
 LIST_FORMATS = ("text", *FORMS, "json", "csv")
-NUMBERS = ("text", "json", "csv")  # what needs no chart
+WITHOUT_TASKS = ("text", "json")  # of one schedule, what needs its numbers alone
 FILE_WIDTH = 200  # columns of a text that goes to a file
 
 
@@ -48,7 +48,7 @@ def show(config: settings.ScheduleConfig, form: str, out: Path | None) -> int:
     """
     if not is_large(config):
         return show_drawing(draw(config), form, out)
-    if form not in NUMBERS:
+    if form not in WITHOUT_TASKS:
         raise _too_large(config)
     return _show_rows(f"{config.schedule.name}, {costs_text(config.costs)}", [extrapolated(config)], {}, form, out)
 
@@ -75,7 +75,7 @@ def show_comparison(configs: Sequence[settings.ScheduleConfig], form: str, out: 
     """Show several schedules in one table, in one of COMPARE_FORMATS; html and figures have their charts."""
     title = f"{len(configs)} schedules, {_size_of(configs[0])}"
     if any(map(is_large, configs)):
-        if form not in NUMBERS:
+        if form not in (*WITHOUT_TASKS, "csv"):
             raise _too_large(configs[0])
         rows = [extrapolated(config) if is_large(config) else row(draw(config)) for config in configs]
         return _show_rows(title, rows, {}, form, out)
