@@ -50,7 +50,7 @@ class Candidate:
         default=(), compare=False
     )  # of a microbatch: forward, and backward
     ideal_bubble: float | None = field(default=None, compare=False)  # 0..1: of the schedule alone, equal stages
-    bubble: float | None = field(default=None, compare=False)  # by costs, once it is predicted as `ppctl plan` does
+    bubble: float | None = field(default=None, compare=False)  # once it is predicted as `ppctl plan` does
 
     @property
     def total_bytes(self) -> int:

@@ -110,7 +110,7 @@ def _bubble(found: Prediction) -> tuple[str, str]:
     ideal_text = exact(ideal, f"{ideal:.1%}")
     if predicted is None:
         return ideal_text, "ideal: of the schedule, equal stages"
-    return exact(predicted, f"{predicted:.1%}"), f"by costs; {ideal_text} ideal, of the schedule with equal stages"
+    return exact(predicted, f"{predicted:.1%}"), f"predicted; {ideal_text} ideal, of the schedule with equal stages"
 
 
 def _memory(found: Prediction) -> str:

@@ -8,9 +8,10 @@ from rich.console import Console
 
 from ppctl.config import Config
 from ppctl.planner.prediction import Prediction, StagePart
+from ppctl.reports.bubbles import bubble_text
 from ppctl.reports.terminal import show_table, size_text
 from ppctl.training.engines.memory import PARTS
-from ppctl.training.prediction import bubble_text, by_measured_text
+from ppctl.training.prediction import by_measured_text
 
 ABOUT = {
     "parameters": "as the optimizer keeps them, sharded",

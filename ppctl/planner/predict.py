@@ -1,7 +1,8 @@
 """The prediction for a request before anything is compiled: memory, step time and bubble of `plan`, `train` and `tune`.
 
 There are two kinds of bubble. The ideal one follows from the schedule and its executor alone: equal stages with
-F = I = W, and nothing else takes time. The predicted one is by costs: of layers, embedding and head, and of transfers.
+F = I = W, and nothing else takes time. The predicted one is by the seconds of layers, embedding and head, and of
+transfers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class JobPrediction:
     by_measured_costs_s: float | None  # of a step, where costs=measure has timed just this request here before
     unknown: str | None  # why the time is not known
     ideal_bubble: float | None  # 0..1; None without a pipeline
-    bubble: float | None  # by costs; None where the time is not known too
+    bubble: float | None  # 0..1: by the same seconds as the time; None where these are not known
 
     @property
     def total_bytes(self) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class Prediction:
     rank_of: tuple[int, ...]  # the rank of each stage
     stages: tuple[StagePart, ...]  # () without a pipeline
     ideal_bubble_fraction: float | None  # 0..1: of the schedule alone, equal stages; None without a pipeline
-    predicted_bubble_fraction: float | None  # 0..1: by costs, as the step time; None where that is not known
+    predicted_bubble_fraction: float | None  # 0..1: by the same seconds as the step time; None where that is not known
     num_parameters: int
     step_flops: int  # of the model, nothing recomputed
     devices: str

@@ -60,9 +60,9 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
         say(f"none fits{least}. Use more devices (tune.devices), or a smaller model.")
         return
     before = ("", "mesh", "schedule", "microbatches", "remat", "stages", "step s")
-    head = (*before, *_columns(tuned), "bubble ideal", "by costs", "recomputed", "overhead", "memory")
+    head = (*before, *_columns(tuned), "bubble ideal", "bubble predicted", "recomputed", "overhead", "memory")
     rows = [_row(tuned, i, config) for i, config in enumerate(configs)]
-    show_table(console, "the fastest, by costs counted for the hardware", head, rows)
+    show_table(console, "the fastest, as counted for the hardware", head, rows)
     show_stages(console, _stages(found.best[0]), (found.best[0].mesh[0], found.best[0].mesh[2]))
     say(_about_pipelines(tuned, configs[0]))
     if tuned.recipe is not None:

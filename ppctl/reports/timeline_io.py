@@ -1,6 +1,6 @@
-"""The measured timeline of a step, from when each task ran: compared with its prediction, written, read again.
+"""The measured timeline of a step, from when each task ran: compared with its simulation, written, read again.
 
-The prediction has the measured means as costs, so what is left between both is order, transfers and the host.
+The simulation has the measured means as costs, so what is left between both is order, transfers and the host.
 Loads no JAX.
 """
 
@@ -18,6 +18,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+from ppctl.reports.bubbles import bubble_text
 from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
 from ppctl.reports.charts.html import schedules_page
 from ppctl.reports.charts.perfetto import trace
@@ -34,6 +35,7 @@ Span = tuple[float, float]  # start and end in seconds
 FILES = ("timeline.csv", "timeline.perfetto.json", "timeline.html")
 TASKS_FILE = "tasks.perfetto.json"  # of a profile
 FIRST_DEVICE = re.compile(r"rank \d+( dp=0)?( fsdp=0)?")  # the name of its track there
+MOST_RANKS = 8  # whose bubbles are listed
 OVERLAP_S = 1e-8  # of two tasks of a rank: the last digit of a file
 
 
@@ -68,40 +70,45 @@ def mean_costs(schedule: Schedule, seconds: Mapping[Task, float]) -> Costs:
     return Costs(forward, tuple(map(split, of_input, halves)), tuple(map(split, of_weight, halves)))
 
 
-def measured_and_predicted(
+def measured_and_simulated(
     timeline: Timeline, ticks: Ticks | None = None, label: str | None = None
 ) -> tuple[Drawing, Drawing]:
-    """Return a measured timeline, and what its means predict: of free-running ranks, or of `ticks` in lockstep."""
+    """Return a measured timeline, and one simulated from its means: free-running ranks, or `ticks` in lockstep."""
     name = label or timeline.schedule.name
     schedule = timeline.schedule if ticks is None else ticks.schedule
-    predicted = timeline_at(schedule, ticks, timeline.costs)
+    simulated = timeline_at(schedule, ticks, timeline.costs)
     return (
         drawing_of_timeline(f"{name}, measured", timeline),
-        drawing_of_timeline(f"{name}, predicted", predicted),
+        drawing_of_timeline(f"{name}, simulated from its means", simulated),
     )
 
 
-def write_timeline(directory: Path, timeline: Timeline) -> list[str]:
-    """Write CSV, Perfetto JSON and html of a measured timeline and its prediction; return the bubbles, a line each."""
+def write_timeline(
+    directory: Path, timeline: Timeline, ideal: float | None = None, predicted: float | None = None
+) -> list[str]:
+    """Write CSV, Perfetto JSON and html of a measured timeline and its simulation; return lines on it."""
     directory.mkdir(parents=True, exist_ok=True)
-    schedule, drawings = timeline.schedule, measured_and_predicted(timeline)
-    predicted = drawings[1].timeline
+    schedule, drawings = timeline.schedule, measured_and_simulated(timeline)
+    simulated = drawings[1].timeline
     with (directory / FILES[0]).open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["rank", "task", "start_s", "end_s", "predicted_start_s", "predicted_end_s"])
+        rows.writerow(["rank", "task", "start_s", "end_s", "simulated_start_s", "simulated_end_s"])
         for rank, tasks in enumerate(schedule.ranks):
             for task in tasks:
-                numbers = (each[task] for line in (timeline, predicted) for each in (line.start_s, line.end_s))
+                numbers = (each[task] for line in (timeline, simulated) for each in (line.start_s, line.end_s))
                 rows.writerow([rank, task, *(f"{number:.9f}" for number in numbers)])
     events = []
     for pid, drawing in enumerate(drawings):
         events += [event | {"pid": pid} for event in trace(drawing)["traceEvents"]]
     (directory / FILES[1]).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     (directory / FILES[2]).write_text(schedules_page(drawings), encoding="utf-8")
-    ranks = zip(timeline.bubble_fractions, predicted.bubble_fractions, strict=True)
+    of_ranks = timeline.bubble_fractions
+    some = of_ranks if len(of_ranks) <= MOST_RANKS else (min(of_ranks), max(of_ranks))
+    each = (" " if len(of_ranks) <= MOST_RANKS else " to ").join(f"{bubble:.1%}" for bubble in some)
     return [
-        f"timeline  {directory}: step {timeline.makespan_s:.4f} s, predicted {predicted.makespan_s:.4f} s",
-        *(f"rank {r:<4} bubble {bubble:.1%}, predicted {wanted:.1%}" for r, (bubble, wanted) in enumerate(ranks)),
+        f"timeline  {directory}: step {timeline.makespan_s:.4f} s; its tasks alone, at their means, take "
+        f"{simulated.makespan_s:.4f} s",
+        f"bubble    {bubble_text(ideal, predicted, timeline.bubble_fraction)} (ranks {each})",
     ]
 
 

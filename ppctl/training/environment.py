@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib.metadata import version
 from typing import Any
@@ -27,4 +28,10 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "device_kind": device.device_kind,
         "num_devices": mesh.size,
         "num_processes": jax.process_count(),
+        "num_cores": num_cores(mesh),
     }
+
+
+def num_cores(mesh: Mesh) -> int | None:
+    """Return the cores of this machine where the devices are simulated and share them, else None."""
+    return os.cpu_count() if mesh.devices.flat[0].platform == "cpu" else None

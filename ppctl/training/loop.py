@@ -18,13 +18,14 @@ from typing import Any
 from ppctl.errors import ConfigError, NonFiniteError, PpctlError, SaveError
 from ppctl.launch import distributed
 from ppctl.reports import timeline_io
+from ppctl.reports.bubbles import shared_cores_text
 from ppctl.reports.charts.drawing import Drawing
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.simulate import Timeline
 from ppctl.training import profiler, timeline
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.engines import Footprint
-from ppctl.training.environment import versions
+from ppctl.training.environment import num_cores, versions
 from ppctl.training.evaluation import evaluate
 from ppctl.training.heartbeat import Heartbeat
 from ppctl.training.job import ModelFlops, TrainingJob, model_flops, unit_of_work
@@ -244,9 +245,14 @@ class Loop:
         """Write and show the timeline of a measured step."""
         directory = Path(self.job.config.run.dir) / "timeline"
         with writing(directory):
-            for line in timeline_io.write_timeline(directory, measured):
-                self.metrics.note(line)
-        self._show_gantt(measured.schedule, lambda: timeline_io.measured_and_predicted(measured), finished)
+            ideal, predicted = self.prediction.ideal_bubble_fraction, self.prediction.bubble_fraction
+            lines = timeline_io.write_timeline(directory, measured, ideal, predicted)
+        for line in lines:
+            self.metrics.note(line)
+        shared = shared_cores_text(len(self.job.pipe.mesh.local_devices), num_cores(self.job.pipe.mesh))
+        if shared is not None:
+            self.metrics.note(f"note      {shared}")
+        self._show_gantt(measured.schedule, lambda: timeline_io.measured_and_simulated(measured), finished)
 
     def _show_profile(self, directory: Path, finished: int) -> None:
         """Print where a trace is; write and show its tasks where the backend's trace has them."""
@@ -260,7 +266,7 @@ class Loop:
             return
         with suppress(ValueError, PpctlError):  # several processes: not all ranks are in it, and the report says so
             measured, _ = timeline_io.read_profile(tasks_file, ticks.schedule)
-            self._show_gantt(ticks.schedule, lambda: timeline_io.measured_and_predicted(measured, ticks), finished)
+            self._show_gantt(ticks.schedule, lambda: timeline_io.measured_and_simulated(measured, ticks), finished)
 
     def _show_gantt(self, schedule: Schedule, draw: Callable[[], Sequence[Drawing]], finished: int) -> None:
         if self.metrics.tensorboard is not None:

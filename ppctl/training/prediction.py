@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ppctl.reports.bubbles import bubble_text
 from ppctl.reports.terminal import size_text
 
 
@@ -42,17 +43,6 @@ class StepPrediction:
         return (
             f"plan      {self._time} predicted, {measured_s:.3g} measured ({ratio:.2f} times; {self.source}); {memory}"
         )
-
-
-def bubble_text(ideal: float | None, predicted: float | None) -> str:
-    """Return both kinds of bubble by name, in the order of what they know; "" without a pipeline.
-
-    >>> bubble_text(0.025, 0.203)
-    '2.5% ideal, 20.3% by costs'
-    """
-    if ideal is None:
-        return ""
-    return f"{ideal:.1%} ideal" + ("" if predicted is None else f", {predicted:.1%} by costs")
 
 
 def by_measured_text(seconds: float | None) -> str:

@@ -207,8 +207,8 @@ def show_start(
     pipe = job.pipe
     if pipe.execution.is_pipelined:
         schedule, costs = pipe.schedule, task_costs(pipe.execution.remat)
-        draw = lambda: [drawing_of_timeline(f"{schedule.name}, predicted", timeline_at(schedule, pipe.ticks, costs))]  # noqa: E731
-        log.gantt("schedule/predicted", schedule, draw, log.first_step)
+        draw = lambda: [drawing_of_timeline(f"{schedule.name}, ideal", timeline_at(schedule, pipe.ticks, costs))]  # noqa: E731
+        log.gantt("schedule/ideal", schedule, draw, log.first_step)
 
 
 def _ending(exit_code: int, step: int) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
     run_dir = make("a")
     (run_dir / "eval.jsonl").write_text('{"step": 4, "eval_loss": 2.5}\n{"step": 8, "eval_loss": 1.5}\n')
     started = {"status": "started", "step": 0, "host": "node7", "pid": 1, "is_locked": True, "at": 1.8e9}
+    started |= {"num_devices": 8, "num_processes": 1, "num_cores": 2}
     (run_dir / "status.jsonl").write_text(
         json.dumps(started) + '\n{"status": "failed", "reason": "disk full.", "at": 1}\n'
     )
@@ -121,9 +122,10 @@ def test_the_page_of_a_run_says_how_it_stands_and_predicted_vs_measured(capsys):
         "Eval loss 1.5000 the newest",
         "Step time 0.5 s median, predicted 0.4 s",
         "Speed 10,000 tokens/s median",
-        "Bubble 20.0% predicted by costs; ideal: 12.5% ; measured in one step: 25.0%",
+        "Bubble 20.0% predicted; ideal: 12.5% ; measured in one step: 25.0%",
         "step time 0.4 s 0.5 s 1.25",
         "bubble 20.0% 25.0% 1.25",
+        "8 simulated devices share 2 cores: ranks also wait for a core",
         "memory of a device 1.0 MiB 1.5 MiB 1.5",
         "mesh=1x2 model.num_layers=4 schedule=gpipe",
         "ppctl train mesh=1x2 model.num_layers=4 schedule=gpipe schedule.num_microbatches=4",

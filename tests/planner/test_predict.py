@@ -67,7 +67,7 @@ def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_com
         assert 0.2 < record["predicted_memory_bytes"] / record["memory_bytes"] < 5
     first, last = (line for line in out.splitlines() if line.startswith("plan "))
     source = r"\(costs=analytic, hardware=host\)"
-    bubble = r"bubble 33.3% ideal, [\d.]+% by costs"
+    bubble = r"bubble 33.3% ideal, [\d.]+% predicted"
     assert re.fullmatch(rf"plan      [\d.e-]+ s a step, {bubble}, .* a device predicted {source}", first)
     assert re.fullmatch(
         r"plan      \S+ s a step predicted, \S+ measured \([\d.]+ times; costs=analytic, hardware=host\); "
@@ -93,7 +93,7 @@ def test_lines_for_people():
     assert KNOWN.line() == "plan      0.5 s a step, 3.0 MiB a device predicted (costs=analytic, hardware=host)"
     found = replace(KNOWN, ideal_bubble_fraction=0.025, bubble_fraction=0.203, by_measured_costs_s=0.4)
     assert found.line() == (
-        "plan      0.5 s a step (0.4 by costs=measure, timed before), bubble 2.5% ideal, 20.3% by costs, "
+        "plan      0.5 s a step (0.4 by costs=measure, timed before), bubble 2.5% ideal, 20.3% predicted, "
         "3.0 MiB a device predicted (costs=analytic, hardware=host)"
     )
     assert KNOWN.compared([9.0, 0.25, 0.2], 4 * 2**20) == (

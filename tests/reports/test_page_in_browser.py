@@ -200,7 +200,7 @@ def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_p
     assert {"86,180,233", "34,168,132", "204,121,167"} <= set(said["colours"])
     assert said["tip"].splitlines()[0] == "0F1"
     titles = re.findall(r"<h2>(zb_h1, \w+)", dom)
-    assert titles == ["zb_h1, measured", "zb_h1, predicted"]
+    assert titles == ["zb_h1, measured", "zb_h1, simulated from its means"]
 
 
 @pytest.mark.parametrize("width", few([500, 1200], 1))

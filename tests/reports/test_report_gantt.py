@@ -1,4 +1,4 @@
-"""The step in the page of a run: measured above predicted where it was measured, else predicted alone; no JAX."""
+"""The step in the page of a run: measured above its simulation if it was, else the ideal one alone; no JAX."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def events(timeline, copies=(("", 0.0),), at_s=0.0, scale=1.0, leave_out=()):
     return found
 
 
-def test_a_measured_timeline_stands_above_what_its_means_predict(run_dir, capsys):
+def test_a_measured_timeline_stands_above_the_simulation_of_its_means(run_dir, capsys):
     schedule = build("zb_h1", 2, 4)
     taken = shaken(schedule)
     taken = replace(
@@ -106,13 +106,13 @@ def test_a_measured_timeline_stands_above_what_its_means_predict(run_dir, capsys
     )
     timeline_io.write_timeline(run_dir / "timeline", taken)
     settings(run_dir, {"name": "zb_h1", "num_microbatches": 4}, {"name": "mpmd"})
-    (measured, predicted), seen = report(capsys)
-    assert (measured["label"], predicted["label"]) == ("zb_h1, measured", "zb_h1, predicted")
+    (measured, simulated), seen = report(capsys)
+    assert (measured["label"], simulated["label"]) == ("zb_h1, measured", "zb_h1, simulated from its means")
     in_order = [task for tasks in schedule.ranks for task in tasks]
     assert starts(measured) == pytest.approx([taken.start_s[task] for task in in_order], abs=2e-9)
     assert measured["makespan_s"] == pytest.approx(taken.makespan_s, abs=2e-9)
     assert measured["bubble_fraction"] == pytest.approx(taken.bubble_fraction, abs=1e-6)
-    assert predicted["makespan_s"] == pytest.approx(simulate(schedule, taken.costs).makespan_s, rel=1e-6)
+    assert simulated["makespan_s"] == pytest.approx(simulate(schedule, taken.costs).makespan_s, rel=1e-6)
     assert "Measured: one step (run.timeline=true)." in seen
     assert "Not measured" not in seen
     (run_dir / "config.yaml").unlink()  # the timeline says enough
@@ -144,7 +144,7 @@ def test_of_traced_steps_the_median_one_is_drawn_in_the_order_in_which_it_ran(ru
     (run_dir / "profile").mkdir()
     (run_dir / "profile" / timeline_io.TASKS_FILE).write_text(json.dumps({"traceEvents": traced}))
     settings(run_dir, {"name": "interleaved", "num_microbatches": 4, "num_chunks": 2}, executor)
-    (measured, predicted), seen = report(capsys)
+    (measured, simulated), seen = report(capsys)
     assert "the median one of 3 traced steps" in seen
     assert measured["makespan_s"] == pytest.approx(2 * timeline.makespan_s, abs=1e-6)
     at = starts(measured)
@@ -154,7 +154,7 @@ def test_of_traced_steps_the_median_one_is_drawn_in_the_order_in_which_it_ran(ru
     whole = {task: timeline.end_s[task] - timeline.start_s[task] for task in timeline.start_s}
     whole |= {task: 0.0 for task in whole if task[:2] in left}
     costs = timeline_io.mean_costs(found.schedule, {task: 2 * seconds for task, seconds in whole.items()})
-    assert predicted["makespan_s"] == pytest.approx(found.ticks.makespan_s(costs), rel=1e-6)
+    assert simulated["makespan_s"] == pytest.approx(found.ticks.makespan_s(costs), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_run_that_was_not_measured_has_the_prediction_and_how_to_measure(run_d
     settings(run_dir, {"name": "gpipe", "num_microbatches": 4}, executor)
     (chart,), seen = report(capsys)
     assert chart["makespan_s"] == makespan_s  # (m + p - 1)(F + B)
-    assert chart["label"] == "gpipe, predicted"
+    assert chart["label"] == "gpipe, ideal"
     for word in ("Not measured.", "run.timeline=true", "run.profile.start=N", "counts as 1 s"):
         assert word in seen
 
@@ -194,7 +194,7 @@ def test_a_damaged_timeline_is_told_and_the_prediction_drawn(run_dir, capsys, te
     (run_dir / "timeline").mkdir()
     (run_dir / "timeline/timeline.csv").write_text(text)
     (chart,), seen = report(capsys)
-    assert chart["label"] == "gpipe, predicted"
+    assert chart["label"] == "gpipe, ideal"
     assert "timeline.csv cannot be drawn: " in seen
     assert DAMAGED[text] in seen
 
@@ -213,7 +213,7 @@ def test_a_profile_of_something_else_is_told_and_the_prediction_drawn(run_dir, c
     (run_dir / "profile").mkdir()
     (run_dir / "profile" / timeline_io.TASKS_FILE).write_text(content)
     (chart,), seen = report(capsys)
-    assert chart["label"] == "gpipe, predicted"
+    assert chart["label"] == "gpipe, ideal"
     assert f"{timeline_io.TASKS_FILE} cannot be drawn: " in seen
 
 

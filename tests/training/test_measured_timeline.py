@@ -1,7 +1,9 @@
-"""run.timeline: every task of one step, when it ran on its device, beside the prediction from its means."""
+"""run.timeline: every task of one step, when it ran on its device, beside the simulation from its means."""
 
 import csv
 import json
+import os
+import re
 from collections import defaultdict
 
 import pytest
@@ -32,7 +34,8 @@ def rows_by_rank(run_dir):
     return found
 
 
-def test_each_task_is_measured_in_program_order_beside_its_prediction(tmp_path, capsys):
+def test_each_task_is_measured_in_program_order_beside_its_simulation(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert train(tmp_path, "executor=mpmd", "schedule=zb_h1", "executor.post_validation=true") == 0
     schedule = build("zb_h1", 2, 4)
     found = rows_by_rank(tmp_path)
@@ -44,17 +47,19 @@ def test_each_task_is_measured_in_program_order_beside_its_prediction(tmp_path, 
             assert 0 <= starts[task] < ends[task]
         assert [starts[task] for task in tasks] == sorted(starts[task] for task in tasks)
     costs = mean_costs(schedule, {task: ends[task] - starts[task] for task in starts})
-    predicted = simulate(schedule, costs)
+    simulated = simulate(schedule, costs)
     for rank, tasks in enumerate(schedule.ranks):
         for task, row in zip(tasks, found[rank], strict=True):
-            assert float(row["predicted_start_s"]) == pytest.approx(predicted.start_s[task], abs=1e-7)
+            assert float(row["simulated_start_s"]) == pytest.approx(simulated.start_s[task], abs=1e-7)
     trace = json.loads((tmp_path / "timeline" / "timeline.perfetto.json").read_text())["traceEvents"]
     names = {pid: sorted(e["name"] for e in trace if e["ph"] == "X" and e["pid"] == pid) for pid in (0, 1)}
     assert names[0] == names[1] == sorted(str(task) for tasks in schedule.ranks for task in tasks)
     assert "zb_h1, measured" in (tmp_path / "timeline" / "timeline.html").read_text()
     out = capsys.readouterr().out
     assert f"timeline  {tmp_path}/timeline: step" in out
-    assert "rank 1    bubble" in out
+    bubbles = r"bubble    [\d.]+% ideal, [\d.]+% predicted, [\d.]+% measured \(ranks [\d.]+% [\d.]+%\)\n"
+    assert re.search(bubbles, out)
+    assert "note      2 simulated devices share 1 core: ranks also wait for a core" in out
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3  # the measured step is one of the run
 
 
@@ -64,7 +69,7 @@ def test_where_the_trace_tells_nothing_tasks_are_timed_one_by_one(tmp_path, monk
     assert train(tmp_path, "executor=mpmd", "schedule=1f1b", "executor.remat=full") == 0
     for rows in rows_by_rank(tmp_path).values():
         for row in rows:
-            assert float(row["start_s"]) == pytest.approx(float(row["predicted_start_s"]), abs=1e-7)
+            assert float(row["start_s"]) == pytest.approx(float(row["simulated_start_s"]), abs=1e-7)
             is_left_to_the_backward = row["task"].startswith("1F")
             assert (float(row["end_s"]) > float(row["start_s"])) is not is_left_to_the_backward
 

@@ -137,7 +137,7 @@ def test_a_run_leaves_settings_and_a_record_of_every_step(train, tmp_path, tiny,
     np.testing.assert_allclose([event.value for event in events.Scalars("train/loss")], losses(run_dir), rtol=1e-6)
     assert [event.step for event in events.Scalars("eval/loss")] == [3, 6]
     assert set(events.Tags()["scalars"]) >= {"train/lr", "train/grad_norm", f"speed/{speed}", "speed/step_time_s"}
-    assert events.Tags()["images"] == ["memory/ranks", "schedule/predicted"]
+    assert events.Tags()["images"] == ["memory/ranks", "schedule/ideal"]
     [times] = events.Histograms("speed/step_times_s")
     assert (times.step, times.histogram_value.num) == (6, 6)
     [asked] = events.Tensors("run/asked/text_summary")

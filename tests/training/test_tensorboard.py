@@ -104,11 +104,11 @@ def test_what_is_done_again_after_a_resume_is_there_once(tmp_path):
 def test_a_schedule_of_many_tasks_is_not_drawn(tmp_path):
     schedule = build("gpipe", 1, MOST_TASKS)
     log = TensorBoardLog(tmp_path, 1)
-    log.gantt("schedule/predicted", schedule, lambda: [][0], 1)
+    log.gantt("schedule/ideal", schedule, lambda: [][0], 1)
     log.close()
     events = read(tmp_path)
     assert events.Tags()["images"] == []
-    assert text_of(events, "schedule/predicted_text") == [
+    assert text_of(events, "schedule/ideal_text") == [
         (1, f"{2 * MOST_TASKS:,} tasks are too many for a figure: see `ppctl report`.")
     ]
 

@@ -16,6 +16,7 @@ from ppctl.launch.sweep.best import DONE, best_of
 from ppctl.launch.sweep.jobs import SHARED, Job, Outcome, Sweep, ran_side_by_side
 from ppctl.launch.sweep.live_table import state_counts
 from ppctl.launch.sweep.theory import bubble_curve
+from ppctl.reports import bubbles
 from ppctl.reports.charts.elements import exact, section, table
 from ppctl.reports.charts.html import html_page
 from ppctl.reports.charts.palette import line_sample
@@ -30,20 +31,19 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a record: column, h
     "final_loss": ("loss", "{:.4f}".format),
     "eval_loss": ("eval loss", "{:.4f}".format),
     "step_time_s": ("s/step", "{:.4g}".format),
-    "predicted_step_time_s": ("predicted", "{:.4g}".format),
+    "predicted_step_time_s": ("s/step, predicted", "{:.4g}".format),
     "tokens_per_s": ("tokens/s", "{:,.0f}".format),
     "rows_per_s": ("rows/s", "{:,.0f}".format),
     "ideal_bubble_fraction": ("bubble, ideal", "{:.1%}".format),
-    "predicted_bubble_fraction": ("by costs", "{:.1%}".format),
-    "measured_bubble_fraction": ("measured", "{:.1%}".format),
+    "predicted_bubble_fraction": ("bubble, predicted", "{:.1%}".format),
+    "measured_bubble_fraction": ("bubble, measured", "{:.1%}".format),
     "memory_bytes": ("memory", size_text),
     "seconds": ("s in all", "{:,.1f}".format),
 }
 ABOUT = (
     "Seconds of a step and tokens/s are medians over all steps of a run; predicted: seconds of a step by the planner. "
-    "Bubble: idle share of the ranks; ideal: of the schedule on the executor that ran if all layers cost the same; by "
-    "costs: by the predicted seconds; measured: from a timeline (run.timeline=true). Memory: of the fullest device, as "
-    "compiled. Seconds in all are of this sweep, start and compiling included."
+    f"{bubbles.ABOUT} Memory: of the fullest device, as compiled. Seconds in all are of this sweep, start and "
+    "compiling included."
 )
 Records = Sequence[Mapping[str, Any]]
 

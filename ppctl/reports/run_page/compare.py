@@ -106,8 +106,8 @@ def _columns(runs: Sequence[RecordedRun]) -> list[tuple[str, Value, Callable[[An
         ("MFU", lambda run: run.median("mfu_fraction"), "{:.1%}".format),
         ("memory", lambda run: run.newest.get("memory_bytes"), lambda size: size_text(int(size))),
         ("bubble, ideal", lambda run: run.newest.get("ideal_bubble_fraction"), "{:.1%}".format),
-        ("by costs", lambda run: run.newest.get("predicted_bubble_fraction"), "{:.1%}".format),
-        ("measured", lambda run: run.measured_bubble, "{:.1%}".format),
+        ("bubble, predicted", lambda run: run.newest.get("predicted_bubble_fraction"), "{:.1%}".format),
+        ("bubble, measured", lambda run: run.measured_bubble, "{:.1%}".format),
     ]
 
 

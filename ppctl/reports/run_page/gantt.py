@@ -1,4 +1,4 @@
-"""The step of a run, rank by rank: when each task ran if that was measured, and when it was predicted to."""
+"""The step of a run, rank by rank: when each task ran if that was measured, and its simulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppctl.config.schedule_from_config import Pipeline
 from ppctl.errors import PpctlError
 from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
 from ppctl.reports.charts.html import charts_html
-from ppctl.reports.timeline_io import FILES, TASKS_FILE, measured_and_predicted, read_profile, read_timeline
+from ppctl.reports.timeline_io import FILES, TASKS_FILE, measured_and_simulated, read_profile, read_timeline
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.timeline import timeline_at
 
@@ -24,9 +24,9 @@ HOW = (
     "Not measured. With executor=mpmd, run.timeline=true times every task of one step; with executor=spmd, "
     "run.profile.start=N traces them."
 )
-UNITS = "Predicted for stages that all cost the same: a forward through 1/p of the model counts as 1 s."
-MEANS = "The prediction takes each stage's measured means, so the difference is order, transfers and waits."
-LOCKSTEP = "Predicted: ticks in lockstep, each as long as its slowest rank."
+UNITS = "Ideal: stages that all cost the same; a forward through 1/p of the model counts as 1 s."
+MEANS = "The simulation takes each stage's measured means, so the difference is order, transfers and waits."
+LOCKSTEP = "Simulated: ticks in lockstep, each as long as its slowest rank."
 
 
 class Picture(NamedTuple):
@@ -52,7 +52,7 @@ def picture(run_dir: Path, pipeline: Pipeline | str) -> Picture:
         return Picture((), [*notes, pipeline])
     timeline = timeline_at(pipeline.schedule, pipeline.ticks, pipeline.costs)
     lockstep = [] if pipeline.ticks is None else [LOCKSTEP]
-    return Picture([drawing_of_timeline(f"{pipeline.label}, predicted", timeline)], [*notes, HOW, UNITS, *lockstep])
+    return Picture([drawing_of_timeline(f"{pipeline.label}, ideal", timeline)], [*notes, HOW, UNITS, *lockstep])
 
 
 def most_chunks(schedule: Settings, num_ranks: int, num_layers: int) -> int:
@@ -73,7 +73,7 @@ def too_large(num_ranks: int, num_microbatches: int, num_chunks: int, words: Seq
 
 
 def _timed(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequence[Drawing]:
-    """Return the step that run.timeline measured, and its prediction."""
+    """Return the step that run.timeline measured, and its simulation."""
     file = run_dir / "timeline" / FILES[0]
     if not file.is_file():
         return ()
@@ -85,11 +85,11 @@ def _timed(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequenc
     if not _is_small(timeline.schedule, file.with_name(FILES[2]), notes):
         return ()
     notes += ["Measured: one step (run.timeline=true).", MEANS]
-    return measured_and_predicted(timeline)
+    return measured_and_simulated(timeline)
 
 
 def _traced(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequence[Drawing]:
-    """Return a step that the profiler traced, and its prediction."""
+    """Return a step that the profiler traced, and its simulation."""
     file = run_dir / "profile" / TASKS_FILE
     if isinstance(pipeline, str) or pipeline.ticks is None or not file.is_file():
         return ()
@@ -102,7 +102,7 @@ def _traced(run_dir: Path, pipeline: Pipeline | str, notes: list[str]) -> Sequen
         return ()
     which = "one traced step" if num_steps == 1 else f"the median one of {num_steps} traced steps"
     notes += [f"Measured: {which} (run.profile.start=N), on the first device of each rank.", LOCKSTEP, MEANS]
-    return measured_and_predicted(timeline, pipeline.ticks, pipeline.label)
+    return measured_and_simulated(timeline, pipeline.ticks, pipeline.label)
 
 
 def _is_small(schedule: Schedule, file: Path, notes: list[str]) -> bool:

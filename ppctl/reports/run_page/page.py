@@ -98,7 +98,7 @@ def _speed_cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
 def _device_cards(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     """Yield (name, value, note) of bubble, memory and compile time, where they are recorded."""
     ideal, bubble = run.newest.get("ideal_bubble_fraction"), run.newest.get("predicted_bubble_fraction")
-    kinds = (("predicted by costs", bubble), ("ideal", ideal), ("measured in one step", run.measured_bubble))
+    kinds = (("predicted", bubble), ("ideal", ideal), ("measured in one step", run.measured_bubble))
     known = [(kind, exact(value, f"{value:.1%}")) for kind, value in kinds if value is not None]
     if known:
         (first, value), *others = known

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from ppctl.reports import bubbles
+from ppctl.reports.bubbles import shared_cores_text
 from ppctl.reports.charts.elements import exact, printable, section, table
 from ppctl.reports.charts.palette import PARTS, part_sample
 from ppctl.reports.charts.plots import stacked_bars
@@ -11,11 +13,7 @@ from ppctl.reports.run_page.read import RecordedRun
 from ppctl.reports.terminal import size_text
 
 MOST_BARS = 16  # of ranks whose memory is drawn
-ABOUT = (
-    "Timing: the median step; the bubble of a measured timeline (run.timeline=true); memory of the fullest device, "
-    "as compiled. The bubble is predicted by costs, as the step time is; the ideal one is of the schedule alone, with "
-    "equal stages."
-)
+ABOUT = f"Step time: of the median step. {bubbles.ABOUT} Memory: of the fullest device, as compiled."
 
 
 def predictions_section(run: RecordedRun) -> str:
@@ -39,7 +37,19 @@ def predictions_section(run: RecordedRun) -> str:
     named = zip(("predicted", "compiled"), memory_bytes, strict=True)
     sizes = [(label, {"memory": int(size)}) for label, size in named if size is not None and size >= 0]
     bars = stacked_bars(sizes, ("memory",), None, size_text) if len(sizes) == 2 else ""
-    return section("Predicted and measured", f"{listed}{bars}<p class='soft'>{ABOUT}</p>")
+    return section("Predicted and measured", f"{listed}{bars}<p class='soft'>{ABOUT}{_shared_text(run)}</p>")
+
+
+def _shared_text(run: RecordedRun) -> str:
+    """Return a sentence where the newest start ran on simulated devices that share few cores, else nothing."""
+    start = run.starts[-1] if run.starts else {}
+    found = (start.get(name) for name in ("num_devices", "num_processes", "num_cores"))
+    numbers = [number for number in found if isinstance(number, int) and number > 0]
+    if run.measured_bubble is None or len(numbers) < 3:
+        return ""
+    num_devices, num_processes, num_cores = numbers
+    text = shared_cores_text(num_devices // num_processes, num_cores)
+    return "" if text is None else f" {text}."
 
 
 def memory_section(run: RecordedRun) -> str:
