@@ -46,9 +46,7 @@ class Candidate:
     redone_fraction: float  # of the tasks' work: forwards that backwards recompute
     memory: Mapping[str, int] = field(compare=False)  # bytes by part, of the device that holds most
     rank_of: tuple[int, ...] = field(default=(), compare=False)  # the rank of each stage
-    stage_s: tuple[tuple[float, float], ...] = field(
-        default=(), compare=False
-    )  # of a microbatch: forward, and backward
+    stage_s: tuple[tuple[float, ...], ...] = field(default=(), compare=False)  # of a microbatch: F, B, I, W
     ideal_bubble: float | None = field(default=None, compare=False)  # 0..1: of the schedule alone, equal stages
     bubble: float | None = field(default=None, compare=False)  # once it is predicted as `ppctl plan` does
 
@@ -131,9 +129,9 @@ class LayoutPredictor:
             held |= held_bytes(bounds.work, bounds.params, layout, microbatch, slots)
             if not self.has_room(held):
                 return None
-        there_and_back = tuple((costs.seconds("F", s, 1), costs.seconds("B", s, 1)) for s in range(len(sizes)))
+        of_stages = tuple(tuple(costs.seconds(kind, s, 1) for kind in "FBIW") for s in range(len(sizes)))
         layout_of = bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes
-        return Candidate(*layout_of, time, recomputed, held, tuple(placed.rank_of), there_and_back)
+        return Candidate(*layout_of, time, recomputed, held, tuple(placed.rank_of), of_stages)
 
 
 def least_share(bounds: Bounds, family: str) -> float:

@@ -20,6 +20,7 @@ from ppctl.planner.predict import predict_job
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.planner.step_runs import as_run, out_of_memory
 from ppctl.planner.step_time import device_kind, hardware_of, mfu_of, op_times_of
+from ppctl.schedule.costs import Costs
 from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
 from ppctl.training.pipeline import Pipeline
 
@@ -43,6 +44,7 @@ def predicted(job: TrainingJob) -> Prediction:
     fits = None if limit is None else max(needed) <= limit.size_bytes
     if limit is None and total is not None and config.plan.topology is not None:
         fits = True  # the compiler for TPUs refuses what does not
+    costs = None if time_ is None else as_run(pipe, op_times_of(job, config.costs))[0]
     unit, count = unit_of_work(job)
     flops = model_flops(job)
     step_s = None if time_ is None else time_.total_s
@@ -51,7 +53,7 @@ def predicted(job: TrainingJob) -> Prediction:
         schedule=label(config.schedule),
         partition=tuple(map(len, pipe.partition)),
         rank_of=tuple(pipe.schedule.rank_of),
-        stages=_stages(job, known=time_ is not None),
+        stages=_stages(job, costs),
         ideal_bubble_fraction=known.ideal_bubble,
         predicted_bubble_fraction=known.bubble,
         num_parameters=pipe.num_parameters,
@@ -61,6 +63,7 @@ def predicted(job: TrainingJob) -> Prediction:
         costs=config.costs.name,
         step_time_s=step_s,
         step_time_by_measured_costs_s=known.by_measured_costs_s,
+        transfer_s=None if costs is None else costs.hop_s,
         once_s=None if time_ is None else time_.overhead_s,
         unknown=known.unknown,
         unit=unit,
@@ -80,21 +83,19 @@ def predicted(job: TrainingJob) -> Prediction:
     )
 
 
-def _stages(job: TrainingJob, *, known: bool) -> tuple[StagePart, ...]:
-    """Return what each stage is; known: whether its op times are."""
+def _stages(job: TrainingJob, costs: Costs | None) -> tuple[StagePart, ...]:
+    """Return what each stage is; costs: of their tasks, None where these are not known."""
     pipe = job.pipe
     if not pipe.execution.is_pipelined:
         return ()
     layout, mesh = pipe.layout, pipe.mesh.devices
-    costs = as_run(pipe, op_times_of(job, job.config.costs))[0] if known else None
     return tuple(
         StagePart(
             layers.start,
             len(layers),
             rank,
             tuple(device.id for device in mesh[:, rank, :].flat),
-            None if costs is None else costs.seconds("F", s, 1),
-            None if costs is None else costs.seconds("B", s, 1),
+            *(None if costs is None else costs.seconds(kind, s, 1) for kind in "FBIW"),
         )
         for s, (layers, rank) in enumerate(zip(layout.partition, layout.rank_of, strict=True))
     )

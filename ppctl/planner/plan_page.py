@@ -8,7 +8,7 @@ from dataclasses import asdict
 from html import escape
 
 from ppctl.config import Config, Spmd
-from ppctl.planner.plan_terminal import ABOUT, PARTS, PREDICTED, better, fit_text, shown_ranks, total_name
+from ppctl.planner.plan_terminal import ABOUT, PARTS, PREDICTED, better, costs_text, fit_text, shown_ranks, total_name
 from ppctl.planner.prediction import Prediction
 from ppctl.planner.step_runs import timeline_of
 from ppctl.planner.step_time import op_times_of
@@ -162,12 +162,15 @@ def _stage_seconds(found: Prediction) -> str:
     for s, stage in enumerate(found.stages):
         devices = " ".join(exact(device, str(device)) for device in stage.devices)
         held = exact(stage.first_layer, str(stage.first_layer)), exact(stage.num_layers, str(stage.num_layers))
-        spent = (
-            "not known" if each is None else exact(each, f"{each:.3g}") for each in (stage.forward_s, stage.backward_s)
-        )
+        of_kinds = (stage.forward_s, stage.backward_s, stage.input_grad_s, stage.weight_grad_s)
+        spent = ("not known" if each is None else exact(each, f"{each:.3g}") for each in of_kinds)
         rows.append([f"stage {s}", *held, exact(stage.rank, str(stage.rank)), devices, *spent])
-    columns = ["", "first layer", "layers", "rank", "devices", "forward s", "backward s"]
-    return table("seconds of a microbatch", columns, rows)
+    columns = ["", "first layer", "layers", "rank", "devices", "forward s", "backward s", "I s", "W s"]
+    costs, transfer_s = costs_text(found), found.transfer_s
+    if costs is None or transfer_s is None:
+        return table("seconds of a microbatch", columns, rows)
+    of_schedule = f"<p class='soft'>A transfer: {exact(transfer_s, f'{transfer_s:.3g} s')}. Costs {escape(costs)}.</p>"
+    return table("seconds of a microbatch", columns, rows) + of_schedule
 
 
 def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:

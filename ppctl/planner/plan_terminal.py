@@ -58,6 +58,9 @@ def show_plan(found: Prediction, config: Config) -> None:
             f"stages    {stages}",
         ]
     lines.append(f"step      {_time_text(found)}")
+    costs = costs_text(found)
+    if costs is not None:
+        lines.append(f"costs     {costs}")
     proposal = better(found, config)
     if proposal is not None:
         lines.append(f"better    {proposal}")
@@ -77,6 +80,18 @@ def show_plan(found: Prediction, config: Config) -> None:
         rows.append((PREDICTED, *(size_text(found.predicted_bytes[r]) for r in ranks)))
     show_table(console, "memory of one device", ("", *columns), rows)
     console.print(fit_text(found), markup=False, highlight=False, soft_wrap=True)
+
+
+def costs_text(found: Prediction) -> str | None:
+    """Return the costs of the model relative to a forward through 1/p of it, as words of `ppctl schedule`, or None."""
+    kinds = ("forward_s", "input_grad_s", "weight_grad_s")
+    sums = [sum(getattr(stage, name) or 0.0 for stage in found.stages) for name in kinds]
+    if found.transfer_s is None or not sums or not sums[0]:
+        return None
+    forward_s = sums[0] / len(found.total_bytes)
+    words = [f"costs.{name}={each / sums[0]:.3g}" for name, each in zip(kinds, sums, strict=True)]
+    words.append(f"costs.transfer_s={found.transfer_s / forward_s:.2g}")
+    return f"{' '.join(words)} for `ppctl schedule`: relative to a forward through 1/p of the model, {forward_s:.3g} s"
 
 
 def show_stages(console: Console, stages: Sequence[StagePart], submesh: tuple[int, int]) -> None:

@@ -17,7 +17,9 @@ class StagePart:
     rank: int
     devices: tuple[int, ...]  # of the submesh, by number
     forward_s: float | None  # None: not known
-    backward_s: float | None
+    backward_s: float | None  # of which the next two are parts
+    input_grad_s: float | None
+    weight_grad_s: float | None
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Prediction:
     costs: str  # where seconds come from: analytic | measure
     step_time_s: float | None
     step_time_by_measured_costs_s: float | None  # where costs=measure has timed this request before
+    transfer_s: float | None  # from the end of a task until its value can be read on the next rank
     once_s: float | None  # of it the per-step overhead: gathering parameters, reducing gradients, the optimizer
     unknown: str | None  # why the step time is not known
     unit: str  # tokens_per_s | rows_per_s

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,8 @@ from ppctl.errors import ConfigError
 from ppctl.executors import topology
 from ppctl.executors.spmd.memory import shard_bytes, tree_bytes
 from ppctl.planner import plan
-from ppctl.planner.plan_terminal import show_plan
+from ppctl.planner.plan_terminal import costs_text, show_plan
+from ppctl.reports.model_costs import costs_from
 from ppctl.training.engines.memory import PARTS
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.job import assemble
@@ -240,6 +241,19 @@ def test_what_is_compiled_is_shown_next_to_what_is_predicted(capsys):
     assert "fits: " in said
     assert "total, compiled" in said
     assert "total, predicted" in said
+
+
+def test_costs_to_paste_are_those_that_schedule_takes_from_the_json(tmp_path):
+    found = plan.predict(TINY)
+    (tmp_path / "plan.json").write_text(json.dumps(asdict(found)))
+    per_rank = dict(word.split("=") for word in costs_from(tmp_path / "plan.json").words(4))
+    forward_s = float(per_rank["costs.forward_s"])
+    pasted = re.findall(r"(costs\.\w+)=(\S+)", costs_text(found))
+    assert {key: float(value) for key, value in pasted} == pytest.approx(
+        {key: float(value) / forward_s for key, value in per_rank.items()}, rel=0.05
+    )
+    assert f"relative to a forward through 1/p of the model, {forward_s:.3g} s" in costs_text(found)
+    assert costs_text(replace(found, transfer_s=None)) is None
 
 
 def test_json_holds_the_stages_and_the_bubble(capsys):

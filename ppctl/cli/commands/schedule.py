@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ppctl.cli.help import setting_table
 from ppctl.cli.options import Parser
 from ppctl.config import Costs, Csv, ScheduleConfig
 from ppctl.errors import ConfigError
+from ppctl.reports.model_costs import costs_from
 
 SUBCOMMANDS = {
     "show": "one schedule: chart, bubble and memory of each rank",
@@ -39,6 +41,7 @@ EXAMPLES = (
     "ppctl schedule show schedule=eager_1f1b mesh=1x4 --format tasks",
     "ppctl schedule check gpipe.csv",
     "ppctl schedule show schedule=auto schedule.max_activations=3 mesh=1x4",
+    "ppctl schedule compare 1f1b zb_h1 mesh=1x4 --costs-from plan.json",
 )
 USAGE = """\
 Usage: ppctl schedule show    [FILE.csv] [GROUP=OPTION ...] [SETTING=VALUE ...] [--format F] [--out FILE]
@@ -58,6 +61,8 @@ FLAGS = """\
   --ranks P         curves: sizes as in 2,4,8-12 (default 2,4,8,16)
   --microbatches M  curves: sizes likewise (default 1,2,4,8,16,32,64)
   --over AXIS       curves: ranks or microbatches along the x axis (default: whichever has more sizes)
+  --costs-from X    show, list, compare, certify: costs of a model, from a file of `ppctl plan --json` or from the
+                    directory of a run with run.timeline=true; costs.SETTING=VALUE still counts
   --kept-mb MB      curves: MB that a rank keeps of a microbatch, for memory in MB instead of activations; several, as
                     in 30,10 (all of it, or the stage's input alone), are drawn together
   --seconds S       how long certify may search (default 60)
@@ -65,7 +70,8 @@ FLAGS = """\
   --config-dir DIR  look for groups (DIR/costs/x.yaml is costs=x) and recipes in DIR too
   -h, --help        this text"""
 
-OWNED = {"seconds": "certify"} | dict.fromkeys(("ranks", "microbatches", "over", "kept_mb"), "curves")
+OWNED = {"seconds": ("certify",), "costs_from": ("show", "list", "compare", "certify")}
+OWNED |= dict.fromkeys(("ranks", "microbatches", "over", "kept_mb"), ("curves",))
 MOST_SIZES = 1024  # of an axis of curves
 
 
@@ -82,10 +88,12 @@ def serve(words: list[str]) -> int:
     subcommand, *rest = args.words
     overrides = [word for word in rest if re.match(r"[^:=]+=|=", word)]
     names = [word for word in rest if word not in overrides]
-    for option, owner in OWNED.items():
-        if getattr(args, option) is not None and subcommand != owner:
-            raise ConfigError(f"--{option.replace('_', '-')} only goes with `ppctl schedule {owner}`.")
+    for option, owners in OWNED.items():
+        if getattr(args, option) is not None and subcommand not in owners:
+            raise ConfigError(f"--{option.replace('_', '-')} only goes with `ppctl schedule {'|'.join(owners)}`.")
     out = None if args.out is None else Path(args.out)
+    if args.found is not None:
+        print(f"costs {args.found.source}, equal stages", file=sys.stderr)
     return _SERVE[subcommand](args, names, overrides, out)
 
 
@@ -100,8 +108,9 @@ def _show(args: argparse.Namespace, names: list[str], overrides: list[str], out:
     bad = next((word for word in overrides if not word.startswith("costs")), None)
     if bad:
         raise ConfigError(f"{bad}: {path} says what the schedule is. Only costs can be set with a file.")
-    costs = _compose(args, overrides).costs
-    return schedule_show.show_drawing(schedule_show.drawing_of(read_valid(path), costs, path.name), form, out)
+    schedule = read_valid(path)
+    costs = _compose(args, [f"mesh=1x{schedule.num_ranks}", *overrides]).costs
+    return schedule_show.show_drawing(schedule_show.drawing_of(schedule, costs, path.name), form, out)
 
 
 def _list(args: argparse.Namespace, names: list[str], overrides: list[str], out: Path | None) -> int:
@@ -239,7 +248,8 @@ def _compose(args: argparse.Namespace, overrides: list[str]) -> ScheduleConfig:
     from ppctl.cli.compose import compose_drawing
 
     flags = [] if args.config_dir is None else ["--config-dir", args.config_dir]
-    return compose_drawing(overrides, flags)
+    config = compose_drawing(overrides, flags)
+    return config if args.found is None else compose_drawing([*args.found.words(config.mesh.pp), *overrides], flags)
 
 
 def _knobs(family: str) -> set[str] | None:
@@ -310,6 +320,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     args = _parser().read(words)
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
         raise ConfigError(f"--config-dir {args.config_dir}: there is no such directory.")
+    args.found = None if args.costs_from is None else costs_from(Path(args.costs_from))
     return args
 
 
@@ -332,5 +343,6 @@ def _parser() -> Parser:
     parser.add_argument("--microbatches")
     parser.add_argument("--over")
     parser.add_argument("--kept-mb")
+    parser.add_argument("--costs-from")
     parser.add_argument("-cd", "--config-dir")
     return parser
