@@ -67,9 +67,12 @@ class LayoutPredictor:
     def __init__(self, limit_bytes: float = inf):
         self.limit_bytes = limit_bytes
         self.num_simulated = 0  # layouts so far
+        self.num_refused = 0  # likewise, for their memory
 
     def has_room(self, memory: Mapping[str, int]) -> bool:
-        return sum(memory.values()) <= self.limit_bytes
+        has_room = sum(memory.values()) <= self.limit_bytes
+        self.num_refused += not has_room
+        return has_room
 
     def candidate(
         self, bounds: Bounds, family: str, chunks: int, last_s: float = inf, sizes: tuple[int, ...] | None = None

@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ppctl.config import AutoHardware, Config, Hardware
+from ppctl.config import Config, Hardware
 from ppctl.executors.mpmd.plan import TASKS, ProgramId
 from ppctl.planner.analytic import adds_in_place
 from ppctl.planner.count import work_of
 from ppctl.planner.sizes import Microbatch, reference_bytes, task_bytes, workspace_bytes
 from ppctl.planner.step_time import hardware_of, layout_of, param_bytes
+from ppctl.reports.terminal import size_text
+from ppctl.training.gpu_memory import JAX_MEMORY_FRACTION, MOST_MEMORY_FRACTION, MemoryShare, is_gpu, memory_share
 from ppctl.training.job import TrainingJob
-from ppctl.training.known_hardware import of_topology, stated_bytes
+from ppctl.training.known_hardware import described_only, of_topology, stated_bytes
 
 GIB = 2**30
-JAX_MEMORY_FRACTION = 0.75  # of a GPU's memory: what JAX takes by default, and conf/hardware states
 
 
 def predicted_memory(job: TrainingJob) -> tuple[Mapping[str, int], ...]:
@@ -61,6 +62,15 @@ class DeviceLimit(NamedTuple):
 
     size_bytes: int
     source: str
+    fraction: float | None = None  # of a GPU's memory that they are; None: all of it, or as requested
+
+    @property
+    def most(self) -> DeviceLimit | None:
+        """The largest limit that run.memory_fraction should set; None where this is no smaller."""
+        if self.fraction is None or self.fraction >= MOST_MEMORY_FRACTION:
+            return None
+        size_bytes = round(self.size_bytes / self.fraction * MOST_MEMORY_FRACTION)
+        return DeviceLimit(size_bytes, f"run.memory_fraction={MOST_MEMORY_FRACTION:g}", MOST_MEMORY_FRACTION)
 
 
 def device_limit(config: Config, device: Any) -> DeviceLimit | None:
@@ -70,28 +80,40 @@ def device_limit(config: Config, device: Any) -> DeviceLimit | None:
     """
     if config.plan.memory_gib is not None:
         return DeviceLimit(round(config.plan.memory_gib * GIB), f"plan.memory_gib={config.plan.memory_gib:g}")
-    if isinstance(config.hardware, Hardware) and not isinstance(config.hardware, AutoHardware):
-        described = _described(config.hardware, config.run.memory_fraction)
+    is_away = described_only(config.hardware, device.device_kind) is not None
+    if isinstance(config.hardware, Hardware):
+        described = _described(config.hardware, memory_share(config, here=not is_away))
         if described is not None:
             return described
     if config.plan.topology is not None:
         there = of_topology(config.hardware, config.plan.topology)
         if there is None or there.cuda is None:
             return None  # the compiler for TPUs says it itself
-        return _described(there, config.run.memory_fraction)
+        return _described(there, memory_share(config, here=False))
+    if is_away:
+        return None
     stated = stated_bytes(device)
     if stated is not None and device.platform == "cpu":
         number = config.mesh.num_devices
         shared = "" if number == 1 else f", shared by {number} simulated devices"
         return DeviceLimit(stated // number, f"this machine's memory{shared}")
+    if stated is not None and is_gpu(device):
+        return _of_gpu(stated, device.device_kind, memory_share(config, here=True))
     return None if stated is None else DeviceLimit(stated, f"stated by {device.device_kind}")
 
 
-def _described(hardware: Hardware, memory_fraction: float | None) -> DeviceLimit | None:
+def _described(hardware: Hardware, share: MemoryShare) -> DeviceLimit | None:
     """Return the memory that programs can use of described hardware: of a GPU, the share that JAX takes."""
     if hardware.memory_gib is None:
         return None
-    share, source = 1.0, f"hardware={hardware.name}"
-    if memory_fraction is not None and hardware.cuda is not None:
-        share, source = memory_fraction / JAX_MEMORY_FRACTION, f"{source} run.memory_fraction={memory_fraction:g}"
-    return DeviceLimit(round(hardware.memory_gib * share * GIB), source)
+    name = f"hardware={hardware.name}"
+    if hardware.cuda is None:
+        return DeviceLimit(round(hardware.memory_gib * GIB), name)
+    return _of_gpu(round(hardware.memory_gib * share.fraction / JAX_MEMORY_FRACTION * GIB), name, share)
+
+
+def _of_gpu(size_bytes: int, name: str, share: MemoryShare) -> DeviceLimit:
+    """Return a limit that says which share of a GPU's memory it is."""
+    whole = size_text(round(size_bytes / share.fraction))
+    source = f"{share.fraction * 100:g}% of the {whole} of {name}: {share.source}"
+    return DeviceLimit(size_bytes, source, share.fraction)

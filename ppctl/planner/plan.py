@@ -30,7 +30,7 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def predict(config: Config) -> Prediction:
     """Return the prediction for a request. ConfigError or ScheduleError for what cannot be."""
-    return predicted(assemble(config))
+    return predicted(assemble(config, only_planned=True))
 
 
 def predicted(job: TrainingJob) -> Prediction:
@@ -42,6 +42,7 @@ def predicted(job: TrainingJob) -> Prediction:
     needed = known.total_bytes if total is None else total
     limit = _limit(job, refusal)
     fits = None if limit is None else max(needed) <= limit.size_bytes
+    most = limit.most if limit is not None and not fits else None
     if limit is None and total is not None and config.plan.topology is not None:
         fits = True  # the compiler for TPUs refuses what does not
     costs = None if time_ is None else as_run(pipe, op_times_of(job, config.costs))[0]
@@ -76,6 +77,8 @@ def predicted(job: TrainingJob) -> Prediction:
         predicted_bytes=known.total_bytes,
         limit_bytes=None if limit is None else limit.size_bytes,
         limit_source=None if limit is None else limit.source,
+        limit_fraction=None if limit is None else limit.fraction,
+        fitting_memory_fraction=most.fraction if most is not None and max(needed) <= most.size_bytes else None,
         fits=False if refusal else fits,
         compile_s=compile_s,
         refusal=refusal,

@@ -180,7 +180,16 @@ def fit_text(found: Prediction) -> str:
         return f"fits: {share} ({need / found.limit_bytes:.0%}), {kind}; limit: {found.limit_source}."
     over = f"{size_text(need - found.limit_bytes)} too much on rank {worst}"
     said = f"{share}, {kind}, {over}; limit: {found.limit_source}"
-    return f"does not fit: {said}. {_remedy(found.memory_bytes[worst])}"
+    return f"does not fit: {said}. {_remedy(found.memory_bytes[worst])}{_more_memory(found)}"
+
+
+def _more_memory(found: Prediction) -> str:
+    """Return a sentence: with which share of a GPU's memory the request would fit; "" where none is known."""
+    fraction = found.fitting_memory_fraction
+    if fraction is None or found.limit_bytes is None or found.limit_fraction is None:
+        return ""
+    size = size_text(round(found.limit_bytes / found.limit_fraction * fraction))
+    return f" With run.memory_fraction={fraction:g}, which is {size}, it fits."
 
 
 def _remedy(held: Mapping[str, int]) -> str:

@@ -52,6 +52,8 @@ class Prediction:
     predicted_bytes: tuple[int, ...]  # for each rank, as `ppctl tune` and `ppctl train` predict it too
     limit_bytes: int | None  # memory of a device
     limit_source: str | None  # where that comes from
+    limit_fraction: float | None  # of a GPU's memory that it is, by run.memory_fraction or JAX's default
+    fitting_memory_fraction: float | None  # a larger run.memory_fraction with which it would fit
     fits: bool | None  # None: the memory of a device is not known
     compile_s: float | None
     refusal: str | None  # the compiler's, where it found that the program does not fit

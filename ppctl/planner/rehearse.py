@@ -87,7 +87,7 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
     ConfigError, ScheduleError or DataError for what cannot be, and where this device has not the memory for a rank.
     """
     _check(config)
-    job = assemble(config, on_one_device=True)
+    job = assemble(config, on_one_device=True, only_planned=True)
     machine = machine_of(config, device_kind(job.pipe), str(job.pipe.dtype))  # refused before anything is compiled
     simulated = Simulated(job, machine, *_run_ranks(job))
     return simulated.found, simulated.timeline

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 from ppctl.planner.analytic import Machine, ParamBytes
 from ppctl.planner.candidate import Candidate, LayoutPredictor, knobs_of
@@ -25,6 +26,18 @@ from ppctl.schedule.partition.partition import Partition, explicit
 MOST_SIMULATIONS = 100  # of one layout's partitions
 
 
+class Layout(NamedTuple):
+    """A layout before it is simulated."""
+
+    bounds: Bounds
+    family: str
+    num_chunks: int
+
+    @property
+    def bound_s(self) -> float:
+        return self.bounds.step_s(is_whole=not FAMILIES[self.family].is_split)
+
+
 @dataclass(frozen=True)
 class Found:
     """The best layouts, fastest first, and what was looked at."""
@@ -35,6 +48,7 @@ class Found:
     num_too_large: int  # of these: no room for state and one microbatch
     num_simulated: int
     smallest: Candidate | None  # the one that needs least, where none fits
+    refused: tuple[Layout, ...] = field(default=(), repr=False)  # for their memory alone, as far as they were looked at
 
 
 class LayoutSearch:
@@ -51,29 +65,48 @@ class LayoutSearch:
             return self._run(keep)
 
     def _run(self, keep: int) -> Found:
-        opened = list[tuple[float, int, float, Bounds, str, int]]()  # expected s, number, bound s, layout
-        too_large = 0
-        for number, (bounds, family, chunks) in enumerate(self._layouts()):
-            if self.predictor.has_room(bounds.memory):
-                bound_s = bounds.step_s(is_whole=not FAMILIES[family].is_split)
-                opened.append((self._expected_s(bounds, family, chunks), number, bound_s, bounds, family, chunks))
+        opened, refused = list[tuple[float, int, Layout]](), list[Layout]()  # opened: expected s, number
+        for number, layout in enumerate(self._layouts()):
+            if self.predictor.has_room(layout.bounds.memory):
+                opened.append((self._expected_s(layout), number, layout))
             else:
-                too_large += 1
+                refused.append(layout)
+        too_large = len(refused)
         best: list[Candidate] = []
         alone: Candidate | None = None
-        for _, _, bound_s, bounds, family, chunks in sorted(opened, key=lambda each: each[:2]):
-            last_s = best[-1].time.total_s if len(best) == keep else inf
-            is_alone = bounds.mesh[1] == 1 and (alone is None or bound_s < alone.time.total_s)
+        for _, _, layout in sorted(opened, key=lambda each: each[:2]):
+            last_s, bound_s = best[-1].time.total_s if len(best) == keep else inf, layout.bound_s
+            is_alone = layout.bounds.mesh[1] == 1 and (alone is None or bound_s < alone.time.total_s)
             if bound_s > last_s and not is_alone:
                 continue
-            candidate = self.predictor.candidate(bounds, family, chunks, inf if is_alone else last_s)
+            before = self.predictor.num_refused
+            candidate = self.predictor.candidate(*layout, inf if is_alone else last_s)
+            if self.predictor.num_refused > before:
+                refused.append(layout)
             if candidate is None or any(candidate.is_like(other) for other in best):
                 continue
             best = sorted([*best, candidate], key=rank)[:keep]
             if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
                 alone = candidate
         smallest = None if best else LayoutSearch(self.space, self.work, self.params, self.machine)._smallest()
-        return Found(tuple(best), alone, len(opened) + too_large, too_large, self.predictor.num_simulated, smallest)
+        counts = len(opened) + too_large, too_large, self.predictor.num_simulated
+        return Found(tuple(best), alone, *counts, smallest, tuple(refused))
+
+    def with_room(self, found: Found, room_bytes: float) -> Candidate | None:
+        """Return the fastest of the layouts that were refused for their memory, on devices with so much of it.
+
+        None where none of them is faster than the best that fits.
+        """
+        self.predictor = LayoutPredictor(room_bytes)
+        fastest, last_s = None, found.best[0].time.total_s if found.best else inf
+        with uncollected():
+            for layout in sorted(found.refused, key=self._expected_s):
+                if layout.bound_s >= last_s:
+                    continue
+                candidate = self.predictor.candidate(*layout, last_s)
+                if candidate is not None and candidate.time.total_s < last_s:
+                    fastest, last_s = candidate, candidate.time.total_s
+            return None if fastest is None else self._improved(fastest)
 
     def improved(self, found: Found) -> Found:
         """Return the same layouts with the partitions that simulation finds faster (`cut.improved`), fastest first."""
@@ -100,8 +133,9 @@ class LayoutSearch:
         start = explicit(space.num_layers, len(candidate.partition), candidate.partition)
         return found[tuple(map(len, improved(start, simulated_s, max_tried=MOST_SIMULATIONS)))]
 
-    def _expected_s(self, bounds: Bounds, family: str, chunks: int) -> float:
+    def _expected_s(self, layout: Layout) -> float:
         """Return an estimate by the closed form for equal stages: simulating good layouts first rules out most."""
+        bounds, family, chunks = layout
         op_times, pp, number = bounds.op_times, bounds.mesh[1], bounds.microbatch.number
         layers, embed_head_s = self.space.num_layers / pp, (op_times.embed.all_s + op_times.head.all_s) / pp
         kinds = (op_times.layer.forward_s, op_times.layer.input_grad_s, op_times.layer.weight_grad_s)
@@ -114,20 +148,20 @@ class LayoutSearch:
         whole_s = makespan_formula_s(BASELINE, pp, number, replace(costs, transfer_s=0.0))
         return op_times.overhead_s + (formula_s or whole_s or number * costs.seconds("F", 0, 1) * 3)
 
-    def _layouts(self) -> Iterator[tuple[Bounds, str, int]]:
-        """Yield all: bounds of a mesh with its microbatches, family, chunks."""
+    def _layouts(self) -> Iterator[Layout]:
+        """Yield all."""
         for mesh, microbatch in self.space.microbatches:
             bounds = Bounds(self.space, self.work, self.params, self.machine, mesh, microbatch)
-            yield from ((bounds, *kind) for kind in self.space.kinds(mesh[1]))
+            yield from (Layout(bounds, *kind) for kind in self.space.kinds(mesh[1]))
 
     def _smallest(self) -> Candidate | None:
         """Return the layout that needs the fewest bytes, None where none is possible."""
-        layouts = [(sum(each[0].memory.values()), number, each) for number, each in enumerate(self._layouts())]
+        layouts = [(sum(each.bounds.memory.values()), number, each) for number, each in enumerate(self._layouts())]
         smallest: Candidate | None = None
-        for least, _, (bounds, family, chunks) in sorted(layouts, key=lambda each: each[:2]):
+        for least, _, layout in sorted(layouts, key=lambda each: each[:2]):
             if smallest is not None and least >= smallest.total_bytes:
                 break
-            candidate = self.predictor.candidate(bounds, family, chunks)
+            candidate = self.predictor.candidate(*layout)
             if candidate is not None and (smallest is None or candidate.total_bytes < smallest.total_bytes):
                 smallest = candidate
         return smallest

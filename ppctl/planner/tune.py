@@ -8,7 +8,9 @@ best ones here. Model, data, batch, executor and optimizer are those of the requ
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import relative_costs
 from ppctl.model.stack import Stack, init
+from ppctl.planner.advise import LARGEST_RATIO
 from ppctl.planner.candidate import Candidate
 from ppctl.planner.count import work_of
 from ppctl.planner.memory import GIB, DeviceLimit, device_limit
@@ -31,9 +34,10 @@ from ppctl.planner.search import Found, LayoutSearch, rank
 from ppctl.planner.space import PREFERRED, Space
 from ppctl.planner.step_runs import run_steps
 from ppctl.planner.step_time import machine_of, param_bytes
-from ppctl.planner.tune_terminal import Tuned
+from ppctl.planner.tune_terminal import RoomierLayout, Tuned
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.schedule.remat import Remat
+from ppctl.training.gpu_memory import check_memory_fraction
 from ppctl.training.job import (
     DEFAULT_DTYPE,
     assemble,
@@ -58,6 +62,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     dtype_name = config.run.dtype or DEFAULT_DTYPE
     start_jax(start, dtype_name)
     device = all_devices()[0]
+    check_memory_fraction(config, device, only_planned=True)
     hardware = resolved(config.hardware, device.device_kind)
     if config.tune.measure and hardware.name != resolved(settings.AutoHardware(), device.device_kind).name:
         raise ConfigError(
@@ -87,12 +92,11 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         layer_costs=None if stack.are_alike else relative_costs(stack, batch, dtype, recompute=recompute).layers,
     )
     limit = _limit(config, num_devices, device)
-    limit_bytes = None if limit is None else limit.size_bytes
     machine = machine_of(config, device.device_kind, dtype_name)
     work = work_of(model)
     began = time.perf_counter()
     search = LayoutSearch(space, work, param_bytes(state, dtype), machine)
-    found, configs = planned(config, stack, search, limit_bytes)
+    found, configs, roomier = planned(config, stack, search, limit)
     search_s = time.perf_counter() - began
     found, configs, measured_s = _measured(found, configs, config.tune.measure)
     peak = mfu_peak_flops(hardware, device.device_kind, dtype_name)
@@ -100,7 +104,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     flops = data.batch_size * work.flops(stack.num_layers)
     devices = f"{num_devices} x {hardware.name}"
     return (
-        Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak and peak * num_devices, None),
+        Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak and peak * num_devices, None, roomier),
         configs,
     )
 
@@ -132,22 +136,21 @@ def _limit(config: Config, num_devices: int, device: Any) -> DeviceLimit | None:
     return device_limit(replace(config, mesh=settings.Mesh(dp=num_devices)), device)
 
 
-def planned(config: Config, stack: Stack, search: LayoutSearch, limit_bytes: int | None) -> tuple[Found, list[Config]]:
-    """Return the layouts that a search finds, fastest first, with the request of each, predicted as by `ppctl plan`.
+Planned = tuple[Candidate, Config]  # a layout predicted as by `ppctl plan`, and its request
+
+
+def planned(
+    config: Config, stack: Stack, search: LayoutSearch, limit: DeviceLimit | None
+) -> tuple[Found, list[Config], RoomierLayout | None]:
+    """Return the layouts that a search finds, fastest first, with the request of each, predicted as by `ppctl plan`;
+    and a faster one that needs more of the GPUs' memory.
 
     stack: the model as the hardware runs it. A search estimates layouts without building them. So it gets a little
     more room than there is, layouts that do not fit as they are planned are left out, and where none is left it gets as
     much less room as it had estimated too little.
     """
-
-    def as_planned(candidate: Candidate) -> tuple[Candidate, Config]:
-        request = request_of(config, candidate)
-        found = predict_job(replace(assemble(request, on_one_device=True), counted_stack=stack))
-        assert found.time is not None, "of hardware that is not known nothing is tuned"
-        memory = max(found.memory, key=lambda of_rank: sum(of_rank.values()))
-        bubbles = {"ideal_bubble": found.ideal_bubble, "bubble": found.bubble}
-        return replace(candidate, time=found.time, memory=memory, **bubbles), request
-
+    limit_bytes = None if limit is None else limit.size_bytes
+    as_planned = partial(_as_planned, config, stack)
     fits = lambda row: limit_bytes is None or row[0].total_bytes <= limit_bytes  # noqa: E731
     room = None if limit_bytes is None else limit_bytes * SLACK
     while True:
@@ -155,22 +158,69 @@ def planned(config: Config, stack: Stack, search: LayoutSearch, limit_bytes: int
         rows = [as_planned(candidate) for candidate in found.best]
         if limit_bytes is None or not rows or any(map(fits, rows)):
             break
-        too_little = zip(rows, found.best, strict=True)
-        room = limit_bytes / SLACK / min(row.total_bytes / before.total_bytes for (row, _), before in too_little)
+        room = _less_room(limit_bytes, zip(rows, found.best, strict=True))
     smallest = None if found.smallest is None else as_planned(found.smallest)
+    too_large = [row for row in rows if not fits(row)]
     rows = sorted(filter(fits, rows or filter(None, [smallest])), key=lambda row: rank(row[0]))
+    found = replace(found, best=tuple(row for row, _ in rows))
+    roomier = _roomier(found, config, stack, search, limit, too_large)
     alone, before = None, found.without_pipeline
     while before is not None:
         alone = as_planned(before)
         if limit_bytes is None or fits(alone):
             break
-        room = limit_bytes / SLACK / (alone[0].total_bytes / before.total_bytes)
+        room = _less_room(limit_bytes, [(alone, before)])
         before, alone = search.run(1, room_bytes=room).without_pipeline, None
-    best, configs = [row for row, _ in rows], [request for _, request in rows]
     alone = None if alone is None else alone[0]
-    return replace(
-        found, best=tuple(best), without_pipeline=alone, smallest=None if smallest is None else smallest[0]
-    ), configs
+    found = replace(found, without_pipeline=alone, smallest=None if smallest is None else smallest[0])
+    return found, [request for _, request in rows], roomier
+
+
+def _as_planned(config: Config, stack: Stack, candidate: Candidate) -> Planned:
+    """Return a layout with what `ppctl plan` predicts of it."""
+    request = request_of(config, candidate)
+    job = assemble(request, on_one_device=True, only_planned=True)
+    found = predict_job(replace(job, counted_stack=stack))
+    assert found.time is not None, "of hardware that is not known nothing is tuned"
+    memory = max(found.memory, key=lambda of_rank: sum(of_rank.values()))
+    bubbles = {"ideal_bubble": found.ideal_bubble, "bubble": found.bubble}
+    return replace(candidate, time=found.time, memory=memory, **bubbles), request
+
+
+def _less_room(limit_bytes: int, too_little: Iterable[tuple[Planned, Candidate]]) -> float:
+    """Return the room for a search that estimated layouts, the second of each pair, too small."""
+    return limit_bytes / SLACK / min(row.total_bytes / before.total_bytes for (row, _), before in too_little)
+
+
+def _roomier(
+    found: Found,
+    config: Config,
+    stack: Stack,
+    search: LayoutSearch,
+    limit: DeviceLimit | None,
+    too_large: Sequence[Planned],
+) -> RoomierLayout | None:
+    """Return the fastest layout that only a larger run.memory_fraction has room for; None where none gains enough.
+
+    It is among those that the search refused for their memory alone, or that were `too_large` as planned.
+    """
+    most = None if limit is None else limit.most
+    if most is None:
+        return None
+    config = replace(config, run=replace(config.run, memory_fraction=most.fraction))
+    fits = lambda row: row[0].total_bytes <= most.size_bytes  # noqa: E731
+    rows = [(row, replace(request, run=config.run)) for row, request in too_large]
+    room = most.size_bytes * SLACK
+    while (candidate := search.with_room(found, room)) is not None:
+        rows.append(_as_planned(config, stack, candidate))
+        if fits(rows[-1]):
+            break
+        room = _less_room(most.size_bytes, [(rows[-1], candidate)])
+    row, request = min(filter(fits, rows), key=lambda each: rank(each[0]), default=(None, config))
+    first_s = found.best[0].time.total_s if found.best else None
+    if row is None or (first_s is not None and row.time.total_s > LARGEST_RATIO * first_s):
+        return None
+    return RoomierLayout(row, request, most, None if first_s is None else first_s / row.time.total_s)
 
 
 def request_of(config: Config, candidate: Candidate) -> Config:

@@ -23,6 +23,26 @@ from ppctl.reports.terminal import show_json, show_table, size_text
 
 
 @dataclass(frozen=True)
+class RoomierLayout:
+    """A layout that fits with a larger run.memory_fraction only."""
+
+    candidate: Candidate
+    request: Config
+    limit: DeviceLimit
+    speedup: float | None  # over the best that fits without, as predicted; None where none does
+
+    @property
+    def text(self) -> str:
+        """The layout and what it gains, in a line."""
+        found, limit = self.candidate, self.limit
+        schedule = "" if found.mesh[1] == 1 else f" {label(self.request.schedule)}"
+        layout = f"mesh={self.request.mesh.text}{schedule}, {found.num_microbatches} microbatches, remat={found.remat}"
+        gain = "it fits" if self.speedup is None else f"{self.speedup - 1:.0%} faster"
+        held = f"{found.time.total_s:.4g} s, {size_text(found.total_bytes)} of {size_text(limit.size_bytes)}"
+        return f"with {limit.source}: {layout}: {gain} ({held})."
+
+
+@dataclass(frozen=True)
 class Tuned:
     """The layouts found, with what they were found for."""
 
@@ -35,6 +55,7 @@ class Tuned:
     step_flops: float  # of the model, nothing recomputed
     peak_flops: float | None  # of all devices
     recipe: str | None  # the file
+    roomier: RoomierLayout | None = None
 
 
 def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
@@ -58,6 +79,8 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
         smallest = found.smallest
         least = "" if smallest is None else f": the smallest needs {size_text(smallest.total_bytes)} a device"
         say(f"none fits{least}. Use more devices (tune.devices), or a smaller model.")
+        if tuned.roomier is not None:
+            say(tuned.roomier.text)
         return
     before = ("", "mesh", "schedule", "microbatches", "remat", "stages", "step s")
     head = (*before, *_columns(tuned), "bubble ideal", "bubble predicted", "recomputed", "overhead", "memory")
@@ -65,6 +88,8 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
     show_table(console, "the fastest, as counted for the hardware", head, rows)
     show_stages(console, _stages(found.best[0]), (found.best[0].mesh[0], found.best[0].mesh[2]))
     say(_about_pipelines(tuned, configs[0]))
+    if tuned.roomier is not None:
+        say(tuned.roomier.text)
     if tuned.recipe is not None:
         say(f"the first is a recipe now, {tuned.recipe}: {command_of(Path(tuned.recipe))}")
 
@@ -165,16 +190,28 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
             found.best, configs, [*tuned.measured_s, *[None] * (len(configs) - len(tuned.measured_s))], strict=True
         )
     ]
-    limit = tuned.limit
-    return {name: value for name, value in asdict(tuned).items() if name not in ("found", "limit")} | {
+    limit, roomier = tuned.limit, tuned.roomier
+    return {name: value for name, value in asdict(tuned).items() if name not in ("found", "limit", "roomier")} | {
         "limit_bytes": None if limit is None else limit.size_bytes,
         "limit_source": None if limit is None else limit.source,
+        "limit_fraction": None if limit is None else limit.fraction,
+        "with_more_memory": None if roomier is None else _roomier(roomier),
         "best": best,
         "without_pipeline": None if found.without_pipeline is None else _plain(found.without_pipeline),
         "num_layouts": found.num_layouts,
         "num_too_large": found.num_too_large,
         "num_priced": found.num_simulated,
         "smallest_bytes": None if found.smallest is None else found.smallest.total_bytes,
+    }
+
+
+def _roomier(found: RoomierLayout) -> dict[str, Any]:
+    return _plain(found.candidate) | {
+        "memory_fraction": found.limit.fraction,
+        "limit_bytes": found.limit.size_bytes,
+        "speedup": found.speedup,
+        "schedule": label(found.request.schedule),
+        "overrides": [*_overrides(found.request), f"run.memory_fraction={found.limit.fraction}"],
     }
 
 

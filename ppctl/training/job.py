@@ -20,7 +20,6 @@ from ppctl.config import Config
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.config.sources import Sources, sources
 from ppctl.data import BUILDERS, DataSet
-from ppctl.errors import ConfigError
 from ppctl.executors.mesh import make_mesh, repeated_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
@@ -31,6 +30,7 @@ from ppctl.schedule import Schedule
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.training import optim
+from ppctl.training.gpu_memory import check_memory_fraction
 from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, of_topology
 from ppctl.training.models import make_stack
 from ppctl.training.pipeline import Pipeline, pipeline
@@ -69,9 +69,12 @@ def stack_for(hardware: settings.Hardware, config: Config, data: DataSet, dtype:
     return make_stack(config, data, dtype, described_device(hardware) or device)
 
 
-def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE, on_one_device: bool = False) -> TrainingJob:
+def assemble(
+    config: Config, *, default_dtype: str = DEFAULT_DTYPE, on_one_device: bool = False, only_planned: bool = False
+) -> TrainingJob:
     """Return the training job of a config. ConfigError, ScheduleError or DataError for what cannot be.
 
+    only_planned: nothing of it trains here, so that settings may be of the hardware that hardware= describes.
     on_one_device: the first device here stands for all of the mesh; the job's shapes and programs of one device are
     those of the mesh, but it does not train.
     """
@@ -88,11 +91,7 @@ def assemble(config: Config, *, default_dtype: str = DEFAULT_DTYPE, on_one_devic
         gpu = gpu_target(of_topology(config.hardware, topology))
         mesh = described_mesh(axes, topology, gpu, gpu_names(), order)
     device = mesh.devices.flat[0]
-    if config.run.memory_fraction is not None and topology is None and device.platform not in ("gpu", "cuda"):
-        raise ConfigError(
-            f"run.memory_fraction={config.run.memory_fraction} is of GPUs, but the devices are {device.device_kind}. "
-            "Leave it out."
-        )
+    check_memory_fraction(config, device, only_planned=only_planned)
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     optimizer, lr_schedule = make_optimizer(config)

@@ -86,6 +86,17 @@ def resolved(request: Hardware | AutoHardware, device_kind: str, topology: str |
     return there
 
 
+def described_only(request: Hardware | AutoHardware, device_kind: str) -> Hardware | None:
+    """Return the hardware that a request names where the devices here are others; None where it is what is here.
+
+    >>> described_only(known()["h100"], "cpu").name, described_only(known()["host"], "cpu")
+    ('h100', None)
+    """
+    if isinstance(request, AutoHardware) or device_kind in request.device_kinds:
+        return None
+    return request
+
+
 def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | None:
     """Return the hardware that plan.topology names, None where nothing is known of it (libtpu knows TPUs by itself)."""
     chip = topology.partition(":")[0]

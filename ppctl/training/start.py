@@ -14,6 +14,7 @@ from ppctl.config import Mesh as MeshSettings
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import make_mesh
 from ppctl.launch import distributed, xla_stderr
+from ppctl.training.gpu_memory import set_memory_fraction
 
 MOST_SIMULATED = 4096  # devices of one process: JAX starts them in seconds, 16,384 in minutes
 CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late at a collective, as on a busy machine
@@ -51,9 +52,7 @@ def start_jax(config: Config, dtype: str, num_devices: int | None = None) -> Non
     platform = config.run.platform or ("cpu" if is_away else None)
     if platform is not None:
         jax.config.update("jax_platforms", platform)
-    if config.run.memory_fraction is not None:
-        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the older name; jaxlib refuses both
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(config.run.memory_fraction)
+    set_memory_fraction(config.run.memory_fraction)
     if dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     if config.run.distributed != "off":

@@ -14,7 +14,7 @@ from ppctl.planner.analytic import Machine, ParamBytes
 from ppctl.planner.candidate import LayoutPredictor, along
 from ppctl.planner.op_times import costs_of_stages
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
-from ppctl.planner.search import LayoutSearch, uncollected
+from ppctl.planner.search import MOST_SIMULATIONS, LayoutSearch, uncollected
 from ppctl.planner.sizes import Microbatch
 from ppctl.planner.space import Bounds, Space
 from ppctl.schedule import FAMILIES, build
@@ -116,6 +116,24 @@ def test_where_nothing_fits_the_smallest_is_named(seed):
     assert (found.best, found.without_pipeline) == ((), None)
     assert found.smallest is not None
     assert found.smallest.total_bytes == smallest
+
+
+@seeds
+def test_what_was_refused_for_its_memory_alone_is_looked_at_again_where_there_is_more(seed):
+    sizes = sorted(candidate.total_bytes for candidate, _ in all_of(seed))
+    more, gains = sizes[len(sizes) // 2], 0
+    for limit in (sizes[0] - 1, sizes[len(sizes) // 8], more - 1, more):
+        search = LayoutSearch(*some(seed))
+        found, whole = search.run(room_bytes=limit), LayoutSearch(*some(seed)).run(room_bytes=more).best[0]
+        again = search.with_room(found, more)
+        before_s = found.best[0].time.total_s if found.best else inf
+        assert (again is not None) == (whole.time.total_s < before_s)
+        if again is not None:
+            assert limit < again.total_bytes <= more
+            assert again.time.total_s <= whole.time.total_s  # partitions are improved
+            gains += 1
+        assert search.predictor.num_simulated <= len(found.refused) + MOST_SIMULATIONS * (again is not None)
+    assert gains
 
 
 @seeds

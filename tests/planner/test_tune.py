@@ -149,6 +149,43 @@ def test_a_line_says_whether_a_pipeline_is_faster():
     assert said([flat, one], flat, (3.0, 3.6)).endswith("the best pipeline takes 1.20 times as long.")
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+H100 = ("mesh=1x4", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[1f1b]")
+
+
+def test_what_a_larger_share_of_the_gpus_memory_would_buy_is_said(tuned):
+    def at(gib, *words):
+        return tuned(*H100, f"hardware.memory_gib={gib}", *words)[1]
+
+    fastest = json.loads(at(59.3, "--json", "tune.recipe=null"))["best"][0]
+    tight = fastest["total_bytes"] / 2**30 / 0.85 * 0.75  # the fastest takes 85% of the GPU
+    document = json.loads(at(tight, "--json"))
+    more = document["with_more_memory"]
+    assert (document["limit_fraction"], more["memory_fraction"]) == (0.75, 0.9)
+    assert more["total_bytes"] <= more["limit_bytes"] == round(document["limit_bytes"] / 0.75 * 0.9)
+    assert more["speedup"] == document["best"][0]["step_time_s"] / more["step_time_s"] >= 1 / 0.99
+    enough = json.loads(at(tight, "--json", "run.memory_fraction=0.9"))
+    assert enough["best"][0]["step_time_s"] == more["step_time_s"] == fastest["step_time_s"]
+    assert (enough["with_more_memory"], enough["limit_fraction"]) == (None, 0.9)
+    again = request(*(word for word in H100 if "tune" not in word), *more["overrides"])
+    assert again.run.memory_fraction == 0.9
+    out = at(tight)
+    assert "% of the " in out.splitlines()[0]
+    assert "of hardware=h100: run.memory_fraction=null, JAX's default)" in out.splitlines()[0]
+    assert re.search(r"^with run.memory_fraction=0.9: mesh=\S+ .*% faster \(\S+ s, .* of .*\)\.$", out, re.MULTILINE)
+
+
+def test_where_nothing_fits_a_larger_share_is_named_where_it_does(tuned):
+    words = (*H100, "tune.recipe=null", "executor.remat=none")
+    smallest = json.loads(tuned(*words, "hardware.memory_gib=1e-6", "--json")[1])["smallest_bytes"] / 2**30
+    code, out, _ = tuned(*words, f"hardware.memory_gib={smallest / 0.85 * 0.75}")
+    assert code == 1
+    assert re.match(
+        r"none fits: .*\nwith run.memory_fraction=0.9: mesh=.*: it fits \(", "\n".join(out.splitlines()[-2:])
+    )
+
+
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 RECIPES = {
@@ -253,6 +290,8 @@ REFUSED = {
     "tune.schedules=[1f1b,gpip]": r"tune.schedules: gpip is none that executor=spmd runs \(gpipe, 1f1b, ",
     "executor.idle=compute": "executor.idle=compute computes in idle ticks too, which `ppctl tune` does not predict",
     "tune.measure=2 hardware=h100": r"tune.measure=2 runs steps on what is here \(cpu\), but hardware=h100. Use",
+    "run.memory_fraction=0.9": "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out",
+    "run.memory_fraction=0.9 hardware=v5e": "run.memory_fraction=0.9 is of GPUs, but the devices are hardware=v5e",
     "tune.remat=[some]": "tune.remat: some is not one of none, layer, full",
     "tune.recipe=a/b": "tune.recipe=a/b is not a name. Use letters, digits, _ and -",
     "tune.devices=0": "tune.devices=0 must be",

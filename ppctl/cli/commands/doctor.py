@@ -35,13 +35,15 @@ from ppctl.executors.links import AllReduce, MeasuredLink, device_pairs, measure
 from ppctl.launch import distributed
 from ppctl.reports.terminal import show_json, show_table
 from ppctl.training.checks import check_job
+from ppctl.training.gpu_memory import is_gpu, memory_share
 from ppctl.training.job import DEFAULT_DTYPE, assemble
-from ppctl.training.known_hardware import stated_bytes
+from ppctl.training.known_hardware import of_device, stated_bytes
 from ppctl.training.process_group import process_group
 from ppctl.training.start import start_jax
 
 PROBE_BYTES = 16 << 20  # written to measure the speed of run.dir
 ANSWER_WITHIN_S = 60.0  # a device that takes longer to exchange a few messages does not answer
+SHARE_TOLERANCE = 0.02  # of a GPU's memory: how far the share that programs get may be from the requested one
 CLOCK_WARNING_S = 1.0  # clocks that differ by more put the records of a run out of order
 
 
@@ -123,21 +125,39 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     except PpctlError as error:
         return [Finding("request", False, str(error))], None, None
     device = job.pipe.mesh.devices.flat[0]
-    stated = None if device.platform == "cpu" else stated_bytes(jax.local_devices()[0])
-    limit = "" if stated is None else f", {_size(stated)} of memory each"
-    if limit and device.platform == "gpu":
-        share = config.run.memory_fraction
-        limit += f" (run.memory_fraction={'null: as JAX decides' if share is None else share})"
     schedule, tried = job.pipe.schedule, "" if note is None else f". {note}"
     state_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(job.pipe.states.natural))
     findings = [
-        Finding("devices", True, f"{job.pipe.mesh.size} x {device.device_kind} ({device.platform}){limit}"),
+        Finding("devices", True, f"{job.pipe.mesh.size} x {device.device_kind} ({device.platform})"),
+        *_memory(config, jax.local_devices()[0]),
         Finding("data", True, job.data.source),
         Finding(
             "request", True, f"mesh={config.mesh.text}, {schedule.name}: a state takes {_size(state_bytes)}{tried}"
         ),
     ]
     return findings, job.pipe.mesh, state_bytes
+
+
+def _memory(config: Config, device: Any) -> Iterator[Finding]:
+    """Yield a finding of an accelerator: the memory that programs get, of a GPU the share that was requested."""
+    stated = None if device.platform == "cpu" else stated_bytes(device)
+    if stated is None:
+        return
+    text, known = f"{_size(stated)} of each device are for programs", of_device(device.device_kind)
+    if not is_gpu(device):
+        yield Finding("memory", True, text)
+        return
+    asked = memory_share(config, here=True)
+    if known is None or known.cuda is None:
+        yield Finding("memory", True, f"{text} ({asked.source})")
+        return
+    share = stated / known.cuda.memory_bytes
+    text += f", {share:.0%} of its {_size(known.cuda.memory_bytes)}"
+    if abs(share - asked.fraction) <= SHARE_TOLERANCE:
+        yield Finding("memory", True, f"{text} ({asked.source})")
+        return
+    reason = f"{text}, but {asked.source} is {asked.fraction:.0%}: JAX had started before, or the GPU is divided."
+    yield Finding("memory", False, f"{reason} Free the GPU, or use run.memory_fraction={share:.2f}.")
 
 
 def _directories(config: Config, state_bytes: int | None) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ def plan(config: Config, *, as_json: bool) -> int:
     file = config.plan.html
     if file is not None:
         check_file(f"plan.html={file}", Path(file))  # refused before the work
-    job = assemble(config)
+    job = assemble(config, only_planned=True)
     check_evaluations(job)
     found = predicted(job)
     if as_json:

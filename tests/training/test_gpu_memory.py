@@ -1,0 +1,109 @@
+"""run.memory_fraction: what JAX is told, what a plan counts with, and where it is refused."""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from ppctl import config
+from ppctl.errors import ConfigError
+from ppctl.planner.memory import device_limit
+from ppctl.training.gpu_memory import check_memory_fraction, set_memory_fraction
+from ppctl.training.known_hardware import known
+
+NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+H100 = SimpleNamespace(
+    platform="gpu", device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"bytes_limit": 60 * 2**30}
+)
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setenv(name, "x")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+
+
+def request(fraction=None, hardware=None):
+    asked = config.Config(run=config.Run(memory_fraction=fraction))
+    return asked if hardware is None else replace(asked, hardware=known()[hardware])
+
+
+def test_jax_is_told_in_one_variable_and_only_where_something_is_said(monkeypatch):
+    monkeypatch.setenv(NAMES[1], "0.5")
+    set_memory_fraction(None)
+    assert [os.environ.get(name) for name in NAMES] == [None, "0.5"]
+    set_memory_fraction(0.9)
+    assert [os.environ.get(name) for name in NAMES] == ["0.9", None]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "device", "planned", "devices"),
+    [
+        (None, CPU, False, "cpu"),
+        (None, CPU, True, "cpu"),
+        ("h100", CPU, False, "cpu"),  # it would train on these
+        ("h100", CPU, True, None),
+        ("v5e", CPU, True, "hardware=v5e"),
+        ("v5e", H100, True, "hardware=v5e"),
+        ("h200", H100, False, None),
+        (None, H100, False, None),
+    ],
+)
+def test_it_is_of_gpus_that_are_here_or_of_described_ones_where_nothing_trains(hardware, device, planned, devices):
+    check_memory_fraction(request(None, hardware), device, only_planned=planned)
+    asked = request(0.9, hardware)
+    if devices is None:
+        check_memory_fraction(asked, device, only_planned=planned)
+        return
+    with pytest.raises(ConfigError, match=f"^run.memory_fraction=0.9 is of GPUs, but the devices are {devices}. Leave"):
+        check_memory_fraction(asked, device, only_planned=planned)
+
+
+@pytest.mark.parametrize(("topology", "is_gpu"), [("h100:2x8", True), ("v5e:4x4", False)])
+def test_of_a_topology_its_devices_count(topology, is_gpu):
+    asked = replace(request(0.9), plan=config.Plan(compile=True, topology=topology))
+    if is_gpu:
+        check_memory_fraction(asked, CPU, only_planned=True)
+        return
+    with pytest.raises(ConfigError, match="the devices are hardware=v5e"):
+        check_memory_fraction(asked, CPU, only_planned=True)
+
+
+def test_a_limit_says_which_share_of_the_memory_it_is_and_what_says_so(monkeypatch):
+    default = "run.memory_fraction=null, JAX's default"
+    described = device_limit(request(None, "h100"), CPU)
+    assert described is not None
+    assert described.size_bytes == round(59.3 * 2**30)
+    assert (described.source, described.fraction) == (f"75% of the 79.1 GiB of hardware=h100: {default}", 0.75)
+    assert described.most is not None
+    assert described.most == (round(59.3 / 0.75 * 0.9 * 2**30), "run.memory_fraction=0.9", 0.9)
+    larger = device_limit(request(0.925, "h100"), CPU)
+    assert larger is not None
+    assert (larger.source, larger.most) == ("92.5% of the 79.1 GiB of hardware=h100: run.memory_fraction=0.925", None)
+
+    def here(asked):
+        found = device_limit(asked, H100)
+        assert found is not None
+        return found
+
+    assert here(request()).source == f"75% of the 80.0 GiB of NVIDIA H100 80GB HBM3: {default}"
+    monkeypatch.setenv(NAMES[0], "0.6")
+    assert here(request()).source == "60% of the 100.0 GiB of NVIDIA H100 80GB HBM3: XLA_CLIENT_MEM_FRACTION=0.6"
+    assert here(request(None, "h100")).fraction == 0.6  # which is what is here
+    assert here(request(0.75)).fraction == 0.75
+    assert here(request(None, "h200")).fraction == 0.75  # which is not here
+
+
+@pytest.mark.parametrize("hardware", ["v5e", "host"])
+def test_other_devices_have_no_share(hardware):
+    limit = device_limit(request(None, hardware), CPU)
+    assert limit is not None
+    assert (limit.fraction, limit.most) == (None, None)
+
+
+def test_the_memory_of_hardware_that_does_not_state_it_is_not_known():
+    unknown = replace(known()["h100"], name="mine", memory_gib=None)
+    assert device_limit(replace(request(), hardware=unknown), CPU) is None  # and not this machine's
