@@ -60,6 +60,21 @@ def test_a_chart_too_wide_for_numbers_has_letters():
     assert rows == ["FF.BFB.B", ".FBFBFB."]
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_numbers_stand_on_tasks_of_every_kind_or_of_none(width):
+    chart = [line.split()[2] for line in printed(drawing("1f1b", p=4, m=32), width).splitlines()[4:8]]
+    cells = re.findall(r"([FB])(\d*)", "".join(chart))
+    assert {kind for kind, number in cells if number} in (set(), {"F", "B"})
+    assert {kind for kind, _ in cells} == {"F", "B"}
+
+
+def test_cells_of_a_figure_say_as_much_of_every_kind():
+    for m, said in ((8, 2), (40, 1), (200, 0)):
+        words = re.findall(r">([FB]\d*)</text>", image([drawing("1f1b", p=2, m=m)], "svg").decode())
+        assert {kind for kind, *_ in words} == ({"F", "B"} if said else set())
+        assert all((len(word) > 1) == (said == 2) for word in words)
+
+
 @pytest.mark.parametrize("width", [50, 80, 200])
 def test_the_chart_is_no_wider_than_the_terminal(any_drawing, width):
     chart = [line for line in printed(any_drawing, width).splitlines() if line.startswith(("rank", " rank"))]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from support.browser import BROWSER, FLAGS, MISSING
+from support.pages import recorded
 from support.selection import few
 
 from ppctl.cli.commands.schedule_show import draw
@@ -25,19 +26,11 @@ from ppctl.reports import timeline_io
 from ppctl.reports.charts.html import schedules_page
 from ppctl.reports.run_page.compare import compare_page
 from ppctl.reports.run_page.page import run_page
-from ppctl.reports.run_page.read import read_run
 from ppctl.schedule.simulate import simulate
 from ppctl.training.engines.memory import PARTS
 from ppctl.training.job import assemble
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome on PATH (apt-get install chromium)"),
-]
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
-FLAGS += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
-FLAGS += ("--virtual-time-budget=6000",)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=MISSING)]
 
 # Appended to the page: presses keys on the first chart, and writes down what the page then says.
 SCRIPT = """
@@ -81,7 +74,8 @@ def browse_page(tmp_path, text, keys, width=1200):
     file = tmp_path / "page.html"
     file.write_text(text.replace("</body>", SCRIPT.replace("KEYS", json.dumps(keys))), encoding="utf-8")
     assert BROWSER is not None
-    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},800", "--dump-dom"]
+    command = [BROWSER, *FLAGS, "--virtual-time-budget=6000", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += [f"--window-size={width},800", "--dump-dom"]
     done = subprocess.run([*command, f"file://{file}"], capture_output=True, text=True, timeout=60, check=True)
     said = re.search(r'<pre id="said">(.*?)</pre>', done.stdout)
     assert said is not None, done.stdout[-2000:]
@@ -163,18 +157,6 @@ def test_the_page_of_a_sweep_draws_its_marks_to_scale_and_fits(tmp_path, width):
     assert at[2] - at[3] == pytest.approx(50 * per_token, abs=2)
 
 
-def recorded(run_dir, num_steps, spike, pipeline=""):
-    """A run of so many steps, of which one is ten times as slow, as a report reads it."""
-    run_dir.mkdir()
-    lines = [
-        {"step": step, "loss": 1.0 + 9.0 / step, "lr": 1e-3, "step_time_s": 5.0 if step == spike else 0.5}
-        | {"tokens_per_s": 1e3 if step == spike else 1e4, "memory_bytes": 2000, "predicted_memory_bytes": 1000}
-        for step in range(1, num_steps + 1)
-    ]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return read_run(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [], pipeline)
-
-
 @pytest.mark.parametrize("width", few([500, 1200], 1))
 def test_the_page_of_a_run_draws_its_bars_and_fits(tmp_path, width):
     run = recorded(tmp_path / "run", 5000, spike=2500)
@@ -199,7 +181,7 @@ def test_the_page_of_a_run_draws_its_measured_step_above_the_predicted_one(tmp_p
     assert said["hidden"] <= 0
     assert {"86,180,233", "34,168,132", "204,121,167"} <= set(said["colours"])
     assert said["tip"].splitlines()[0] == "0F1"
-    titles = re.findall(r"<h2>(zb_h1, \w+)", dom)
+    titles = re.findall(r"<h2>(zb_h1, [^:]+):", dom)
     assert titles == ["zb_h1, measured", "zb_h1, simulated from its means"]
 
 

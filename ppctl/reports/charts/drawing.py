@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
@@ -40,6 +43,23 @@ class Drawing:
         """Return the kinds that occur, in the order of KINDS."""
         present = {task.kind for task in self.timeline.start_s}
         return tuple(kind for kind in KINDS if kind in present)
+
+    @cached_property
+    def labelled_s(self) -> float:
+        """Return the seconds of a task of the shortest kind, the median of those that take time.
+
+        A chart labels tasks with what fits in these: kind and microbatch, the kind alone, or nothing, all kinds alike.
+        """
+        lasts = defaultdict(list)
+        for task, start_s in self.timeline.start_s.items():
+            if self.timeline.end_s[task] > start_s:
+                lasts[task.kind].append(self.timeline.end_s[task] - start_s)
+        return min(map(statistics.median, lasts.values()))
+
+    @property
+    def longest_label(self) -> int:
+        """Return the letters of the longest label of a task, as in F31."""
+        return 1 + len(str(self.schedule.num_microbatches - 1))
 
     @property
     def title(self) -> str:

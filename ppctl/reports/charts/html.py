@@ -66,6 +66,8 @@ def chart_data(drawing: Drawing) -> dict[str, Any]:
         "label": drawing.label,
         "title": drawing.title,
         "verdict": drawing.verdict,
+        "labelled_s": drawing.labelled_s,
+        "longest_label": drawing.longest_label,
         "reasons": reasons(drawing),
         "makespan_s": timeline.makespan_s,
         "period_s": timeline.period_s,

@@ -171,13 +171,16 @@ def _wrapped(text: str, width_in: float) -> str:
 
 
 def _letters(axes: Any, drawing: Drawing, points_per_s: float) -> None:
-    """Write the kind and microbatch of each task in its cell where they fit."""
+    """Write the kind and microbatch of each task in its cell, or the kind alone, if those of every kind fit."""
     timeline, schedule = drawing.timeline, drawing.schedule
+    of_all = int(drawing.labelled_s * points_per_s / POINTS_PER_CHARACTER)
+    if not of_all:
+        return
     for task, start_s in timeline.start_s.items():
         end_s = timeline.end_s[task]
         room = int((end_s - start_s) * points_per_s / POINTS_PER_CHARACTER)
-        text = f"{task.kind}{task.microbatch}"
-        if room:
-            text, rank = text if len(text) <= room else task.kind, schedule.rank_of[task.stage]
+        text = f"{task.kind}{task.microbatch}" if drawing.longest_label <= of_all else task.kind
+        if len(text) <= room:
+            rank = schedule.rank_of[task.stage]
             letters = axes.text((start_s + end_s) / 2, rank, text, ha="center", va="center", fontsize=7, color=INK)
             letters.set_in_layout(False)

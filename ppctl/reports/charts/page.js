@@ -1,7 +1,7 @@
 "use strict";
 // Charts of schedules on canvases. All charts share one time axis (`view`); the data's layout is in ppctl/reports/charts/html.py.
 const $ = (id) => document.getElementById(id);
-const AXIS = 20, MEMORY = 120, MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
+const AXIS = 20, MEMORY = 120, COLUMN = 82, SMALLEST = 9, PER_LETTER = 0.61, MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
 const charts = [];
 let end = 0, view = [0, 1], rowScale = 1, focus = null, ink = {}, queued = false;
 
@@ -34,6 +34,12 @@ async function decode(c) {
   c.ranks = c.num_tasks.length;
   c.shown = c.peaks.indexOf(c.peak); // the rank of the memory curve
   c.packed = c.colours.flat().map(packed);
+  const differ = (texts) => new Set(texts).size > 1, bubbles = c.bubbles.map(percent), peaks = c.peaks.map(num);
+  c.columns = [ // of numbers to the right of the rows: those that are not the same on every rank
+    { name: "bubble", texts: bubbles, shares: c.bubbles },
+    { name: "peak", texts: peaks, shares: c.peaks.map((peak) => peak / c.peak) },
+  ].filter((column) => differ(column.texts));
+  c.alike = { bubble: !differ(bubbles), peak: !differ(peaks), tasks: !differ(c.num_tasks) };
 }
 
 // --- geometry -------------------------------------------------------------------------------------------------------
@@ -41,11 +47,32 @@ async function decode(c) {
 function layout(c) {
   const w = c.gantt.clientWidth, room = clamp(innerHeight * 0.62, 240, 900);
   c.left = 12 + 7 * Math.max(String(c.ranks - 1).length, num(c.peak).length);
-  c.right = w > 640 ? 168 : 4;
+  c.right = 4 + (w > 640 ? COLUMN * c.columns.length : 0);
   c.wide = Math.max(w - c.left - c.right, 20);
   c.row = clamp(clamp(room / c.ranks, c.ranks > 200 ? 2 : 4, 26) * rowScale, 2, Math.min(40, 15000 / c.ranks / devicePixelRatio));
+  c.letters = lettering(c);
+  c.hint.textContent = hint(c);
   size(c.gantt, w, AXIS + c.row * c.ranks);
   size(c.memory, w, MEMORY);
+}
+
+const cellHeight = (c) => (c.row > 6 ? c.row - 1.5 : c.row - (c.row > 3 ? 0.5 : 0));
+
+// The size of the letters in cells, one for the chart, and whether they say the microbatch besides the kind. They are
+// drawn where those of every kind fit in its tasks: no kind loses its labels while another keeps them.
+function lettering(c) {
+  const wide = (c.labelled_s * c.wide) / (view[1] - view[0]) - 3, high = Math.min(12, cellHeight(c) - 3);
+  for (const [count, isWhole] of [[c.longest_label, true], [1, false]]) {
+    const size = Math.min(high, wide / (PER_LETTER * count));
+    if (size >= SMALLEST) return { size, isWhole };
+  }
+  return { size: 0, isWhole: false };
+}
+
+function hint(c) {
+  if (c.letters.isWhole) return "";
+  const how = cellHeight(c) < SMALLEST + 3 ? "Make the rows taller and zoom in" : "Zoom in";
+  return `${how} to read each task's ${c.letters.size ? "" : "kind and "}microbatch.`;
 }
 
 function size(canvas, w, h) {
@@ -99,32 +126,32 @@ function axis(c, pen) {
     pen.fillText(num(k * step) + (k * step + step > view[1] && c.wide > 200 ? " s" : ""), Math.min(x, c.left + c.wide - 10), 8);
     pen.fillRect(x, AXIS - 4, 1, 3);
   }
-  if (c.right > 100) {
-    pen.textAlign = "left";
-    pen.fillText("bubble", c.left + c.wide + 10, 8);
-    pen.fillText("peak", c.left + c.wide + 92, 8);
-  }
+  pen.textAlign = "left";
+  eachColumn(c, (column, x) => pen.fillText(column.name, x, 8));
+}
+
+function eachColumn(c, draw) {
+  if (c.right >= COLUMN) c.columns.forEach((column, i) => draw(column, c.left + c.wide + 10 + COLUMN * i));
 }
 
 function row(c, pen, r) {
-  const y = AXIS + r * c.row, h = c.row > 6 ? c.row - 1.5 : c.row - (c.row > 3 ? 0.5 : 0), right = c.left + c.wide;
+  const y = AXIS + r * c.row, h = cellHeight(c), right = c.left + c.wide;
   pen.fillStyle = ink.idle;
   pen.fillRect(c.left, y, c.wide, h);
   const i = firstAfter(c.end, c.first[r], c.first[r + 1], view[0]);
   const last = firstAfter(c.start, i, c.first[r + 1], view[1]);
   if (last - i > c.wide * 0.6) stacked(c, pen, i, last, y, h);
   else {
-    const letter = Math.min(12, h - 3), wide = letter * 0.61;
-    pen.font = letter + "px " + MONO;
+    pen.font = c.letters.size + "px " + MONO;
     pen.textAlign = "center";
     for (let t = i; t < last; t++) {
       const x = Math.max(toX(c, c.start[t]), c.left), w = Math.min(toX(c, c.end[t]), right) - x;
       pen.fillStyle = c.colours[c.kind[t]][c.chunk_of[c.stage[t]]];
       pen.fillRect(x, y, Math.max(w - (w > 4 ? 1 : 0), 0.5), h);
-      if (letter < 7 || w < wide + 4) continue;
-      const kind = c.kinds[c.kind[t]], full = kind + c.mb[t];
+      const label = c.kinds[c.kind[t]] + (c.letters.isWhole ? c.mb[t] : "");
+      if (!c.letters.size || w < PER_LETTER * c.letters.size * label.length + 2.99) continue;
       pen.fillStyle = c.ink;
-      pen.fillText(full.length * wide + 3 <= w ? full : kind, x + w / 2, y + h / 2 + 0.5);
+      pen.fillText(label, x + w / 2, y + h / 2 + 0.5);
     }
   }
   const every = Math.ceil(13 / c.row);
@@ -132,14 +159,12 @@ function row(c, pen, r) {
   pen.fillStyle = ink.soft;
   pen.textAlign = "right";
   if (r % every === 0) pen.fillText(r, c.left - 6, y + h / 2 + 0.5);
-  if (c.right < 100) return;
-  bar(pen, right + 10, y, h, c.bubbles[r], percent(c.bubbles[r]), r % every === 0);
-  bar(pen, right + 92, y, h, c.peaks[r] / c.peak, num(c.peaks[r]), r % every === 0);
+  eachColumn(c, (column, x) => bar(pen, x, y, h, column.shares[r], column.texts[r], r % every === 0));
 }
 
 function bar(pen, x, y, h, share, text, said) {
   pen.fillStyle = ink.fill;
-  pen.fillRect(x, y, 72 * share, h);
+  pen.fillRect(x, y, (COLUMN - 10) * share, h);
   if (!said) return;
   pen.fillStyle = ink.ink;
   pen.textAlign = "left";
@@ -177,7 +202,7 @@ function stacked(c, pen, i, last, y, h) {
 
 function box(c, i) {
   const r = c.rank_of[c.stage[i]], x = toX(c, c.start[i]);
-  return { x, y: AXIS + r * c.row, w: toX(c, c.end[i]) - x, h: c.row > 6 ? c.row - 1.5 : c.row };
+  return { x, y: AXIS + r * c.row, w: toX(c, c.end[i]) - x, h: cellHeight(c) };
 }
 
 function marks(c, pen) {
@@ -209,7 +234,8 @@ function memory(c) {
   pen.textBaseline = "middle";
   pen.textAlign = "left";
   pen.fillStyle = ink.soft;
-  const what = c.wide > 420 ? ` activations (largest of all ranks: ${num(c.peak)})` : "";
+  const others = c.alike.peak ? ", as on every rank" : ` (largest of all ranks: ${num(c.peak)})`;
+  const what = c.wide > 420 ? " activations" + others : "";
   pen.fillText(`Memory of rank ${r}: peak ${num(c.peaks[r])}${what}`, c.left, 10, c.wide);
   pen.strokeStyle = ink.line;
   pen.lineWidth = 1;

@@ -19,12 +19,24 @@ function section(c) {
     "aria-label": `Chart of ${c.title}: ${c.verdict}. Arrow keys go through the tasks.`,
   });
   c.memory = element("canvas", { class: "memory", role: "img", "aria-label": `Memory curve of ${c.label}` });
+  c.hint = element("p", { class: "hint" });
+  const reasons = c.reasons.map((text) => element("p", {}, text));
+  const heading = charts.length > 1 ? [element("h2", {}, c.title)] : [];
+  const verdict = element("p", { class: "verdict" }, c.verdict + alikeText(c));
+  return element("section", {}, ...heading, verdict, ...reasons, c.gantt, c.hint, c.memory, ...ranksTable(c));
+}
+
+function alikeText(c) { // which of the verdict's numbers hold on every rank
+  const names = ["bubble", "peak"].filter((name) => c.alike[name] && c.ranks > 1);
+  return names.length ? `; ${names.join(" and ")} ${names.length > 1 ? "are" : "is"} the same on every rank` : "";
+}
+
+function ranksTable(c) { // nothing where the verdict says it all
+  if (c.alike.bubble && c.alike.peak && c.alike.tasks) return [];
   const rows = c.bubbles.map((bubble, r) => [`rank ${r}`, percent(bubble), num(c.peaks[r]), c.num_tasks[r]]);
   const ranks = element("details", {}, element("summary", {}, "Bubble and memory of each rank"));
   ranks.append(table(["", "bubble", "peak activations", "tasks"], rows));
-  const reasons = c.reasons.map((text) => element("p", {}, text));
-  const heading = charts.length > 1 ? [element("h2", {}, c.title)] : [];
-  return element("section", {}, ...heading, element("p", { class: "verdict" }, c.verdict), ...reasons, c.gantt, c.memory, ranks);
+  return [ranks];
 }
 
 function summary() {

@@ -87,8 +87,7 @@ def show_schedules_table(console: Console, title: str, rows: Sequence[Row], *, f
 def _columns_per_s(drawing: Drawing, room: int) -> float:
     """Return the columns of one second in `room`: enough for the letter and number of every task if they fit."""
     timeline, shortest_s = drawing.timeline, _shortest_s(drawing)
-    label = 1 + len(str(drawing.schedule.num_microbatches - 1))
-    each = min(label, int(room * shortest_s / timeline.makespan_s))
+    each = min(drawing.longest_label, int(room * shortest_s / timeline.makespan_s))
     return each / shortest_s if each else max(room, 20) / timeline.makespan_s
 
 
@@ -102,7 +101,7 @@ def _row(
 ) -> Iterator[tuple[str, Style | str]]:
     """Yield the pieces of one rank's row: text and style."""
     timeline, schedule = drawing.timeline, drawing.schedule
-    column = 0
+    column, are_numbered = 0, drawing.longest_label <= drawing.labelled_s * scale + 1e-9
     for task in tasks:
         first, end = round(timeline.start_s[task] * scale), round(timeline.end_s[task] * scale)
         if end <= max(first, column):
@@ -113,7 +112,7 @@ def _row(
         room = end - column
         text = f"{task.kind}{task.microbatch}"
         # judged by the time it takes, not by the columns it happens to get, so that equal tasks look alike
-        fits = len(text) <= min(room, (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9)
+        fits = are_numbered and len(text) <= min(room, (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9)
         colour = shade(task.kind, schedule.chunk_of[task.stage], schedule.num_chunks)
         yield (text if fits else task.kind).ljust(room, pad), Style(color=INK, bgcolor=colour)
         column = end

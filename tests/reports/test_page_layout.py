@@ -1,0 +1,47 @@
+"""Every html page at the width of a desk, a tablet and a phone: its words can be read, whatever there is to say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.browser import BROWSER, MISSING, look_at
+from support.pages import all_pages
+
+WIDTHS = (1280, 820, 420)
+LABEL = re.compile(r"[FBIW]\d*")  # of a task in its cell
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=MISSING)]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What stands where, by (page, width)."""
+    directory = tmp_path_factory.mktemp("pages")
+    return look_at(all_pages(directory), WIDTHS, directory)
+
+
+def texts(page):
+    """The texts of the first chart."""
+    return [each["text"] for each in page["charts"][0]["texts"]]
+
+
+def test_tasks_of_every_kind_are_labelled_or_of_none_and_a_line_says_how_to_read_the_rest(seen):
+    found = set()
+    for name, kinds in (("schedule, 8 ranks, 32 microbatches", "FIW"), ("schedule, whole backwards", "BF")):
+        for width in WIDTHS:
+            labels = [text for text in texts(seen[name, width]) if LABEL.fullmatch(text)]
+            assert "".join(sorted({label[0] for label in labels})) in ("", kinds)
+            assert len({len(label) > 1 for label in labels}) < 2
+            [hint] = seen[name, width]["hints"]
+            assert hint == f"Zoom in to read each task's {'' if labels else 'kind and '}microbatch."
+            found.add(bool(labels))
+    assert found == {True, False}
+    labels = [text for text in texts(seen["schedule", 1280]) if LABEL.fullmatch(text)]
+    assert len(set(labels)) == 16
+    assert len(labels) == 64
+    assert seen["schedule", 1280]["hints"] == [""]
+
+
+def test_numbers_that_are_the_same_on_every_rank_have_no_column(seen):
+    assert not {"bubble", "peak"} & {*texts(seen["schedule, 8 ranks, 32 microbatches", 1280])}
+    assert {"bubble", "peak"} & {*texts(seen["schedule", 1280])} == {"peak"}

@@ -1,0 +1,159 @@
+"""Every kind of html page that ppctl writes, from cheap inputs: no run, no browser."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from ppctl.cli.commands.schedule_show import draw
+from ppctl.config import MLP, Config, Costs, Interleaved, Mesh, Mpmd, Regression, ScheduleConfig
+from ppctl.config import Schedule as Plain
+from ppctl.config.schedule_from_config import Pipeline, pipeline_of
+from ppctl.launch.sweep import sweep_page
+from ppctl.launch.sweep.jobs import Job, Outcome, Sweep
+from ppctl.launch.sweep.records import NUMBERS
+from ppctl.planner import plan_page
+from ppctl.planner.plan import predicted
+from ppctl.planner.rehearsal_output import rehearsal_page
+from ppctl.planner.rehearse import Rehearsal, RehearsedRank
+from ppctl.reports import timeline_io
+from ppctl.reports.charts.drawing import Drawing
+from ppctl.reports.charts.html import schedules_page
+from ppctl.reports.run_page.compare import compare_page
+from ppctl.reports.run_page.page import run_page
+from ppctl.reports.run_page.read import RecordedRun, read_run
+from ppctl.schedule.simulate import simulate
+from ppctl.training.job import assemble
+
+GIB = 2**30
+
+
+def all_pages(directory: Path) -> dict[str, str]:
+    """Return each page by its name; `directory`: an empty one, for the files of runs."""
+    timeline = directory / "timeline"
+    pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
+    timeline_io.write_timeline(timeline, simulate(pipeline.schedule, pipeline.costs))
+    return {
+        "schedule": schedules_page([drawing("1f1b", 4, 8)]),
+        "schedule, 8 ranks, 32 microbatches": schedules_page([drawing("zb_h1", 8, 32)]),
+        "schedule, whole backwards": schedules_page([drawing("1f1b", 8, 32, transfer_s=0.25)]),
+        "schedule, many ranks": schedules_page([drawing("1f1b", 128, 256)]),
+        "schedules compared": schedules_page([drawing(name, 4, 8) for name in ("gpipe", "zb_h1", "zb_v")]),
+        **plans(),
+        "rehearsal": rehearsal(),
+        "run": run(directory / "run"),
+        "runs compared": runs(directory),
+        "sweep": sweep(),
+        "timeline": (timeline / timeline_io.FILES[2]).read_text(encoding="utf-8"),
+    }
+
+
+def drawing(family: str, num_ranks: int, num_microbatches: int, **costs: float) -> Drawing:
+    """Return a schedule as `ppctl schedule show` draws it."""
+    return draw(ScheduleConfig(Mesh(1, num_ranks), Plain(family, num_microbatches), costs=Costs(**costs)))
+
+
+def plans() -> dict[str, str]:
+    """Return plan pages: nothing known of memory, limits near and far, many stages, compiled and refused."""
+    asked = Config(
+        model=MLP(num_layers=8, d_model=32),
+        mesh=Mesh(1, 4),
+        schedule=Plain("zb_h1", 8),
+        executor=Mpmd(),
+        data=Regression(batch_size=16),
+    )
+    job = assemble(asked)
+    found = predicted(job)
+    picture = plan_page.picture_of(job, found.unknown)
+    most = max(found.total_bytes)
+    limits = {"no limit": None, "limit": 2 * most, "limit near": most + 1, "limit inside": most // 2, "far": 80 * GIB}
+    pages = {
+        f"plan, {name}": plan_page.plan_page(
+            replace(found, limit_bytes=limit, limit_source=None if limit is None else "plan.memory_gib", fits=True),
+            asked,
+            picture,
+        )
+        for name, limit in limits.items()
+    }
+    chunks = replace(asked, schedule=Interleaved(num_microbatches=8, num_chunks=2), model=MLP(num_layers=16))
+    job = assemble(chunks)
+    found = predicted(job)
+    large = tuple({part: size * 2**20 + 7 for part, size in held.items()} for held in found.memory_bytes)
+    found = replace(found, memory_bytes=large, total_bytes=tuple(sum(held.values()) for held in large))
+    pages["plan, chunks"] = plan_page.plan_page(found, chunks, plan_page.picture_of(job, found.unknown))
+    return pages
+
+
+def rehearsal() -> str:
+    """Return the page of a rehearsal."""
+    schedule = drawing("1f1b", 4, 8)
+    memory = {"parameters": 3 * GIB, "optimizer": 6 * GIB, "activations": GIB, "temporaries": GIB // 3}
+    ranks = tuple(
+        RehearsedRank(r, min(r, 1), 0.123456, 0.01, None, (r,), (0.0123,), (0.0246,), memory, sum(memory.values()))
+        for r in range(4)
+    )
+    found = Rehearsal(
+        schedule="1f1b",
+        device="NVIDIA H100 80GB HBM3",
+        hardware="h100",
+        step_time_s=1.2345,
+        once_s=0.0123,
+        step_cpu_s=None,
+        unit="tokens_per_s",
+        tokens_per_s=123456.0,
+        mfu_fraction=0.4321,
+        mfu_causal_fraction=0.41,
+        bubble_fraction=0.234,
+        limit_bytes=80 * GIB,
+        ranks=ranks,
+        analytic_step_time_s=1.1,
+        analytic_once_s=0.01,
+        analytic_unknown=None,
+    )
+    return rehearsal_page(found, schedule.timeline, Config(mesh=Mesh(2, 4), schedule=Plain("1f1b", 8)))
+
+
+def recorded(run_dir: Path, num_steps: int, spike: int, pipeline: Pipeline | str = "") -> RecordedRun:
+    """Return a run of so many steps, of which one is ten times as slow, as a report reads it."""
+    run_dir.mkdir()
+    lines = [
+        {"step": step, "loss": 1.0 + 9.0 / step, "lr": 1e-3, "step_time_s": 5.0 if step == spike else 0.5}
+        | {"tokens_per_s": 1e3 if step == spike else 1e4, "memory_bytes": 2000, "predicted_memory_bytes": 1000}
+        for step in range(1, num_steps + 1)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(f"a_long_name/{run_dir.name}", run_dir, {}, ["x" * 90], "ppctl train " + "y" * 300, [], pipeline)
+
+
+def run(run_dir: Path) -> str:
+    """Return the report of a run with evaluations, memory, and a measured step."""
+    pipeline = pipeline_of(Plain("zb_h1", 8), Mpmd(), 4, 8)
+    one = recorded(run_dir, 5000, 2500, pipeline)
+    timeline_io.write_timeline(run_dir / "timeline", simulate(pipeline.schedule, pipeline.costs))
+    held = [{"parameters": 3 * GIB, "optimizer": 6 * GIB, "activations": (4 - r) * GIB} for r in range(4)]
+    evaluations = [(float(step), 2.0 + 9.0 / step) for step in range(500, 5001, 500)]
+    predicted_s = {"predicted_step_time_s": 0.55, "predicted_bubble_fraction": 0.3, "ideal_bubble_fraction": 0.25}
+    newest = {**one.newest, **predicted_s}
+    return run_page(replace(one, memory=held, evaluations=evaluations, newest=newest), run_dir / "report.html")
+
+
+def runs(directory: Path) -> str:
+    """Return the page of several runs with long names."""
+    each = [recorded(directory / f"{'r' * 40}{number}", 50 * number, spike=3) for number in range(1, 9)]
+    return compare_page(each, directory / "report.html")
+
+
+def sweep() -> str:
+    """Return the page of a sweep over two settings, of which jobs failed."""
+    jobs, records, speeds = [], [], (100.0, 300.0, 150.0, 200.0)
+    for index, speed in enumerate(speeds):
+        name, size = ("gpipe", "zb_h1")[index // 2], (8, 16)[index % 2]
+        config = Config(mesh=Mesh(1, 4), schedule=Plain(name, size))
+        values = {"schedule": name, "schedule.num_microbatches": size}
+        jobs.append(Job(index, (f"schedule={name}", "x" * 60), values, ("train",), Path("runs/s"), config))
+        record = dict.fromkeys(NUMBERS) | {"tokens_per_s": speed, "step_time_s": 1.0, "predicted_bubble_fraction": 0.2}
+        record |= {"ideal_bubble_fraction": 0.1 * (index + 1), "final_loss": 2.0, "memory_bytes": GIB, "steps": 1000}
+        records.append({"job": index, **values, "status": "finished", "seconds": 3.0, **record})
+    outcomes = [Outcome("finished", 0, 3.0), *[Outcome("failed", 1, 3.0, "y" * 200)] * 3]
+    return sweep_page.sweep_page(Sweep("train", Path("runs/s"), jobs), outcomes, records)
