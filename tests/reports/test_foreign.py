@@ -80,7 +80,9 @@ LAUGHS = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("ab
 CONFIGS = {
     "aliases": ("run:\n  num_steps: 5\na: &a [x]\n" + LAUGHS, "an alias, which ppctl never writes"),
     "itself": ("run: &a\n  num_steps: 5\n  x: *a\n", "an alias, which ppctl never writes"),
-    "nested": ("run:\n  num_steps: 5\nx: " + "[" * 1000, "recursion"),
+    "nested": ("run:\n  num_steps: 5\nx: " + "[" * 1000, "while parsing a flow node"),
+    "deep": ("run:\n  num_steps: 5\nx:\n" + "- " * 4000 + "1", "recursion"),
+    "deeper": ("run:\n  num_steps: 5\nx:\n" + "- " * 500_000 + "1", "recursion"),
     "digits": ("run:\n  num_steps: 5\n  x: " + "9" * 5000, "4300 digits"),
     "date": ("run:\n  num_steps: 5\n  x: 2026-99-99", "month must be in 1..12"),
     "code": ("run:\n  num_steps: 5\nx: !!python/object/apply:os.mkdir [made]\n", "could not determine a constructor"),
