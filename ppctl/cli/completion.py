@@ -1,4 +1,4 @@
-"""Completion in bash: the script, and what may follow a half-typed line."""
+"""Completion in bash, zsh and fish: their scripts, and what may follow a half-typed line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,39 @@ from ppctl.cli.commands import COMMANDS, OTHERS
 from ppctl.cli.options import general_options
 from ppctl.errors import ConfigError
 
+# Each asks `ppctl -sc` with the line so far in COMP_LINE, as bash does. What ends in = or . goes on, all else is a
+# whole word; where there is no candidate, a file may follow.
+ZSH = """\
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+_ppctl() {
+  local -a found
+  found=(${=$(COMP_LINE="${(j: :)words[1,CURRENT]}" $words[1] -sc query=zsh 2> /dev/null)})
+  compadd -S '' -- ${(M)found:#*[=./]}
+  compadd -- ${found:#*[=./]}
+  (( $#found )) || _files
+}
+compdef _ppctl ppctl"""
+FISH = """\
+function __ppctl_complete
+    set -lx COMP_LINE (commandline -cp)
+    set -l words (commandline -opc)
+    set -l found ($words[1] -sc query=fish 2> /dev/null | string split -n ' ')
+    if set -q found[1]
+        printf '%s\\n' $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+complete -c ppctl -f -a '(__ppctl_complete)'"""
+HOW = {
+    "bash": 'eval "$(ppctl --completion bash)"',
+    "zsh": 'eval "$(ppctl --completion zsh)"',
+    "fish": "ppctl --completion fish | source",
+}
+
 
 def complete(words: list[str]) -> int:
-    """Print the candidates for bash's COMP_LINE; return 0. `words`: of Hydra's own script, which calls this."""
+    """Print the candidates for the line in COMP_LINE; return 0. `words`: of the shell's script, which calls this."""
     del words
     line = os.environ.get("COMP_LINE", "")
     before, last = line.split()[1:], ""
@@ -40,10 +70,14 @@ def complete(words: list[str]) -> int:
 
 
 def print_script(words: list[str]) -> int:
-    """Print what bash evaluates to complete ppctl's lines; return 0."""
-    if words != ["bash"]:
-        raise ConfigError('--completion takes bash: eval "$(ppctl --completion bash)"')
-    from ppctl.cli.compose import print_completion_script
+    """Print what a shell evaluates to complete ppctl's lines; return 0."""
+    if len(words) != 1 or words[0] not in HOW:
+        shown = " ".join(words) or "nothing"
+        raise ConfigError(f"--completion takes {', '.join(HOW)}, not {shown}: {HOW['bash']}")
+    if words == ["bash"]:
+        from ppctl.cli.compose import print_completion_script
 
-    print_completion_script()
+        print_completion_script()
+    else:
+        print({"zsh": ZSH, "fish": FISH}[words[0]])
     return 0

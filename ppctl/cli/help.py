@@ -153,7 +153,7 @@ def overview() -> str:
             *(f"  {line}" for line in FIRST_EXAMPLES),
             "",
             "`ppctl COMMAND --help` shows groups, settings and options; `ppctl --version` the version.",
-            'Completion in bash: eval "$(ppctl --completion bash)"',
+            'Completion in bash (or zsh): eval "$(ppctl --completion bash)"; in fish: ppctl --completion fish | source',
         ]
     )
 

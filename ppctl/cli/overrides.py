@@ -13,8 +13,7 @@ from ppctl.cli.choices import value_text
 from ppctl.cli.older_runs import reconstructed
 from ppctl.launch.local import HOST, STARTED_WITH
 from ppctl.reports import run_status
-from ppctl.reports.run_files import read_lines
-from ppctl.reports.runs_table import read_config
+from ppctl.reports.run_files import read_config, read_lines
 
 
 class Resumption(NamedTuple):

@@ -15,10 +15,20 @@ from typing import Any, NamedTuple
 
 from ppctl.config.changes import Change
 from ppctl.reports import run_status
-from ppctl.reports.foreign import MOST_SETTINGS_BYTES, check_inside, from_json, lines_of, open_file, read_file
+from ppctl.reports.foreign import (
+    MOST_SETTINGS_BYTES,
+    check_inside,
+    cleaned,
+    from_json,
+    lines_of,
+    open_file,
+    read_file,
+    read_settings,
+)
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # directories of a run that hold no run
+REMOVED = ".removed-"  # begins the name of a run directory that is being removed
 MEMORY_FILE = "memory.json"  # of each rank bytes of a device by part, as compiled at the last start
 FAILED_FILE = "failed.json"  # in processes/, of the first process that failed
 WRITTEN = ("config.yaml", run_status.FILE, "metrics.jsonl", "eval.jsonl", MEMORY_FILE, *INSIDE)  # by a run
@@ -39,7 +49,9 @@ class RunSummary(NamedTuple):
     loss: float | None  # of the newest step; None: there is none, or it is not finite
     is_finite: bool  # the newest loss, if there is one
     eval_loss: float | None  # of the newest evaluation
-    recorded_s: float  # when its newest record was written, seconds since 1970
+    started_s: float | None  # when it first began, seconds since 1970; None: it has not, or an older ppctl began it
+    recorded_s: float  # when its newest record was written
+    config: Mapping[str, Any]  # the settings of its newest start; empty: they cannot be read
     checkpoints: tuple[int, ...]  # steps of those that are finished
     problems: tuple[str, ...]  # what is wrong with its files
 
@@ -83,7 +95,7 @@ def find_runs(top: Path) -> list[tuple[str, Path]]:
         if _is_run(path, names):
             found.append((name or Path(path).absolute().name, Path(path)))
         for entry in entries:
-            if entry.name not in INSIDE and entry.is_dir():
+            if entry.name not in INSIDE and not entry.name.startswith(REMOVED) and entry.is_dir():
                 walk(entry.path, f"{name}/{entry.name}" if name else entry.name)
 
     walk(str(top), "")
@@ -106,16 +118,33 @@ def is_run(path: Path) -> bool:
 def _is_run(path: str, names: set[str]) -> bool:
     if "metrics.jsonl" in names or run_status.FILE in names:
         return True
-    return "config.yaml" in names and isinstance(_num_steps(path), int)  # other programs have files of that name
+    return "config.yaml" in names and _has_num_steps(path)  # other programs have files of that name
+
+
+def read_config(path: Path) -> dict[str, Any] | str:
+    """Return the composed config of a run, or what is wrong with its file."""
+    try:
+        found = cleaned(read_settings(path / "config.yaml"))
+    except FileNotFoundError:
+        return "config.yaml is missing"
+    except OSError as error:
+        return f"config.yaml cannot be read: {error.strerror}"
+    except ValueError as error:
+        return f"config.yaml cannot be read: {error}"
+    return found if isinstance(found, dict) else "config.yaml holds no settings"
 
 
 def run_summary(name: str, path: Path) -> RunSummary:
     """Return the state of a run, from the ends of its files; what is wrong with them is no exception."""
     problems: list[str] = []
-    num_steps = _num_steps(str(path))
-    if isinstance(num_steps, str):
-        problems.append(num_steps)
-        num_steps = None
+    config = read_config(path)
+    if isinstance(config, str):
+        problems.append(config)
+        config = {}
+    of_run = config.get("run")
+    num_steps = whole_number(of_run, "num_steps") if isinstance(of_run, dict) else None
+    if config and num_steps is None:
+        problems.append("config.yaml has no run.num_steps")
     ends = [_tail(str(path / file)) for file in ("metrics.jsonl", "eval.jsonl", run_status.FILE)]
     train, evaluation, status = ends
     step = whole_number(train.record, "step")
@@ -142,7 +171,9 @@ def run_summary(name: str, path: Path) -> RunSummary:
         record_number(train.record, "loss"),
         train.record is None or train.record.get("loss", 0) is not None,
         record_number(evaluation.record, "eval_loss"),
+        _started_s(path / run_status.FILE),
         max(written) if written else _written_s(path),
+        config,
         steps,
         tuple(problems),
     )
@@ -287,15 +318,21 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _num_steps(path: str) -> int | str:
-    """Return run.num_steps of config.yaml, or what is wrong with that file."""
+def _has_num_steps(path: str) -> bool:
     try:
-        found = NUM_STEPS.search(read_file(os.path.join(path, "config.yaml"), MOST_SETTINGS_BYTES))
-    except FileNotFoundError:
-        return "config.yaml is missing"
-    except OSError as error:
-        return f"config.yaml cannot be read: {error.strerror}"
-    return int(found[1]) if found else "config.yaml has no run.num_steps"
+        return NUM_STEPS.search(read_file(os.path.join(path, "config.yaml"), MOST_SETTINGS_BYTES)) is not None
+    except OSError:
+        return False
+
+
+def _started_s(path: Path) -> float | None:
+    """Return when the first start in a status.jsonl began, by the beginning of the file."""
+    with suppress(OSError), open_file(path) as file:
+        for line in file.read(TAILS[-1]).split(b"\n"):
+            record = _record(line)
+            if record is not None and record.get("status") == run_status.STARTED:
+                return record_number(record, "at")
+    return None
 
 
 def _tail(path: str) -> _Tail:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ppctl.errors import ConfigError
-from ppctl.reports.foreign import cleaned, printable, read_settings
+from ppctl.reports.foreign import printable
 from ppctl.reports.run_files import (
     RUNNING,
     RunHistory,
@@ -26,31 +26,23 @@ from ppctl.reports.run_files import (
     run_summary,
 )
 from ppctl.reports.run_status import FINISHED
-from ppctl.reports.terminal import age_text, show_json, show_table, size_text
+from ppctl.reports.runs_columns import Column, steps_text
+from ppctl.reports.terminal import age_text, iso_text, show_json, show_table, size_text
 
-COLUMNS = ("run", "status", "step", "loss", "eval loss", "age")
 MOST_NAMED = 10  # runs in an error
 
 
-def list_runs(tops: Sequence[Path], *, as_json: bool) -> int:
-    """List every run below the directories, the one with the newest record first; return 0."""
-    found = [run_summary(*each) for each in names_of(tops)]
-    found.sort(key=lambda run: (-run.recorded_s, run.name))
+def list_runs(runs: Sequence[RunSummary], title: str, columns: Sequence[Column], *, as_json: bool) -> int:
+    """List runs, at least one, in this order; return 0."""
     now_s = time.time()
     if as_json:
-        show_json({"runs": [_document(run, now_s) for run in found]})
-        return 0
-    if not found:
-        print(f"No run is in {_listed(tops)}.")
+        show_json({"runs": [_document(run, now_s) for run in runs]})
         return 0
     console = Console()
-    show_table(
-        console,
-        f"{len(found)} run{'s' * (len(found) != 1)} in {_listed(tops)}",
-        COLUMNS,
-        [_row(run, now_s) for run in found],
-    )
-    for run in found:
+    heads = [column.name.replace("eval_loss", "eval loss") for column in columns]
+    rows = [[escape(_printable(column.text(run, now_s))) for column in columns] for run in runs]
+    show_table(console, title, heads, rows)
+    for run in runs:
         for line in (*([run.reason] if run.reason else []), *run.problems):
             _say(console, f"{run.name}: {line}")
     return 0
@@ -85,25 +77,12 @@ def find_run(name: str, tops: Sequence[Path]) -> tuple[str, Path]:
     if len(matches) == 1:
         return matches[0], names[matches[0]]
     if matches:
-        raise ConfigError(f"{name} is a part of {len(matches)} names: {_few(matches)}. Use more of one, or a path.")
+        raise ConfigError(f"{name} is a part of {len(matches)} names: {few(matches)}. Use more of one, or a path.")
     if not names:
-        raise ConfigError(f"{name}: no run is in {_listed(tops)}. Name the directory: ppctl runs show {name} DIR.")
+        raise ConfigError(f"{name}: no run is in {listed(tops)}. Name the directory: ppctl runs show {name} DIR.")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]}?" if near else f" (runs: {_few(list(names))})"
-    raise ConfigError(f"{name} is no run in {_listed(tops)}.{hint}")
-
-
-def read_config(path: Path) -> dict[str, Any] | str:
-    """Return the composed config of a run, or what is wrong with its file."""
-    try:
-        found = cleaned(read_settings(path / "config.yaml"))
-    except FileNotFoundError:
-        return "config.yaml is missing"
-    except OSError as error:
-        return f"config.yaml cannot be read: {error.strerror}"
-    except ValueError as error:
-        return f"config.yaml cannot be read: {error}"
-    return found if isinstance(found, dict) else "config.yaml holds no settings"
+    hint = f" Did you mean {near[0]}?" if near else f" (runs: {few(list(names))})"
+    raise ConfigError(f"{name} is no run in {listed(tops)}.{hint}")
 
 
 def show_run(name: str, path: Path, words: Sequence[str], command: str, notes: Sequence[str], *, as_json: bool) -> int:
@@ -184,35 +163,17 @@ def _document(run: RunSummary, now_s: float) -> dict[str, Any]:
         "num_steps": run.num_steps,
         "loss": run.loss,
         "eval_loss": run.eval_loss,
+        "started": iso_text(run.started_s),
+        "last_active": iso_text(run.recorded_s),
         "age_s": max(0.0, now_s - run.recorded_s),
+        "settings": run.config,
         "problems": list(run.problems),
     }
 
 
-def _row(run: RunSummary, now_s: float) -> tuple[str, ...]:
-    return (
-        escape(_printable(run.name)),
-        run.status,
-        _steps_text(run),
-        _loss_text(run),
-        "" if run.eval_loss is None else f"{run.eval_loss:.4f}",
-        age_text(now_s - run.recorded_s),
-    )
-
-
-def _steps_text(run: RunSummary) -> str:
-    return f"{run.step} of {'?' if run.num_steps is None else run.num_steps}"
-
-
-def _loss_text(run: RunSummary) -> str:
-    if not run.is_finite:
-        return "not finite"
-    return "" if run.loss is None else f"{run.loss:.4f}"
-
-
 def _status_text(run: RunSummary, now_s: float) -> str:
     reason = f": {run.reason}" if run.reason else ""
-    return f"{run.status} at step {_steps_text(run)}, recorded {age_text(now_s - run.recorded_s)} ago{reason}"
+    return f"{run.status} at step {steps_text(run)}, recorded {age_text(now_s - run.recorded_s)} ago{reason}"
 
 
 def _history_lines(past: RunHistory) -> list[tuple[str, str]]:
@@ -239,10 +200,12 @@ def _pairs(found: dict[str, tuple[int, float]]) -> dict[str, dict[str, float]]:
     return {which: {"step": step, "loss": loss} for which, (step, loss) in found.items()}
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Return names in a line, of many the first ones."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
 
 
-def _listed(tops: Sequence[Path]) -> str:
+def listed(tops: Sequence[Path]) -> str:
+    """Return directories in a line."""
     return " and ".join(map(str, tops))

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ def age_text(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds // size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def iso_text(seconds: float | None) -> str | None:
+    """Return seconds since 1970 as a time of ISO 8601 in UTC; None where there is none, or none that a calendar has.
+
+    >>> iso_text(1.8e9), iso_text(None), iso_text(1e300)
+    ('2027-01-15T08:00:00Z', None, None)
+    """
+    try:
+        return None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return None
 
 
 def check_file(option: str, path: Path) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import calendar
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import yaml
 from support.environment import BY_USER
+from support.run_dirs import make
 
 from ppctl import cli
 from ppctl.cli.commands.runs import EXAMPLES as OWN_EXAMPLES
@@ -30,25 +31,6 @@ def empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path
-
-
-def make(name, *words, steps=3, age_s=0.0, ending=None):
-    """A run below runs/ as `ppctl train WORDS` leaves it, without training."""
-    run_dir = Path("runs") / name
-    run_dir.mkdir(parents=True)
-    config = compose([*words, f"run.dir='{run_dir}'"], [], [])
-    assert not isinstance(config, int)
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-    lines = [
-        {"step": step, "loss": 4.0 / step, "step_time_s": 0.5, "tokens_per_s": 1e4} for step in range(1, steps + 1)
-    ]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if ending is not None:
-        (run_dir / "status.jsonl").write_text(json.dumps(ending) + "\n")
-    then = time.time() - age_s
-    for file in run_dir.iterdir():
-        os.utime(file, (then, then))
-    return run_dir
 
 
 def ask(capsys, *words):
@@ -74,13 +56,17 @@ def test_the_newest_record_comes_first_and_runs_of_sweeps_are_among_them(capsys)
     rows = [line.split("  ") for line in lines if " of " in line]
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert rows == [
-        ["new", "no end recorded", "3 of 9", "1.3333", "0 s"],
-        ["sweep/schedule=gpipe", "failed", "3 of 200", "1.3333", "3 min"],
-        ["old", "finished", "3 of 200", "1.3333", "2 d"],
+        ["new", "no end recorded", "3 of 9", "1.3333", "2x4", "interleaved", "0.002", "0 s"],
+        ["sweep/schedule=gpipe", "failed", "3 of 200", "1.3333", "2x4", "gpipe", "0.002", "3 min"],
+        ["old", "finished", "3 of 200", "1.3333", "2x4", "interleaved", "0.002", "2 d"],
     ]
     assert lines[-1] == "sweep/schedule=gpipe: disk full."
     found = ask_json(capsys)["runs"]
     assert [run["name"] for run in found] == ["new", "sweep/schedule=gpipe", "old"]
+    settings = found[1].pop("settings")
+    assert (settings["schedule"]["name"], settings["optim"]["lr"]) == ("gpipe", 0.002)
+    last_active = found[1].pop("last_active")
+    assert time.time() - calendar.timegm(time.strptime(last_active, "%Y-%m-%dT%H:%M:%SZ")) == pytest.approx(200, abs=20)
     assert found[1] == {
         "name": "sweep/schedule=gpipe",
         "run_dir": "runs/sweep/schedule=gpipe",
@@ -90,6 +76,7 @@ def test_the_newest_record_comes_first_and_runs_of_sweeps_are_among_them(capsys)
         "num_steps": 200,
         "loss": 4 / 3,
         "eval_loss": None,
+        "started": None,
         "age_s": pytest.approx(200, abs=20),
         "problems": [],
     }
@@ -275,9 +262,12 @@ def test_help_says_what_there_is(line, capsys):
     ("line", "expected"),
     [
         ("ppctl ru", {"runs", "examples", "train"}),
-        ("ppctl runs ", {"show"}),
+        ("ppctl runs ", {"show", "mv", "rm"}),
+        ("ppctl runs --so", {"--sort", "--filter", "--columns", "--yes"}),
+        ("ppctl runs mv ", {"a", "sweep/lr=1"}),
+        ("ppctl runs rm a ", {"sweep/lr=1"}),
         ("ppctl runs --js", {"--json", "--help"}),
-        ("ppctl runs show ", {"a", "sweep/lr=1"}),
+        ("ppctl runs show ", {"a", "sweep/lr=1", "sweep"}),
         ("ppctl runs --json show sw", {"a", "sweep/lr=1"}),
         ("ppctl examples --js", {"--json", "--help"}),
     ],
@@ -286,11 +276,47 @@ def test_bash_completes(line, expected, capsys, monkeypatch):
     for name in ("a", "sweep/lr=1", "with a blank"):
         (Path("runs") / name).mkdir(parents=True)
         (Path("runs") / name / "metrics.jsonl").touch()
+    Path("runs/sweep/multirun.yaml").touch()
     monkeypatch.setenv("COMP_LINE", line)
     assert cli.main(["-sc", "query=bash"]) == 0
     found = set(capsys.readouterr().out.split())
     assert expected <= found
     assert "blank" not in found
+
+
+def test_a_run_that_is_named_already_is_no_candidate(capsys, monkeypatch):
+    for name in ("a", "b"):
+        (Path("runs") / name).mkdir(parents=True)
+        (Path("runs") / name / "metrics.jsonl").touch()
+    for line, expected in {"ppctl runs rm a ": ["b"], "ppctl runs mv a ": []}.items():
+        monkeypatch.setenv("COMP_LINE", line)
+        assert cli.main(["-sc", "query=bash"]) == 0
+        assert capsys.readouterr().out.split() == expected
+
+
+@pytest.mark.parametrize(
+    ("shell", "texts"),
+    [
+        ("bash", ["complete -o nospace"]),
+        ("zsh", ["compdef _ppctl ppctl", "-sc query=zsh"]),
+        ("fish", ["complete -c ppctl"]),
+    ],
+)
+def test_each_shell_has_a_script(shell, texts, capsys):
+    assert cli.main(["--completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in texts)
+    program = shutil.which(shell)
+    if program is not None:
+        subprocess.run([program, "-n"], input=out, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [([], "not nothing"), (["csh"], "not csh"), (["zsh", "fish"], "not zsh fish")]
+)
+def test_another_shell_is_refused(words, told, capsys):
+    assert cli.main(["--completion", *words]) == 2
+    assert f"--completion takes bash, zsh, fish, {told}: eval" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["ppctl runs show ", "ppctl runs show x ", "ppctl examples "])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -14,16 +14,9 @@ from ppctl.reports.charts.palette import line_sample
 from ppctl.reports.run_page.figures import SPEED_NAMES, figures_of_runs
 from ppctl.reports.run_page.page import MARK, STYLES, loss_text, steps_text, warnings_of
 from ppctl.reports.run_page.read import SPEEDS, RecordedRun
+from ppctl.reports.run_settings import differing_settings
 from ppctl.reports.terminal import size_text
 
-OWN = (
-    "run.name",
-    "run.dir",
-    "run.resume",
-    "run.distributed",
-    "run.coordinator",
-    "run.process_id",
-)  # of every run, and no difference
 NONE = "&ndash;"
 OPTIONAL = ("eval loss", "MFU")  # columns of numbers that not every kind of run has
 ABOUT = (
@@ -46,39 +39,8 @@ def compare_page(runs: Sequence[RecordedRun], file: Path) -> str:
     return html_page(f"{len(runs)} runs", f"{MARK}\n{''.join(sections)}</main>\n", *STYLES)
 
 
-def differing_settings(runs: Sequence[RecordedRun]) -> dict[str, list[str | None]]:
-    """Return each setting that is not the same in all runs that have it, or that someone set: its value in each run."""
-    names = dict.fromkeys(word.split("=", 1)[0].lstrip("+") for run in runs for word in run.words)
-    names |= dict.fromkeys(name for name in _names(runs[0].config) if all(name in _names(run.config) for run in runs))
-    found = {name: [_value(run.config, name) for run in runs] for name in names if name not in OWN}
-    return {name: values for name, values in found.items() if len(set(values)) > 1}
-
-
-def _names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the settings and choices of a composed config, `mesh` as one."""
-    for word, value in config.items():
-        name = f"{prefix}{word}"
-        if name == "mesh" or not isinstance(value, dict):
-            yield name.removesuffix(".name") if name != "run.name" else name
-        else:
-            yield from _names(value, f"{name}.")
-
-
-def _value(config: Mapping[str, Any], name: str) -> str | None:
-    """Return a setting or a choice of a composed config; None where it has none of that name."""
-    if name == "mesh":
-        values = config.get(name)
-        return "x".join(map(str, values.values())) if isinstance(values, dict) else None
-    value: Any = config
-    for part in name.split("."):
-        if not isinstance(value, dict) or part not in value:
-            return None
-        value = value[part]
-    return str(value.get("name") if isinstance(value, dict) else value)
-
-
 def _table(runs: Sequence[RecordedRun]) -> str:
-    differ = differing_settings(runs)
+    differ = differing_settings([run.config for run in runs], [run.words for run in runs])
     columns = [
         column
         for column in _columns(runs)

@@ -8,9 +8,10 @@ from typing import Any
 
 from ppctl.errors import ConfigError
 from ppctl.reports.foreign import printable
-from ppctl.reports.run_page.compare import compare_page, differing_settings
+from ppctl.reports.run_page.compare import compare_page
 from ppctl.reports.run_page.page import MARK, MOST_SLOW, run_page, warnings_of
 from ppctl.reports.run_page.read import CURVES, RecordedRun
+from ppctl.reports.run_settings import differing_settings
 from ppctl.reports.terminal import check_file, show_json, write_file
 
 MOST_RUNS = 8  # whose curves are told from each other
@@ -35,7 +36,7 @@ def write_report(runs: Sequence[RecordedRun], file: Path, *, as_json: bool) -> i
     """Write the report of runs to a file that `place_of` gave; return 0."""
     write_file(str(file), file, run_page(runs[0], file) if len(runs) == 1 else compare_page(runs, file))
     if as_json:
-        differ = differing_settings(runs)
+        differ = differing_settings([run.config for run in runs], [run.words for run in runs])
         documents = [report_document(run) for run in runs]
         if len(runs) > 1:
             for index, each in enumerate(documents):
