@@ -37,12 +37,7 @@ def reference(
 
     def loss_sum(params: Tree, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
         params = jax.tree.map(lambda a: a.astype(dtype), params)
-        x = stack.embed(params["ends"], microbatch["inputs"])
-        if stack.num_layers <= unroll or not stack.are_alike:
-            for l in range(stack.num_layers):
-                x = layer(l)(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
-        else:
-            x, _ = jax.lax.scan(lambda x, w: (layer(0)(w, x), None), x, params["layers"])
+        x = _before_head(stack, params, microbatch["inputs"], layer, unroll)
         return stack.head(params["ends"], x, microbatch["targets"])
 
     if setting.keeps_input_only:
@@ -66,3 +61,27 @@ def reference(
         return loss / number, None
 
     return loss_and_grads if with_grads else loss_only
+
+
+def outputs_of(stack: Stack, *, unroll: int, dtype: Any) -> Callable[[Tree, jax.Array], Tree]:
+    """Return the function (params, inputs) -> outputs of a model that states them; arguments as of `reference`."""
+    outputs = stack.outputs
+    assert outputs is not None, "a stack that states no outputs"
+
+    def predict(params: Tree, inputs: jax.Array) -> Tree:
+        params = jax.tree.map(lambda a: a.astype(dtype), params)
+        return outputs(params["ends"], _before_head(stack, params, inputs, stack.layer_of, unroll))
+
+    return predict
+
+
+def _before_head(
+    stack: Stack, params: Tree, inputs: jax.Array, layer: Callable[[int], Callable[[Tree, jax.Array], Any]], unroll: int
+) -> jax.Array:
+    """Return x behind the last layer."""
+    x = stack.embed(params["ends"], inputs)
+    if stack.num_layers <= unroll or not stack.are_alike:
+        for l in range(stack.num_layers):
+            x = layer(l)(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
+        return x
+    return jax.lax.scan(lambda x, w: (layer(0)(w, x), None), x, params["layers"])[0]

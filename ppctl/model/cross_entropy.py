@@ -35,12 +35,13 @@ def cross_entropy(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, *, is_tie
 
 
 def _losses(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, is_tied: bool) -> jax.Array:
-    logits_MV = _logits(x_MD, w, is_tied)
+    logits_MV = logits(x_MD, w, is_tied=is_tied)
     picked_M = jnp.take_along_axis(logits_MV, targets_M[:, None], axis=-1)[:, 0]
     return jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
 
 
-def _logits(x_MD: jax.Array, w: jax.Array, is_tied: bool) -> jax.Array:
+def logits(x_MD: jax.Array, w: jax.Array, *, is_tied: bool) -> jax.Array:
+    """Return x @ w in at least float32; w as in `cross_entropy`."""
     dtype = jnp.promote_types(x_MD.dtype, jnp.float32)
     return jax.lax.dot_general(x_MD, w, (((1,), (1 if is_tied else 0,)), ((), ())), preferred_element_type=dtype)
 
@@ -66,7 +67,7 @@ def _there(
         sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         (loss, gw), (x_CD, targets_C) = sums, chunk
-        logits_CV = _logits(x_CD, w, is_tied)
+        logits_CV = logits(x_CD, w, is_tied=is_tied)
         is_token_C = targets_C >= 0
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
         is_target_CV = targets_C[:, None] == jax.lax.broadcasted_iota(targets_C.dtype, logits_CV.shape, 1)

@@ -44,9 +44,12 @@ def mlp(*, num_layers: int, d_model: int, activation: str, input_dim: int, targe
     def layer(params: Tree, x_BD: jax.Array) -> jax.Array:
         return act(apply(params, x_BD))
 
+    def outputs(ends: Tree, x_BD: jax.Array) -> jax.Array:
+        return apply(ends["head"], x_BD)
+
     def head(ends: Tree, x_BD: jax.Array, targets_BO: jax.Array) -> tuple[jax.Array, jax.Array]:
-        predictions_BO = apply(ends["head"], x_BD)
+        predictions_BO = outputs(ends, x_BD)
         errors_BO = predictions_BO.astype(jnp.promote_types(predictions_BO.dtype, jnp.float32)) - targets_BO
         return jnp.square(errors_BO).sum(), jnp.asarray(errors_BO.size, errors_BO.dtype)
 
-    return Stack(num_layers, init_ends, init_layer, embed, layer, head, mixes_examples=False)
+    return Stack(num_layers, init_ends, init_layer, embed, layer, head, mixes_examples=False, outputs=outputs)

@@ -33,6 +33,8 @@ class Stack:
     is sum / number over the global batch.
     initial(key) -> {"ends", "layers"}: all initial parameters at once, instead of init_ends and init_layer.
     export(params) -> tree: parameters in the form that the model's author knows.
+    outputs(ends, x) -> tree: what the head makes of x before it is compared with targets, such as logits; for whoever
+    uses the model once it is trained.
     mixes_examples: None: a run tries on a few examples whether the loss of one depends on those beside it, and refuses
     such a model, of which microbatches make another function. True: so it is meant. False: it is known not to.
 
@@ -48,6 +50,7 @@ class Stack:
     initial: Callable[[jax.Array], Tree] | None = None  # all initial parameters of a key at once, where not by layer
     export: Callable[[Tree], Tree] | None = None  # parameters in the form that the model's author knows
     mixes_examples: bool | None = None  # None: not known
+    outputs: Callable[[Tree, jax.Array], Tree] | None = None  # of the head, before the loss
 
     @property
     def are_alike(self) -> bool:

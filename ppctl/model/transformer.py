@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from ppctl.model.attention import Kernel, attention
-from ppctl.model.cross_entropy import cross_entropy
+from ppctl.model.cross_entropy import cross_entropy, logits
 from ppctl.model.stack import Stack, Tree
 
 EMBED_STD = 0.02
@@ -180,11 +180,16 @@ def transformer(
     def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
         return nnx.merge(block_graph, params)(x_BTD)
 
-    def head(ends: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def normed(ends: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(ends_graph, ends)
-        x_MD = model.norm(x_BTD.reshape(-1, d_model))
-        w = (model.embedding if tied else model.head)[...]
+        return model.norm(x_BTD.reshape(-1, d_model)), (model.embedding if tied else model.head)[...]
+
+    def outputs(ends: Tree, x_BTD: jax.Array) -> jax.Array:
+        return logits(*normed(ends, x_BTD), is_tied=tied).reshape(*x_BTD.shape[:2], vocab_size)
+
+    def head(ends: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x_MD, w = normed(ends, x_BTD)
         loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), is_tied=tied)
         return loss, jnp.asarray(targets_BT.size, loss.dtype)
 
-    return Stack(num_layers, init_ends, init_layer, embed, layer, head, mixes_examples=False)
+    return Stack(num_layers, init_ends, init_layer, embed, layer, head, mixes_examples=False, outputs=outputs)

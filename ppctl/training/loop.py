@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ppctl.data.description import description
 from ppctl.errors import ConfigError, NonFiniteError, PpctlError, SaveError
 from ppctl.launch import distributed
 from ppctl.reports import timeline_io
@@ -51,6 +52,18 @@ def writing(run_dir: Path) -> Iterator[None]:
             "Free the disk, or use another run.dir" if is_full else "Use another run.dir, or make this one writable"
         )
         raise ConfigError(f"run.dir={run_dir} cannot be written: {error.strerror}. {remedy}.") from error
+
+
+def metadata(job: TrainingJob, finished: int) -> dict[str, Any]:
+    """Return what a checkpoint says of the job that saves it after so many steps, as plain JSON."""
+    return {
+        "step": finished,
+        "config": asdict(job.config),
+        "sources": job.sources,
+        "data": {**description(job.data, job.pipe.batch_shapes), "next_step": finished},
+        "rng": {"seed": job.config.run.seed, "data_order": "a function of seed and step"},
+        "versions": versions(),
+    }
 
 
 @dataclass
@@ -212,17 +225,9 @@ class Loop:
         self.heartbeat.note("save", finished)
         with self._saving(finished):
             self.checkpoints.wait()  # for the save before
-        data = self.job.data
-        meta = {
-            "step": finished,
-            "config": asdict(self.job.config),
-            "sources": self.job.sources,
-            "data": {"fingerprint": data.fingerprint, "source": data.source, "next_step": finished},
-            "rng": {"seed": self.job.config.run.seed, "data_order": "a function of seed and step"},
-            "versions": versions(),
-        }
         with self._saving(finished, is_last=is_last):
-            if not self.checkpoints.save(finished, self.job.pipe.engine.to_natural(state), meta):
+            state = self.job.pipe.engine.to_natural(state)
+            if not self.checkpoints.save(finished, state, metadata(self.job, finished)):
                 raise self._non_finite(finished, "its update is not finite", newest_good=finished - 1)
             if is_last:
                 self.checkpoints.wait()

@@ -1,26 +1,44 @@
-"""The record of a run, for scripts and notebooks: its settings, its numbers, and the parameters of its checkpoints."""
+"""The record of a run, for scripts and notebooks: settings, numbers, parameters, and the model that they make."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from ppctl import config as settings
+from ppctl.config import Config
+from ppctl.config.sources import changed_modules, recorded_sources, sources
+from ppctl.config.stored import model_and_data
+from ppctl.data import DataSet
+from ppctl.data.description import described
 from ppctl.errors import CheckpointError, ConfigError
+from ppctl.executors.reference import outputs_of, reference
+from ppctl.model.stack import Stack, init
 from ppctl.reports.foreign import read_settings
 from ppctl.reports.run_files import read_lines
 from ppctl.training.checkpoint.checkpoint import Checkpoints
+from ppctl.training.checkpoint.manifest import array_types, differences
+from ppctl.training.job import DEFAULT_DTYPE, open_data
+from ppctl.training.models import make_stack
 
 Tree = Any
+UNROLL = 16  # layers, as executors do; more are scanned
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run directory. Made by `load_run`; nothing of it is read before it is asked for."""
+    """A run directory. Made by `load_run`; nothing of it is read before it is asked for.
+
+    The code of a model of one's own is imported as `ppctl train` does it, from the current directory first. What was
+    trained is not read again: shapes of the examples stand in the checkpoints.
+    """
 
     directory: Path
 
@@ -47,21 +65,133 @@ class SavedRun:
         """The steps of the finished checkpoints, ascending."""
         return Checkpoints(self.directory / "checkpoints", keep=None).steps()
 
+    @cached_property
+    def data(self) -> DataSet:
+        """The data set of the run: `next(run.data.batches())`, `run.data.eval_batches(1)`. Opened when it is used."""
+        return open_data(self._config)
+
     def params(self, step: int | None = None) -> Tree:
         """Return the parameters of a checkpoint, whole, on the first device.
 
-        {"ends": embedding and head, "layers": arrays [L, ...] in model order}, whatever the layout of the run.
-        step: None for the newest.
+        Of a `Network`, the tree that its `init` returns. Of any other model {"ends": embedding and head, "layers":
+        arrays [L, ...] in model order}. Both whatever the layout of the run. step: None for the newest.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or it is damaged.
+            CheckpointError: There is no such checkpoint, it is damaged, or the model's code now has other parameters.
+            ConfigError: The model's code cannot be imported.
         """
+        natural = self._natural(self._step(step))
+        if not isinstance(self._config.model, settings.CustomModel):
+            return natural
+        export = self._fitting(self._step(step), natural).export
+        return natural if export is None else export(natural)
+
+    def predict(self, inputs: Any, step: int | None = None) -> Tree:
+        """Return the outputs of the model for a batch of inputs [examples, ...], in the dtype that it was trained in.
+
+        Compiled once for each shape. step: of the checkpoint; None for the newest.
+
+        Raises:
+            ConfigError: The model is a `Stack` without `outputs`.
+            CheckpointError: As `params`.
+        """
+        stack, params = self._trained(step)
+        if stack.outputs is None:
+            raise ConfigError(
+                f"model.target={self.settings['model'].get('target')} returns a Stack without outputs, only with a "
+                "loss. Give it outputs=..., a function (ends, x), or use run.loss(batch)."
+            )
+        predict = self._call("predict", outputs_of(stack, unroll=UNROLL, dtype=self._dtype))
+        return predict(params, jnp.asarray(inputs))
+
+    def loss(self, batch: Mapping[str, Any], step: int | None = None) -> float:
+        """Return the mean loss of a batch, {"inputs", "targets"}: arrays [examples, ...]. step, errors: as `params`."""
+        stack, params = self._trained(step)
+        mean = reference(stack, num_microbatches=1, remat="none", unroll=UNROLL, dtype=self._dtype, with_grads=False)
+        given = {name: jnp.asarray(batch[name]) for name in ("inputs", "targets")}
+        return float(self._call("loss", mean)(params, given)[0])
+
+    # what it is made of
+
+    @cached_property
+    def _config(self) -> Config:
+        return model_and_data(self.settings)
+
+    @cached_property
+    def _dtype(self) -> jnp.dtype:
+        name = self._config.run.dtype or DEFAULT_DTYPE
+        if name == "float64" and jnp.zeros(0, float).dtype != jnp.float64:
+            raise ConfigError(
+                f"{self.directory} is a run of run.dtype=float64, and JAX has 32 bits: "
+                'call jax.config.update("jax_enable_x64", True) first.'
+            )
+        return jnp.dtype(name)
+
+    @cached_property
+    def _calls(self) -> dict[str, Callable[..., Any]]:
+        return {}
+
+    @cached_property
+    def _held(self) -> dict[int, Tree]:
+        """The parameters last used, in natural order, by their step."""
+        return {}
+
+    def _call(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self._calls.setdefault(name, jax.jit(function))
+
+    def _step(self, step: int | None) -> int:
         steps = self.steps
         if not steps or step not in (None, *steps):
             found = f"of steps {', '.join(map(str, steps))}" if steps else "none"
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step}; there are {found}.")
+        return steps[-1] if step is None else step
+
+    def _natural(self, step: int) -> Tree:
+        _ = self._dtype  # refuses
         with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
-            return checkpoints.restore_params(steps[-1] if step is None else step, jax.devices()[0])
+            return checkpoints.restore_params(step, jax.devices()[0])
+
+    def _trained(self, step: int | None) -> tuple[Stack, Tree]:
+        """Return the model, and parameters of a checkpoint that fit it."""
+        step = self._step(step)
+        if step not in self._held:
+            natural = self._natural(step)
+            self._fitting(step, natural)
+            self._held.clear()
+            self._held[step] = natural
+        return self._stack, self._held[step]
+
+    def _fitting(self, step: int, natural: Tree) -> Stack:
+        """Return the model. CheckpointError where its code now has other parameters than these of a checkpoint."""
+        stack = self._stack
+        wanted = jax.eval_shape(lambda: init(stack, 0))
+        unlike = differences(array_types(natural), array_types(wanted))
+        if unlike:
+            raise CheckpointError(
+                f"The model of {self.directory} has other parameters now than at step {step}: {unlike[0]} (the first "
+                f"of {len(unlike)}). Its code or cut has changed: restore {self.settings['model'].get('target')}."
+            )
+        return stack
+
+    @cached_property
+    def _stack(self) -> Stack:
+        """The model of the newest checkpoint's data. Warns where its code is not what was trained."""
+        config = self._config
+        with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
+            meta = checkpoints.meta(self._step(None))
+        data = described(meta["data"]) if "example" in meta["data"] else self.data
+        if isinstance(config.model, settings.Transformer):  # any kernel computes the same, and not each runs here
+            config = replace(config, model=replace(config.model, attention="auto"))
+        stack = make_stack(config, data, self._dtype, jax.devices()[0])
+        if isinstance(config.model, settings.CustomModel):
+            before = recorded_sources(meta).get("model", {})
+            changed = changed_modules(before, sources(config.model.target))
+            if changed:
+                warnings.warn(
+                    f"{', '.join(changed)} changed after {self.directory} was trained; it may compute something else.",
+                    stacklevel=4,
+                )
+        return stack
 
 
 def load_run(directory: str | Path) -> SavedRun:

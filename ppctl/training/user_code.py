@@ -24,6 +24,7 @@ import numpy as np
 
 from ppctl.config.files import ROOT
 from ppctl.data import Batch, DataSet
+from ppctl.data.arrays import from_arrays
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
@@ -31,6 +32,10 @@ from ppctl.model.stack import Stack
 
 T = TypeVar("T")
 NUM_TRIED = 2  # examples of the batch that a model is tried on
+ALL = (Stack, DataSet)  # what is made with everything that a function is given
+WHOSE: dict[Any, str] = {
+    Mapping: "a dict of arrays with inputs and targets"
+}  # by kind of a result, where not its own name
 
 
 def custom_stack(
@@ -76,13 +81,16 @@ def custom_stack(
 def custom_data(
     target: str, batch_size: int, eval_fraction: float, options: Mapping[str, Any], *, seed: int
 ) -> DataSet:
-    """Return the data set that data.target returns for (batch_size, seed, eval_fraction, **options).
+    """Return the data set that data.target returns for (batch_size, seed, eval_fraction, **options), or that of the
+    arrays by name that it returns, of which it may take fewer.
 
-    ConfigError where it cannot be called so, or where its result is no data set of such batches.
+    ConfigError or DataError where it cannot be called so, or where its result is no data set of such batches.
     """
     key = f"data.target={target}"
     given = {"batch_size": batch_size, "seed": seed, "eval_fraction": eval_fraction}
-    data = _call_target(DataSet, key, target, given, options)
+    data = _call_target((DataSet, Mapping), key, target, given, options)
+    if isinstance(data, Mapping):
+        data = from_arrays(data, source=key, **given)
     if data.batch_size != batch_size:
         raise ConfigError(f"{key} makes batches of {data.batch_size}, but data.batch_size={batch_size}.")
     if data.num_examples < batch_size:
@@ -96,13 +104,32 @@ def custom_data(
 def _call_target(
     kind: type[T] | tuple[type[T], ...], key: str, target: str, given: Mapping[str, Any], options: Mapping[str, Any]
 ) -> T:
-    """Return the result of a target, which is of this kind; ConfigError where it is not."""
-    result = _call(key, _function(key, target), given, options)
+    """Return the result of a target, which is of this kind; ConfigError where it is not.
+
+    What the function does not name of `given` it is not called with. That is an error where the result is one of ALL,
+    which are made with them.
+    """
+    function = _function(key, target)
+    taken = _taken(function, given)
+    result = _call(key, function, given, taken, options)
     if not isinstance(result, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        expected = " or ".join(f"a {each.__module__}.{each.__qualname__}" for each in kinds)
+        expected = " or ".join(WHOSE.get(each, f"a {each.__module__}.{each.__qualname__}") for each in kinds)
         raise ConfigError(f"{key} returns {_kind(result)}, not {expected}.")
+    missing = [name for name in given if name not in taken]
+    if missing and isinstance(result, ALL):
+        raise ConfigError(
+            f"{key} returns {_kind(result)}, and does not take {', '.join(missing)}, which would be ignored. Let it "
+            f"take {', '.join(given)} by name."
+        )
     return result
+
+
+def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a function takes by name of what it may be given."""
+    kinds = {each.name: each.kind for each in inspect.signature(function).parameters.values()}
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    return {name: value for name, value in given.items() if takes_any or name in kinds}
 
 
 def _function(key: str, target: str) -> Callable[..., Any]:
@@ -148,19 +175,25 @@ def _is_missing(name: str, error: ModuleNotFoundError) -> bool:
     return error.name is not None and (name + ".").startswith(error.name + ".")
 
 
-def _call(key: str, function: Callable[..., Any], given: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def _call(
+    key: str,
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    taken: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Any:
     part = key.partition(".")[0]
     both = sorted(given.keys() & options.keys())
     if both:
         raise ConfigError(f"{part}.options.{both[0]} is given by ppctl itself. Leave it out.")
     try:
-        inspect.signature(function).bind(**given, **options)
+        inspect.signature(function).bind(**taken, **options)
     except TypeError as error:
         raise ConfigError(
             f"{key} is called with {', '.join([*given, *options])}, which it does not take so: {error}. "
             f"Let it take {', '.join(given)} by name; the rest is +{part}.options.NAME=VALUE."
         ) from error
-    return call_user_code(key, "calling it", lambda: function(**given, **options))
+    return call_user_code(key, "calling it", lambda: function(**taken, **options))
 
 
 def call_user_code(key: str, what: str, call: Callable[[], Any]) -> Any:

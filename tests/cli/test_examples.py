@@ -28,7 +28,7 @@ def test_every_example_composes(command, capsys):
     assert program == "ppctl"
     if words[0] == "init":
         assert cli.main(words) == 0
-        assert os.listdir() == words[1:]
+        assert os.listdir() == words[1:2]
     elif words[0] == "runs":
         Path("runs/tiny").mkdir(parents=True)
         Path("runs/tiny/metrics.jsonl").touch()

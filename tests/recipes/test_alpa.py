@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import ppctl
 from ppctl import cli
 from ppctl.cli.compose import compose
 from ppctl.planner.tune import tune_layouts
@@ -66,11 +67,9 @@ def stepped(job, state, batch):
 
 @pytest.mark.full
 def test_trained_weights_leave_a_run_as_its_author_wrote_them(tmp_path):
-    from recipes.documents.alpa_weights import weights
-
     assert cli.main(["train", "recipes=alpa_mlp", "run.num_steps=1", "run.eval_every=null", f"run.dir={tmp_path}"]) == 0
     job = assemble(compose(["recipes=alpa_mlp"], [], ["train"]))
-    found, expected = weights(tmp_path), plain_steps(job, 1)
+    found, expected = ppctl.load_run(tmp_path).params(), plain_steps(job, 1)
     start = plain_steps(job, 0)
     assert furthest(found, expected) < 1e-5  # Alpa's tutorial: 5e-3
     assert furthest(found, start) > 9e-4  # the step of Adam

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from support.selection import few
 
 from ppctl.config import (
@@ -29,6 +30,7 @@ from ppctl.config import (
 )
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs, task_costs
+from ppctl.training.engines.examples import put_examples
 from ppctl.training.job import assemble, model_flops, partition_text, plan, without_pipeline
 from ppctl.training.models import make_stack
 from ppctl.training.start import CPU_FLAGS
@@ -291,3 +293,11 @@ def test_a_backward_without_halves_is_refused_with_its_stage_before_anything_is_
     assert str(error.value).endswith("use a schedule of whole backwards, such as schedule=interleaved.")
     assert "\n" not in str(error.value)
     assemble(replace(split, schedule=Schedule(num_microbatches=2)))  # whole backwards run
+
+
+def test_integers_of_64_bits_are_placed_without_a_warning_where_jax_has_32():
+    sharding = NamedSharding(jax.make_mesh((1,), ("dp",)), PartitionSpec())
+    with jax.enable_x64(False):  # a warning is an error in tests
+        placed = put_examples({"targets": sharding}, range(3), {"targets": np.arange(3)}, 3)
+    assert placed["targets"].dtype == "int32"
+    assert placed["targets"].tolist() == [0, 1, 2]

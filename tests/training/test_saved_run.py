@@ -1,16 +1,149 @@
-"""`ppctl.load_run`: settings, records and parameters of a run, as the run has them."""
+"""`ppctl.load_run`: settings, records and parameters of a run, as the run has them, and the model that they make."""
 
 import json
+import sys
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 import ppctl
-from ppctl.config import MLP, Config, Mesh, Regression, Run, Schedule
+from ppctl.config import MLP, Config, CustomData, CustomModel, Mesh, Regression, Run, Schedule, Synthetic, Transformer
+from ppctl.config.stored import model_and_data
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.job import assemble
+from ppctl.training.loop import metadata
 from ppctl.training.run import as_yaml
+
+OWN = """
+import jax, jax.numpy as jnp, numpy as np
+import ppctl
+
+def network(width=4):
+    def init(key):
+        dense = lambda a, b: {"w": jax.random.normal(jax.random.fold_in(key, a), (a, b)) / a, "bias": jnp.ones(b)}
+        return {"blocks": [dense(6, width), dense(width, 3)], "gain": (jnp.full(3, 2.0),)}
+
+    def apply(params, x):
+        first, last = params["blocks"]
+        x = ppctl.stage_boundary(jnp.tanh(x.reshape(len(x), -1) @ first["w"] + first["bias"]))
+        return {"logits": (x @ last["w"] + last["bias"]) * params["gain"][0]}
+
+    def loss(outputs, targets):
+        found = -jnp.take_along_axis(jax.nn.log_softmax(outputs["logits"]), targets[:, None], axis=-1)
+        return found.sum(), jnp.asarray(found.size, float)
+
+    return ppctl.Network(init, apply, loss)
+
+def rows():
+    rng = np.random.default_rng(0)
+    return {"inputs": rng.standard_normal((64, 2, 3)), "targets": rng.integers(0, 3, 64)}
+"""
+
+
+def save(config, path, seed=0):
+    """Save the initial state as a run's, and return its parameters in natural order."""
+    job = assemble(replace(config, run=replace(config.run, dir=str(path))))
+    state = job.pipe.to_natural(job.pipe.init(seed=seed))
+    with Checkpoints(path / "checkpoints", keep=3) as checkpoints:
+        checkpoints.save(1, state, metadata(job, 1))
+    (path / "config.yaml").write_text(as_yaml(job.config))
+    return jax.device_get(state["params"])
+
+
+@pytest.fixture(scope="module")
+def network_run(tmp_path_factory):
+    """A run of a network of the user's in three stages; the module is imported as it was trained."""
+    home = tmp_path_factory.mktemp("own")
+    (home / "own_net.py").write_text(OWN)
+    config = Config(
+        model=CustomModel(target="own_net.network", num_layers=2),
+        data=CustomData(target="own_net.rows", batch_size=8, eval_fraction=0.25),
+        mesh=Mesh(1, 2),
+        schedule=Schedule("1f1b", 2),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setattr(sys, "path", [*sys.path])
+        save(config, home / "run", seed=3)
+        yield home / "run"
+        sys.modules.pop("own_net", None)
+
+
+def test_parameters_of_a_network_are_the_tree_that_its_init_returns(network_run):
+    network = sys.modules["own_net"].network()
+    expected, found = network.init(jax.random.key(3)), ppctl.load_run(network_run).params()
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b.astype(jnp.float32))
+
+
+def test_a_network_predicts_without_its_data(network_run, monkeypatch):
+    monkeypatch.delattr(sys.modules["own_net"], "rows")
+    network, run = sys.modules["own_net"].network(), ppctl.load_run(network_run)
+    rng = np.random.default_rng(1)
+    batch = {"inputs": rng.standard_normal((5, 2, 3)), "targets": rng.integers(0, 3, 5)}
+    wanted = network.apply(run.params(), jnp.asarray(batch["inputs"], jnp.float32))
+    np.testing.assert_allclose(run.predict(batch["inputs"])["logits"], wanted["logits"], rtol=1e-5)
+    np.testing.assert_allclose(run.predict(batch["inputs"][:1])["logits"], wanted["logits"][:1], rtol=1e-5)
+    total, number = network.loss(wanted, batch["targets"])
+    assert run.loss(batch) == pytest.approx(float(total / number), rel=1e-5)
+    with pytest.raises(ppctl.PpctlError, match="own_net has no function rows"):
+        _ = run.data
+
+
+def test_code_that_changed_is_warned_of_and_other_parameters_are_refused(network_run, monkeypatch):
+    file = network_run.parent / "own_net.py"
+    file.write_text(OWN.replace("2.0", "3.0"))
+    with pytest.warns(UserWarning, match="own_net changed after .* was trained; it may compute something else"):
+        ppctl.load_run(network_run).predict(np.zeros((1, 2, 3)))
+    file.write_text(OWN)
+    monkeypatch.setattr(sys.modules["own_net"].network, "__defaults__", (5,))
+    with pytest.raises(ppctl.PpctlError, match=r"other parameters now than at step 1: .* restore own_net\.network\."):
+        ppctl.load_run(network_run).params()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_transformer_predicts_logits_of_which_the_loss_is_that_of_the_run(tmp_path, dtype):
+    config = Config(
+        model=Transformer(num_layers=2, d_model=8, num_heads=2, seq_len=6),
+        data=Synthetic(batch_size=4, vocab_size=16, num_sequences=128),
+        schedule=Schedule("1f1b", 2),
+        run=Run(dtype=dtype),
+    )
+    save(config, tmp_path)
+    run = ppctl.load_run(tmp_path)
+    batch = next(run.data.batches())
+    logits = run.predict(batch["inputs"])
+    assert logits.shape == (4, 6, 16)
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1).mean()
+    assert run.loss(batch) == pytest.approx(float(expected), rel=1e-5)
+    if dtype == "float64":
+        with jax.enable_x64(False), pytest.raises(ppctl.PpctlError, match=r"run\.dtype=float64, and JAX has 32 bits"):
+            ppctl.load_run(tmp_path).params()
+
+
+def test_an_mlp_predicts_and_a_stack_without_outputs_is_refused(saved, monkeypatch):
+    run, rng = ppctl.load_run(saved[0]), np.random.default_rng(0)
+    batch = {"inputs": rng.standard_normal((4, 3)), "targets": rng.standard_normal((4, 2))}
+    error = np.square(run.predict(batch["inputs"]) - batch["targets"]).mean()
+    assert run.loss(batch) == pytest.approx(error, rel=1e-5)
+    stack, params = run._trained(5)
+    monkeypatch.setattr(ppctl.SavedRun, "_trained", lambda self, step: (replace(stack, outputs=None), params))
+    with pytest.raises(ppctl.PpctlError, match=r"returns a Stack without outputs, only with a loss\. Give it outputs"):
+        run.predict(batch["inputs"])
+
+
+def test_settings_of_another_version_are_refused():
+    settings = yaml.safe_load(as_yaml(Config()))
+    assert model_and_data(settings).model == Config().model
+    with pytest.raises(ppctl.PpctlError, match=r"model=rnn of this run is none that this version of ppctl has\."):
+        model_and_data(settings | {"model": {"name": "rnn"}})
+    with pytest.raises(ppctl.PpctlError, match=r"data\.colour of this run is no setting of this version"):
+        model_and_data(settings | {"data": {"name": "stdlib", "colour": 3}})
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +157,14 @@ def saved(tmp_path_factory):
         schedule=Schedule("1f1b", 2),
         run=Run(dir=str(path), dtype="float32"),
     )
-    pipe = assemble(config).pipe
+    job = assemble(config)
+    pipe = job.pipe
     params = {}
     with Checkpoints(path / "checkpoints", keep=3) as checkpoints:
         for step in (3, 5):
             state = pipe.to_natural(pipe.init(seed=step))
             params[step] = jax.device_get(state["params"])
-            checkpoints.save(step, state, {"step": step})
+            checkpoints.save(step, state, metadata(job, step))
     (path / "config.yaml").write_text(as_yaml(config))
     (path / "metrics.jsonl").write_text(json.dumps({"step": 5, "loss": 0.5}) + '\n{"step": 6, "lo')
     return path, params

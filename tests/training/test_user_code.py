@@ -1,15 +1,20 @@
 """Models and data of the user's own: the starter project runs, and what does not fit is said in one line."""
 
 import json
+import os
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ppctl import cli, config
+from ppctl.cli.commands.init import NETWORK as STARTER_NETWORK
 from ppctl.cli.commands.init import STARTER, serve
 from ppctl.config.sources import sources
 from ppctl.data.dataset import DataSet, fingerprint
@@ -19,6 +24,7 @@ from ppctl.planner.measure import _key
 from ppctl.training.job import assemble, open_data
 from ppctl.training.user_code import custom_data, custom_stack
 
+ROOT = Path(__file__).parents[2]
 GOOD_MODEL = """
 import jax, jax.numpy as jnp
 from ppctl.model.stack import Stack
@@ -80,6 +86,39 @@ def test_the_starter_project_trains_and_is_verified(here, capsys, monkeypatch):
     assert cli.main(["verify", *asked, "verify.steps=1", "run.dtype=float64", "executor=mpmd", "schedule=zb_h1"]) == 0
 
 
+@pytest.mark.full  # three commands that start JAX
+def test_the_starter_network_trains_is_verified_and_predicts(here, capsys, monkeypatch):
+    assert cli.main(["init", "own", "--network"]) == 0
+    monkeypatch.chdir(here / "own")
+    asked = ["--config-dir", ".", "recipes=mine"]
+    assert cli.main(["train", *asked, "run.num_steps=30", "run.eval_every=15"]) == 0
+    losses = [json.loads(line)["loss"] for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < 0.5 < 1 < losses[0]
+    assert cli.main(["verify", *asked, "verify.steps=1"]) == 0
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "0"}
+    done = subprocess.run([sys.executable, "predict.py"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "parameter conv/0/w (3, 3, 1, 8)" in done.stdout
+    assert re.search(r"held out: loss 0\.\d+, \d+% of 64 right", done.stdout), done.stdout
+
+
+def test_the_starter_network_is_written_with_its_arrays(here, capsys):
+    assert cli.main(["init", "own", "--network"]) == 0
+    written = sorted(str(file.relative_to("own")) for file in Path("own").rglob("*") if file.is_file())
+    code = ["make_data.py", "my_data.py", "my_network.py", "predict.py"]
+    assert written == sorted(["README.md", *code, "images.npy", "labels.npy", "recipes/mine.yaml"])
+    assert all((Path("own") / file).read_bytes() == (STARTER_NETWORK / file).read_bytes() for file in code)
+    assert "own/images.npy" in capsys.readouterr().out
+    sys.path.insert(0, str(here / "own"))
+    files = {"inputs": "own/images.npy", "targets": "own/labels.npy"}
+    data = custom_data("my_data.images", 64, 0.125, files, seed=0)
+    assert (data.num_examples, data.read(np.arange(2))["inputs"].shape) == (1792, (2, 8, 8))
+    (here / "other").mkdir()
+    (here / "other/images.npy").write_text("mine")
+    assert cli.main(["init", "other", "--network"]) == 2
+    assert "other/images.npy is there already, and nothing is overwritten" in capsys.readouterr().err
+
+
 def test_init_overwrites_nothing(here, capsys):
     (here / "own").mkdir()
     (here / "own/my_data.py").write_text("mine")
@@ -97,14 +136,14 @@ def test_init_overwrites_nothing(here, capsys):
 def test_all_of_the_starter_is_written(here):
     serve(["own"])
     written = sorted(str(file.relative_to("own")) for file in Path("own").rglob("*") if file.is_file())
-    assert written == ["my_data.py", "my_model.py", "recipes/mine.yaml"]
+    assert written == ["my_data.py", "my_model.py", "predict.py", "recipes/mine.yaml"]
     assert all((Path("own") / file).read_bytes() == (STARTER / file).read_bytes() for file in written)
 
 
 def test_targets_in_recipes_are_looked_for_beside_ppctls_own_too(here):
     (here / "recipes").mkdir()  # as in a project that `ppctl init` made
-    (here / "recipes/mine.py").write_text("def data(**given):\n    return given\n")
-    with pytest.raises(ConfigError, match="returns a dict, not a"):
+    (here / "recipes/mine.py").write_text("def data(**given):\n    return [given]\n")
+    with pytest.raises(ConfigError, match="returns a list, not a"):
         custom_data("recipes.mine.data", 4, 0.0, {}, seed=0)
     found = custom_data("recipes.documents.nabla.rows", 4, 0.0, {"num_layers": 2, "dim": 3}, seed=0)
     assert (found.num_examples, found.target_dim) == (4, 3)
@@ -164,6 +203,28 @@ def test_a_function_with_marks_is_a_model(here):
         custom_stack("net2.model", 2, {}, **asked)
 
 
+def test_a_network_takes_only_what_it_names(here):
+    given = "*, num_layers, dtype, data, name"
+    (here / "free.py").write_text(NETWORK.replace(given, "name").replace(", dtype)", ")"))
+    stack = custom_stack("free.model", 2, {}, data=rows(), dtype=jnp.dtype("float32"))
+    assert {str(a.dtype) for a in jax.tree.leaves(jax.eval_shape(lambda: init(stack, 0)))} == {"float32"}
+    (here / "stack.py").write_text(GOOD_MODEL.replace("BREAK", "pass").replace(" dtype,", "").replace(", dtype)", ")"))
+    (here / "stack.py").write_text((here / "stack.py").read_text().replace(", **changes", ""))
+    with pytest.raises(ConfigError, match=r"returns a Stack, and does not take dtype, which would be ignored. Let it"):
+        custom_stack("stack.model", 2, {}, data=rows(), dtype=jnp.dtype("float32"))
+
+
+def test_arrays_are_data_and_a_data_set_takes_all_settings(monkeypatch):
+    arrays = {"inputs": np.ones((40, 3)), "targets": np.arange(40)}
+    monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda: arrays)
+    data = custom_data("a.b", 4, 0.25, {}, seed=7)
+    assert (data.batch_size, data.num_eval_examples, data.seed, data.input_dim) == (4, 10, 7, 3)
+    assert data.source.startswith("data.target=a.b: 40 examples")
+    monkeypatch.setattr("ppctl.training.user_code._function", lambda key, target: lambda batch_size: rows())
+    with pytest.raises(ConfigError, match="returns a DataSet, and does not take seed, eval_fraction, which would be"):
+        custom_data("a.b", 4, 0.0, {}, seed=0)
+
+
 WRONG_MODELS = {
     "return 3": "returns a int, not a ppctl.model.stack.Stack",
     "return": "returns nothing, not a ppctl.model.stack.Stack",
@@ -206,7 +267,7 @@ def test_a_target_that_cannot_be_called_is_refused(here, target, options, said):
 
 
 WRONG_DATA = {
-    "3": "returns a int, not a ppctl.data.dataset.DataSet",
+    "3": "returns a int, not a ppctl.data.dataset.DataSet or a dict of arrays with inputs and targets",
     "rows(batch_size=2)": "makes batches of 2, but data.batch_size=4",
     "rows(num_examples=3)": "has 3 examples to train on, fewer than data.batch_size=4",
     "rows(read=lambda n: n)": "reads a ndarray; it must read a dict with inputs and targets",

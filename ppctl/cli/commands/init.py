@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from ppctl.cli.commands import COMMANDS
@@ -10,35 +12,52 @@ from ppctl.config.files import ROOT
 from ppctl.errors import ConfigError
 
 STARTER = ROOT / "recipes/starter"
+NETWORK = ROOT / "recipes/starter_network"
+MAKE_DATA = "make_data.py"  # of a network's: run once in the new directory, it writes MADE
+MADE = ("images.npy", "labels.npy")
+KINDS = (".py", ".yaml", ".md")
 
 
 def serve(words: list[str]) -> int:
     """Write the files; return 0. ConfigError where they cannot be, or would replace others."""
     if words in (["-h"], ["--help"]):
         about = COMMANDS["init"]
-        print(f"Usage: ppctl init DIR\n\n{about[0].upper()}{about[1:]}: {', '.join(map(str, _files()))}.")
+        print(
+            f"Usage: ppctl init DIR [--network]\n\n{about[0].upper()}{about[1:]}.\n\n"
+            f"  DIR            a Stack, equal layers between an embedding and a head: {_listed(STARTER)}\n"
+            f"  DIR --network  a Network, any JAX function of a batch, with .npy files: {_listed(NETWORK)}"
+        )
         return 0
-    if len(words) != 1 or words[0].startswith("-"):
-        raise ConfigError(f"ppctl init {' '.join(words)}".rstrip() + " is not `ppctl init DIR`: name one directory.")
-    directory = Path(words[0])
-    there = [str(directory / file) for file in _files() if (directory / file).exists()]
+    names = [word for word in words if word != "--network"]
+    if len(names) != 1 or names[0].startswith("-"):
+        raise ConfigError(
+            f"ppctl init {' '.join(words)}".rstrip() + " is not `ppctl init DIR [--network]`: name one directory."
+        )
+    directory, starter = Path(names[0]), NETWORK if "--network" in words else STARTER
+    files = _files(starter)
+    has_maker = Path(MAKE_DATA) in files
+    written = [*map(str, files), *(MADE if has_maker else ())]
+    there = [str(directory / file) for file in written if (directory / file).exists()]
     if there:
         raise ConfigError(f"{there[0]} is there already, and nothing is overwritten. Name another directory.")
     try:
-        for file in _files():
+        for file in files:
             (directory / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(STARTER / file, directory / file)
+            shutil.copyfile(starter / file, directory / file)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}. Name another directory.") from error
-    print("wrote    " + ", ".join(str(directory / file) for file in _files()))
+    if has_maker and subprocess.run([sys.executable, MAKE_DATA], cwd=directory, check=False).returncode:
+        raise ConfigError(f"{directory / MAKE_DATA} cannot write {' and '.join(MADE)} here: its error is above.")
+    print("wrote    " + ", ".join(str(directory / file) for file in written))
     print(f"train    cd {directory} && ppctl train --config-dir . recipes=mine")
     print("verify   ppctl verify --config-dir . recipes=mine run.dtype=float64")
+    print("use      python predict.py")
     return 0
 
 
 def option_names() -> list[str]:
     """Return every option of `ppctl init`."""
-    return ["--help"]
+    return ["--network", "--help"]
 
 
 def completions(words: list[str]) -> list[str]:
@@ -47,6 +66,10 @@ def completions(words: list[str]) -> list[str]:
     return []
 
 
-def _files() -> list[Path]:
+def _files(starter: Path) -> list[Path]:
     """Return what is written, below the directory."""
-    return sorted(file.relative_to(STARTER) for file in STARTER.rglob("*") if file.suffix in (".py", ".yaml"))
+    return sorted(file.relative_to(starter) for file in starter.rglob("*") if file.suffix in KINDS)
+
+
+def _listed(starter: Path) -> str:
+    return ", ".join(map(str, _files(starter)))

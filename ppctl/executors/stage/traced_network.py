@@ -245,9 +245,12 @@ class TracedNetwork:
         leaves = self._computed(self._leaves_of(l, w))
         return self._packed(self.at(len(x)).run(start, stop, self._unpacked(x, start), leaves), len(x))
 
-    def head(self, ends: Tree, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def outputs(self, ends: Tree, x: jax.Array) -> Tree:
         start, leaves = self.bounds[-1], self._computed(self._unpacked_ends(ends))
-        return self.network.loss(self.at(len(x)).outputs(start, self._unpacked(x, start), leaves), targets)
+        return self.at(len(x)).outputs(start, self._unpacked(x, start), leaves)
+
+    def head(self, ends: Tree, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.network.loss(self.outputs(ends, x), targets)
 
 
 def stack_of(network: TracedNetwork) -> Stack:
@@ -266,6 +269,7 @@ def stack_of(network: TracedNetwork) -> Stack:
         initial=initial,
         export=network.from_parts,
         mixes_examples=network.network.mixes_examples,
+        outputs=network.outputs,
     )
 
 

@@ -22,6 +22,7 @@ def put_examples(
     place = {example: i for i, example in enumerate(examples)}
 
     def one(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)  # where JAX has 32 bits
         shape = (batch_size, *values.shape[1:])
         if not sharding.addressable_devices:  # as between the first and the last stage: all of it is other processes'
             return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=values.dtype)
