@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -14,13 +15,22 @@ from ppctl.cli.compose import compose
 from ppctl.config import Config
 
 
+@functools.cache
+def settings(words):
+    """What WORDS compose to; composing takes half a second."""
+    config = compose([*words], [], [])
+    assert isinstance(config, Config)
+    return asdict(config)
+
+
 def make(name, *words, steps=3, age_s=0.0, started_s=None, ending=None, loss=4.0):
     """A run below runs/ as `ppctl train WORDS` leaves it, with this age and this last line of status.jsonl."""
     run_dir = Path("runs") / name
     run_dir.mkdir(parents=True)
-    config = compose([*words, f"run.dir='{run_dir}'"], [], [])
-    assert isinstance(config, Config)
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    config = settings(words)
+    (run_dir / "config.yaml").write_text(
+        yaml.safe_dump({**config, "run": {**config["run"], "dir": str(run_dir)}}, sort_keys=False)
+    )
     lines = [
         {"step": step, "loss": loss / step, "step_time_s": 0.5, "tokens_per_s": 1e4} for step in range(1, steps + 1)
     ]
