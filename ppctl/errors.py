@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+# Kinds of what ends a command and is no error of these classes, as `--json` names them.
+INTERRUPTED, OUTPUT, BUG = "interrupted", "output", "bug"
+REMEDY = re.compile(  # a sentence that tells what to do, and what follows it
+    r"(?<=[.?:)] )(?:(?:Add|Choose|Copy|Delete|Did you mean|Drop|End|Free|Give|Go|Install|Leave|Let|Lower|Make|Move"
+    r"|Name|Please|Raise|Restore|Round|Say|Set|Start|Try|Use|Write)\b|`ppctl ).*"
+)
+
 
 class PpctlError(Exception):
     """A request that cannot be served. The command line prints it without a traceback and exits with `exit_code`."""
 
     exit_code = 2
+    kind = "request"  # as `--json` names it; docs/command-line.md lists them
 
 
 class ConfigError(PpctlError):
     """A setting, or a combination of settings, that is impossible."""
 
+    kind = "config"
+
 
 class ScheduleError(PpctlError):
     """A schedule that breaks the dependency rule, or a size that a schedule family cannot serve."""
+
+    kind = "schedule"
 
 
 class DataError(PpctlError):
     """A data set that is missing, too small, or not what its config says."""
 
+    kind = "data"
+
 
 class CheckpointError(PpctlError):
     """A checkpoint that is missing, unreadable, or belongs to another model or data set."""
+
+    kind = "checkpoint"
 
 
 class DamagedError(CheckpointError):
@@ -36,22 +55,27 @@ class DamagedError(CheckpointError):
 class SaveError(CheckpointError):
     """A checkpoint that could not be written; those before it are as they were."""
 
+    kind = "save"
+
 
 class NonFiniteError(PpctlError):
     """Training met a loss or gradient that is not finite and stopped."""
 
+    kind = "not_finite"
     exit_code = 4  # not that of a bug: starting again would meet it again
 
 
 class LostError(PpctlError):
     """Another process of the run is gone."""
 
+    kind = "process_lost"
     exit_code = 3
 
 
 class DeclinedError(PpctlError):
     """The user was asked, and said no."""
 
+    kind = "declined"
     exit_code = 1
 
 
@@ -61,3 +85,13 @@ class AgreedError(ConfigError):
 
 class ElsewhereError(PpctlError):
     """The error that ends this process is printed by another one of the run, and not here."""
+
+
+def error_document(kind: str, message: str) -> dict[str, dict[str, Any]]:
+    """Return what `--json` prints of an error: its kind, its whole message, and the part of that which is the remedy.
+
+    >>> error_document("config", "mesh.pp=0 must be at least 1. Use mesh.pp=1.")["error"]["remedy"]
+    'Use mesh.pp=1.'
+    """
+    found = REMEDY.search(message)
+    return {"error": {"kind": kind, "message": message, "remedy": None if found is None else found[0]}}

@@ -10,8 +10,8 @@ from ppctl.cli.commands import COMMANDS, OTHERS
 from ppctl.cli.options import general_options
 from ppctl.errors import ConfigError
 
-# Each asks `ppctl -sc` with the line so far in COMP_LINE, as bash does. What ends in = or . goes on, all else is a
-# whole word; where there is no candidate, a file may follow.
+# Each asks `ppctl -sc` with the line so far in COMP_LINE, as bash does. What ends in = or . goes on, all else is whole;
+# where there is no candidate, a file may follow.
 ZSH = """\
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
 _ppctl() {

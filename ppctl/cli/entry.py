@@ -29,8 +29,9 @@ from ppctl.cli.commands import COMMANDS, COMPOSED, OTHERS
 from ppctl.cli.help import APPLIES_TO, command_help, overview
 from ppctl.cli.options import hydra_flags, job_flags, parse
 from ppctl.cli.overrides import started_with
+from ppctl.cli.show_error import show_error
 from ppctl.config import Config
-from ppctl.errors import ConfigError, ElsewhereError, PpctlError
+from ppctl.errors import BUG, INTERRUPTED, OUTPUT, ConfigError, ElsewhereError, PpctlError
 from ppctl.launch.local import launch
 from ppctl.launch.supervise import end_with_starter
 
@@ -39,8 +40,9 @@ OF_SEVERAL_PROCESSES = ("train", "doctor")  # the commands that may run as some;
 
 def main(argv: list[str] | None = None) -> int:
     """Serve a command line; return the exit code. `argv` is without the program's name."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        code = _serve(sys.argv[1:] if argv is None else argv)
+        code = _serve(argv)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of `ppctl ... | head` has gone
@@ -50,21 +52,22 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except PpctlError as error:
         _debug()
-        print(f"ppctl: {_one_line(str(error))}", file=sys.stderr)
+        show_error(error.kind, _one_line(str(error)), argv)
         return error.exit_code
     except KeyboardInterrupt:
         _debug()
-        print("ppctl: interrupted.", file=sys.stderr)
+        show_error(INTERRUPTED, "interrupted.", argv)
         return 130
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None and _is_full():
-            print(f"ppctl: the output cannot be written: {error.strerror}.", file=sys.stderr)
+            show_error(OUTPUT, f"the output cannot be written: {error.strerror}.", argv)
             return 1
         traceback.print_exc()
-        print(
-            f"ppctl: this is a bug in ppctl, not in your request: {type(error).__name__}: {_one_line(str(error))}. "
-            f"Please report it with the lines above and: ppctl {' '.join(argv or sys.argv[1:])}",
-            file=sys.stderr,
+        show_error(
+            BUG,
+            f"this is a bug in ppctl, not in your request: {type(error).__name__}: {_one_line(str(error))}. "
+            f"Please report it with the lines above and: ppctl {' '.join(argv)}",
+            argv,
         )
         return 1
 
@@ -111,8 +114,9 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
     if _is_debugging():
         traceback.print_stack(frame)
-    show_cursor = b"\x1b[?25h" if os.isatty(2) else b""  # a spinner hides it
-    os.write(2, show_cursor + b"ppctl: interrupted.\n")
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # a spinner hides the cursor
+    show_error(INTERRUPTED, "interrupted.", sys.argv, in_handler=True)
     os._exit(128 + number)
 
 

@@ -120,7 +120,8 @@ MOST_USED = (
     "inspect.out",
 )
 FLAGS = """\
-  --json            print the result as JSON on stdout
+  --json            print the result as JSON on stdout; what ends it without one as {"error": {"kind", "message",
+                    "remedy"}}, too
   --cfg job         print the composed config as YAML and stop (--resolve: with ${...} filled in)
   --info TOPIC      where the config comes from: config, defaults, defaults-tree, plugins, searchpath
   -m, --multirun    run every combination of KEY=A,B,...: each in a process and a run.dir of its own; the same line

@@ -9,18 +9,21 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ppctl.config import Config
 from ppctl.config.launch import not_launched
-from ppctl.errors import ConfigError, LostError, NonFiniteError
+from ppctl.errors import ConfigError, LostError, NonFiniteError, error_document
 from ppctl.launch.supervise import LEFT, Child, Ending, run_group, stop_requests
 from ppctl.reports.run_files import checkpoint_steps, last_record
 
 HOST = "127.0.0.1"
 STARTED_WITH = "PPCTL_STARTED_WITH"  # tells each process the words that the launcher was started with, as JSON
+ERROR_FILE = "PPCTL_ERROR_FILE"  # names the file in which a process leaves its error for `--json`
 # A restart would meet these again: done or stopped, a request that is refused, numbers that are not finite.
 FINAL = (*LEFT, ConfigError.exit_code, NonFiniteError.exit_code)
 KILLED = 128  # and the number of the signal
@@ -39,13 +42,18 @@ def launch(config: Config, words: Sequence[str], started_with: Sequence[str], *,
     groups = device_groups(config, os.environ)
     found = newest_checkpoint(run_dir)
     env = {STARTED_WITH: json.dumps([*started_with])}
+    errors, why = tempfile.TemporaryDirectory(), ""
 
     def start(restart: int) -> Ending:
+        nonlocal why
         began_s = time.time()
+        for left in Path(errors.name).iterdir():
+            left.unlink()  # of the start before
+        started = children(config, words, groups, is_own=restart > 0 and found is None)
         ending = run_group(
             [
-                child._replace(env={**child.env, **env})
-                for child in children(config, words, groups, is_own=restart > 0 and found is None)
+                child._replace(env={**child.env, **env, ERROR_FILE: os.path.join(errors.name, str(index))})
+                for index, child in enumerate(started)
             ],
             events,
             crash_grace_s=settings.crash_grace_s,
@@ -55,12 +63,29 @@ def launch(config: Config, words: Sequence[str], started_with: Sequence[str], *,
         )
         if ending.cause is not None and ending.code not in EXPLAINED_BY_CHILD:
             step = last_step(run_dir, since_s=began_s)
-            _say(ending.cause + ("" if step is None else f" (last step logged: {step})"))
+            why = ending.cause + ("" if step is None else f" (last step logged: {step})")
+            _say(why)
         return ending
 
-    with stop_requests() as events:
+    with errors, stop_requests() as events:
         code = with_restarts(start, settings.max_restarts, lambda: newest_checkpoint(run_dir), _say)
-    return LostError.exit_code if code > KILLED and code not in LEFT else code
+        code = LostError.exit_code if code > KILLED and code not in LEFT else code
+        if as_json and code and (document := error_of(Path(errors.name), code, why)) is not None:
+            print(json.dumps(document), flush=True)
+    return code
+
+
+def error_of(directory: Path, code: int, why: str) -> dict[str, Any] | None:
+    """Return the error that ended the run, of those that its processes left in a directory; None where there is none.
+
+    code: which the launcher ends with. why: who ended the run and how; stands in where a process was killed.
+    """
+    left = sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime)
+    found = [json.loads(file.read_bytes()) for file in left]
+    found.sort(key=lambda each: each["error"]["kind"] == LostError.kind)  # who only noticed another's end
+    if found:
+        return found[0]
+    return error_document(LostError.kind, f"{why}.") if code == LostError.exit_code else None
 
 
 def with_restarts(

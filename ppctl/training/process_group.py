@@ -174,7 +174,7 @@ def _with_process_number(error: Exception, config: Config, heartbeat: Heartbeat)
     )  # what all find alike, such as numbers that are not finite, is printed once
     is_printed = is_first or heartbeat.process == 0
     numbered = PpctlError(f"process {heartbeat.process}: {error}") if is_printed else ElsewhereError()
-    numbered.exit_code = error.exit_code
+    numbered.exit_code, numbered.kind = error.exit_code, error.kind
     return numbered
 
 

@@ -22,10 +22,10 @@ def plan(config: Config, *, as_json: bool) -> int:
     job = assemble(config, only_planned=True)
     check_evaluations(job)
     found = predicted(job)
+    if file is not None:
+        write_file(f"plan.html={file}", Path(file), plan_page(found, config, picture_of(job, found.unknown)))
     if as_json:
         show_json(asdict(found))
     else:
         show_plan(found, config)
-    if file is not None:
-        write_file(f"plan.html={file}", Path(file), plan_page(found, config, picture_of(job, found.unknown)))
     return int(found.fits is False)

@@ -17,10 +17,10 @@ def rehearse(config: Config, *, as_json: bool) -> int:
     if file is not None:
         check_file(f"rehearse.html={file}", Path(file))  # refused before the work
     found, timeline = run_ranks(config)
+    if file is not None:
+        write_file(f"rehearse.html={file}", Path(file), rehearsal_page(found, timeline, config))
     if as_json:
         show_json(asdict(found))
     else:
         show_rehearsal(found, config)
-    if file is not None:
-        write_file(f"rehearse.html={file}", Path(file), rehearsal_page(found, timeline, config))
     return 0
