@@ -24,7 +24,7 @@ HELP = f"""\
 ppctl report: {COMMANDS["report"]}.
 
 Usage: ppctl report RUN [--out FILE.html] [--json]           one run: status, curves, predicted vs. measured
-       ppctl report RUN RUN ... [--out FILE.html] [--json]   up to 8 runs: what differs, curves drawn together
+       ppctl report RUN RUN ... [--out FILE.html] [--json]   any number: what differs, curves drawn together
 
 RUN is a path, a name in the list of `ppctl runs`, or a part of one that no other has. The page holds all it shows: it
 can be mailed, and opens without a network. It is of the moment; write it again while a run goes on.
@@ -49,11 +49,6 @@ def serve(words: list[str]) -> int:
         raise ConfigError("`ppctl report` needs a run: ppctl report RUN. `ppctl runs` lists them.")
     from ppctl.reports.run_page import write_report as report
 
-    if len(options.words) > report.MOST_RUNS:
-        raise ConfigError(
-            f"{len(options.words)} runs are too many for one page ({report.MOST_RUNS} at most). Name fewer; "
-            "`ppctl runs` lists any number."
-        )
     found = [_find(word) for word in options.words]
     places: dict[Path, str] = {}
     for word, (_, path) in zip(options.words, found, strict=True):

@@ -66,14 +66,17 @@ class Line:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def curves_svg(curves: Sequence[Curve], *, title: str, x_name: str, from_zero: bool = False) -> str:
+def curves_svg(
+    curves: Sequence[Curve], *, title: str, x_name: str, from_zero: bool = False, others: Sequence[Curve] = ()
+) -> str:
     """Return the svg of at most MOST_LINES curves, of which one has a value; several carry their labels.
 
+    others: curves of further figures, whose values these axes hold too, so that the figures can be compared.
     Of many points a pale curve has the least and the greatest in every pixel column, a strong one their medians.
     """
     assert 0 < len(curves) <= MOST_LINES, "a colour and a mark each"
-    values = [y for curve in curves for _, y in curve.points if y is not None]
-    every_x = [x for curve in curves for x in (*(x for x, _ in curve.points), *curve.lost)]
+    values = [y for curve in (*curves, *others) for _, y in curve.points if y is not None]
+    every_x = [x for curve in (*curves, *others) for x in (*(x for x, _ in curve.points), *curve.lost)]
     letters = max(len(shortened(curve.label)) for curve in curves) if len(curves) > 1 else 0
     right = WIDTH - RIGHT - (14 + PER_LETTER * letters if letters else 0)
     with figure_axes(right=right) as axes:

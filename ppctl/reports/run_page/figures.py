@@ -28,15 +28,26 @@ def figures_of_run(run: RecordedRun) -> list[str]:
     return [each for each in drawn if each]
 
 
-def figures_of_runs(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
-    """Return the losses and speeds of runs, drawn together."""
-    drawn = [_figure("Loss", [_curve(run, "loss", label) for run, label in zip(runs, labels, strict=True)])]
-    curves = [Curve(label, run.evaluations, _lost(run.evaluations)) for run, label in zip(runs, labels, strict=True)]
-    drawn.append(_figure("Eval loss", curves))
+def figures_of_runs(runs: Sequence[RecordedRun], labels: Sequence[str], num_together: int) -> list[list[str]]:
+    """Return the losses and speeds of runs, so many drawn together: the figures of the first ones, of the next ones ...
+
+    A figure has the same axes for all of them.
+    """
+    named = list(zip(runs, labels, strict=True))
+    kinds = [
+        ("Loss", [_curve(run, "loss", label) for run, label in named], False),
+        ("Eval loss", [Curve(label, run.evaluations, _lost(run.evaluations)) for run, label in named], False),
+    ]
     for speed, unit in SPEED_NAMES.items():
-        curves = [_speed(run, speed, label) for run, label in zip(runs, labels, strict=True)]
-        drawn.append(_figure(_SPEED.format(unit), curves, from_zero=True))
-    return [each for each in drawn if each]
+        kinds.append((_SPEED.format(unit), [_speed(run, speed, label) for run, label in named], True))
+    pages = []
+    for first in range(0, len(named), num_together):
+        drawn = (
+            _figure(title, curves[first : first + num_together], from_zero=from_zero, others=curves)
+            for title, curves, from_zero in kinds
+        )
+        pages.append([each for each in drawn if each])
+    return pages
 
 
 def _loss(run: RecordedRun) -> str:
@@ -99,12 +110,13 @@ def _lost(points: Points) -> list[float]:
     return [x for x, y in points if y is None]
 
 
-def _figure(title: str, curves: Sequence[Curve], *, from_zero: bool = False) -> str:
-    """Return a figure with its caption, nothing where no curve has a finite value."""
+def _figure(title: str, curves: Sequence[Curve], *, from_zero: bool = False, others: Sequence[Curve] = ()) -> str:
+    """Return a figure with its caption, on axes that hold the others too; nothing where no curve has a finite value."""
     if not any(y is not None for curve in curves for _, y in curve.points):
         return ""
     note = "crosses: not finite" if any(curve.lost for curve in curves) else ""
-    return _framed(title, curves_svg(curves, title=title, x_name="step", from_zero=from_zero), note)
+    drawn = curves_svg(curves, title=title, x_name="step", from_zero=from_zero, others=others)
+    return _framed(title, drawn, note)
 
 
 def _framed(title: str, drawn: str, note: str) -> str:

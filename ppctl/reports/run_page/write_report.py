@@ -14,7 +14,6 @@ from ppctl.reports.run_page.read import CURVES, RecordedRun
 from ppctl.reports.run_settings import differing_settings
 from ppctl.reports.terminal import check_file, show_json, write_file
 
-MOST_RUNS = 8  # whose curves are told from each other
 FILE = "report.html"
 
 
