@@ -109,9 +109,11 @@ MOST_USED = (
     "plan.compile",  # plan: of `ppctl plan`
     "plan.topology",
     "plan.memory_gib",
+    "plan.tokens",
     "plan.html",
     "rehearse.html",  # rehearse: of `ppctl rehearse`
     "tune.devices",  # tune: of `ppctl tune`
+    "tune.tokens",
     "tune.measure",
     "tune.recipe",
     "inspect.what",  # inspect: of `ppctl inspect`

@@ -10,6 +10,7 @@ from typing import Any
 from ppctl.errors import ConfigError
 
 LARGEST = 2**31 - 1  # of whole numbers: steps and seeds are int32 on devices
+MOST_TOKENS = 1e18  # of a training run: a million times what large ones take
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -26,6 +27,12 @@ def at_least(key: str, value: float | None, least: float) -> None:
 def above_zero(key: str, value: float | None) -> None:
     if value is not None and not 0 < value < math.inf:  # written so that NaN fails
         raise ConfigError(f"{key}={value} must be a finite number above 0.")
+
+
+def tokens(key: str, value: float | None) -> None:
+    """Check a number of tokens to train on, which may be above `LARGEST`."""
+    if value is not None and not 1 <= value <= MOST_TOKENS:  # written so that NaN fails
+        raise ConfigError(f"{key}={value} is no number of tokens to train on. Use one from 1 to {MOST_TOKENS:g}.")
 
 
 def fraction(key: str, value: float, *, below_one: bool = False) -> None:

@@ -18,6 +18,7 @@ ABOVE_ZERO = (
     "link_bytes_per_s",
     "memory_gib",
     "network_bytes_per_s",
+    "power_w",
 )
 
 
@@ -70,6 +71,7 @@ class Hardware:
     cuda: Cuda | None = None  # of NVIDIA GPUs: for their compiler, and the tiles of matrix products
     attention_forward_fraction: float | None = None  # as flops_fraction, of kernels, all pairs of tokens counted
     attention_backward_fraction: float | None = None  # likewise; null: as matrix products
+    power_w: float | None = None  # of one device at most, as its maker states it; None: not known
     bandwidth_fraction: float = 1.0  # 0..1: share of memory_bytes_per_s that element-wise operations reach
 
     @property

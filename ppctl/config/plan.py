@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from ppctl.config.checks import at_least
+from ppctl.config.checks import at_least, tokens
 from ppctl.errors import ConfigError
 
 TOPOLOGY = re.compile(r"\w+:\d+(x\d+){1,2}")
@@ -19,11 +19,13 @@ class Plan:
     compile: bool = False  # compile the train step too, for the memory that the compiler plans
     topology: str | None = None  # compile for TPUs that are not here: v5e:16x16; or GPUs, hosts x GPUs a host: h100:2x8
     memory_gib: float | None = None  # memory of a device; None: as the device itself states
+    tokens: float | None = None  # to train on: shows days, device-hours and energy; None: only a step
     html: str | None = None  # write the plan to this file too, as a page for browsers that loads nothing
 
     def check(self) -> None:
         if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:  # written so that NaN fails
             raise ConfigError(f"plan.memory_gib={self.memory_gib} is not a size. Use a number above 0.")
+        tokens("plan.tokens", self.tokens)
         if self.topology is None:
             return
         if TOPOLOGY.fullmatch(self.topology) is None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ppctl.config.checks import above_zero, at_least
+from ppctl.config.checks import above_zero, at_least, tokens
 from ppctl.errors import ConfigError
 from ppctl.schedule.remat import Remat
 
@@ -17,6 +17,7 @@ class Tune:
 
     devices: int | None = None  # how many; None: those of the mesh
     memory_gib: float | None = None  # of a device; None: that of the hardware
+    tokens: float | None = None  # to train on: shows days, device-hours and energy of the best; None: only a step
     schedules: list[str] | None = None  # families to choose from; None: all that the executor runs
     remat: list[str] | None = None  # settings of executor.remat to choose from; None: all
     max_chunks: int = 4  # stages a rank, at most
@@ -29,6 +30,7 @@ class Tune:
     def check(self) -> None:
         at_least("tune.devices", self.devices, 1)
         above_zero("tune.memory_gib", self.memory_gib)
+        tokens("tune.tokens", self.tokens)
         at_least("tune.max_chunks", self.max_chunks, 1)
         at_least("tune.best", self.best, 1)
         at_least("tune.measure", self.measure, 0)

@@ -20,6 +20,7 @@ from ppctl.planner.predict import predict_job
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.planner.step_runs import as_run, out_of_memory
 from ppctl.planner.step_time import device_kind, hardware_of, mfu_of, op_times_of
+from ppctl.planner.token_budget import check_tokens, token_budget
 from ppctl.schedule.costs import Costs
 from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
 from ppctl.training.pipeline import Pipeline
@@ -35,7 +36,11 @@ def predict(config: Config) -> Prediction:
 
 def predicted(job: TrainingJob) -> Prediction:
     """Return the prediction for a job."""
-    config, pipe, known = job.config, job.pipe, predict_job(job)
+    config, pipe = job.config, job.pipe
+    unit, count = unit_of_work(job)
+    step_tokens = count if unit == "tokens_per_s" else None
+    check_tokens("plan.tokens", config.plan.tokens, step_tokens)
+    known = predict_job(job)
     time_ = known.time
     total, compile_s, refusal = _compile(pipe) if config.plan.compile else (None, None, None)
     memory = known.memory if total is None else pipe.memory()
@@ -46,7 +51,6 @@ def predicted(job: TrainingJob) -> Prediction:
     if limit is None and total is not None and config.plan.topology is not None:
         fits = True  # the compiler for TPUs refuses what does not
     costs = None if time_ is None else as_run(pipe, op_times_of(job, config.costs))[0]
-    unit, count = unit_of_work(job)
     flops = model_flops(job)
     step_s = None if time_ is None else time_.total_s
     mfu, hardware = mfu_of(job, step_s, flops), hardware_of(job)
@@ -69,6 +73,7 @@ def predicted(job: TrainingJob) -> Prediction:
         unknown=known.unknown,
         unit=unit,
         tokens_per_s=None if step_s is None else count / step_s,
+        token_budget=token_budget(config.plan.tokens, step_tokens, step_s, pipe.mesh.size, hardware),
         mfu_fraction=mfu.full,
         mfu_causal_fraction=mfu.causal,
         memory_bytes=memory,

@@ -12,6 +12,7 @@ from ppctl.planner.plan_terminal import ABOUT, PARTS, PREDICTED, better, costs_t
 from ppctl.planner.prediction import Prediction
 from ppctl.planner.step_runs import timeline_of
 from ppctl.planner.step_time import op_times_of
+from ppctl.planner.token_budget import NOT_COUNTED
 from ppctl.reports.charts.drawing import Drawing, drawing_of_timeline
 from ppctl.reports.charts.elements import exact, section, table
 from ppctl.reports.charts.html import charts_html, html_page
@@ -98,6 +99,9 @@ def _numbers(found: Prediction, config: Config) -> str:
         ("Devices", devices, f"dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp}, {microbatches}"),
         ("Op times", f"costs={escape(found.costs)}", f"hardware={hardware}"),
     ]
+    if (budget := found.token_budget) is not None:
+        effort = f"{budget.effort_text} ({NOT_COUNTED})"
+        cards.append((f"{budget.tokens_text} tokens", exact(budget.days, budget.time_text), escape(effort)))
     items = (f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in cards)
     return f'<dl class="numbers">{"".join(items)}</dl>'
 

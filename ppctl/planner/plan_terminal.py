@@ -61,6 +61,10 @@ def show_plan(found: Prediction, config: Config) -> None:
     costs = costs_text(found)
     if costs is not None:
         lines.append(f"costs     {costs}")
+    if found.token_budget is not None:
+        lines.append(f"tokens    {found.token_budget.text}")
+    elif config.plan.tokens is not None:
+        lines.append("tokens    not known, as the step")
     proposal = better(found, config)
     if proposal is not None:
         lines.append(f"better    {proposal}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ppctl.planner.advise import Proposal
+from ppctl.planner.token_budget import TokenBudget
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Prediction:
     unknown: str | None  # why the step time is not known
     unit: str  # tokens_per_s | rows_per_s
     tokens_per_s: float | None  # or examples, as `unit` says
+    token_budget: TokenBudget | None  # of plan.tokens; None where these are not set, or the step time is not known
     mfu_fraction: float | None  # 0..1: of the hardware's peak; None where that is not known, as of CPUs
     mfu_causal_fraction: float | None  # the same, attention to later tokens not counted
     memory_bytes: tuple[Mapping[str, int], ...]  # for each rank, of one device, by part

@@ -34,6 +34,7 @@ from ppctl.planner.search import Found, LayoutSearch, rank
 from ppctl.planner.space import PREFERRED, Space
 from ppctl.planner.step_runs import run_steps
 from ppctl.planner.step_time import machine_of, param_bytes
+from ppctl.planner.token_budget import check_tokens, token_budget
 from ppctl.planner.tune_terminal import RoomierLayout, Tuned
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
 from ppctl.schedule.remat import Remat
@@ -92,6 +93,8 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         layer_costs=None if stack.are_alike else relative_costs(stack, batch, dtype, recompute=recompute).layers,
     )
     limit = _limit(config, num_devices, device)
+    tokens = None if data.vocab_size is None else data.batch_size * example["inputs"].shape[1]
+    check_tokens("tune.tokens", config.tune.tokens, tokens)
     machine = machine_of(config, device.device_kind, dtype_name)
     work = work_of(model)
     began = time.perf_counter()
@@ -100,13 +103,13 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     search_s = time.perf_counter() - began
     found, configs, measured_s = _measured(found, configs, config.tune.measure)
     peak = mfu_peak_flops(hardware, device.device_kind, dtype_name)
-    tokens = None if data.vocab_size is None else data.batch_size * example["inputs"].shape[1]
+    step_s = measured_s[0] if measured_s else found.best[0].time.total_s if found.best else None
+    budget = token_budget(config.tune.tokens, tokens, step_s, num_devices, hardware)
     flops = data.batch_size * work.flops(stack.num_layers)
     devices = f"{num_devices} x {hardware.name}"
-    return (
-        Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak and peak * num_devices, None, roomier),
-        configs,
-    )
+    peak = peak and peak * num_devices
+    tuned = Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak, None, roomier, budget)
+    return tuned, configs
 
 
 def _check(config: Config) -> None:

@@ -19,6 +19,7 @@ from ppctl.planner.plan_terminal import show_stages
 from ppctl.planner.prediction import StagePart
 from ppctl.planner.recipe import command_of
 from ppctl.planner.search import Found
+from ppctl.planner.token_budget import TokenBudget
 from ppctl.reports.terminal import show_json, show_table, size_text
 
 
@@ -56,6 +57,7 @@ class Tuned:
     peak_flops: float | None  # of all devices
     recipe: str | None  # the file
     roomier: RoomierLayout | None = None
+    token_budget: TokenBudget | None = None  # of tune.tokens, with the first layout
 
 
 def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
@@ -90,6 +92,8 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
     say(_about_pipelines(tuned, configs[0]))
     if tuned.roomier is not None:
         say(tuned.roomier.text)
+    if tuned.token_budget is not None:
+        say(f"tokens, with the first: {tuned.token_budget.text}.")
     if tuned.recipe is not None:
         say(f"the first is a recipe now, {tuned.recipe}: {command_of(Path(tuned.recipe))}")
 

@@ -1,6 +1,7 @@
 """`ppctl tune`: its layouts are predicted as by `ppctl plan`, its recipe is that request, wrong ones are refused."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from math import inf
@@ -101,6 +102,13 @@ def test_speeds_are_printed_in_tokens_for_text_alone(tuned, capsys):
     assert "tok/s" in out
     assert "MFU" in out
     assert "tok/s" not in tuned(*words)[1]
+    assert cli.main(["tune", *text.split(), *words, "tune.tokens=1e9", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    budget, step_s = document["token_budget"], document["best"][0]["step_time_s"]
+    assert budget["num_steps"] == math.ceil(1e9 / document["batch_tokens"]) == math.ceil(1e9 / (32 * 16))
+    assert budget["device_hours"] == pytest.approx(2 * budget["num_steps"] * step_s / 3600)
+    assert cli.main(["tune", *text.split(), *words, "tune.tokens=1e9"]) == 0
+    assert re.search(r"^tokens, with the first: 1e9 in .* hours: .* GPU-hours, ", capsys.readouterr().out, re.MULTILINE)
 
 
 # --- none fits, none is needed ----------------------------------------------------------------------------------------
@@ -292,6 +300,8 @@ REFUSED = {
     "tune.measure=2 hardware=h100": r"tune.measure=2 runs steps on what is here \(cpu\), but hardware=h100. Use",
     "run.memory_fraction=0.9": "run.memory_fraction=0.9 is of GPUs, but the devices are cpu. Leave it out",
     "run.memory_fraction=0.9 hardware=v5e": "run.memory_fraction=0.9 is of GPUs, but the devices are hardware=v5e",
+    "tune.tokens=0.5": "tune.tokens=0.5 is no number of tokens to train on. Use one from 1 to 1e.18",
+    "tune.tokens=1e9": "tune.tokens=1e.09 counts tokens of text, but the data are no text. Leave it out",
     "tune.remat=[some]": "tune.remat: some is not one of none, layer, full",
     "tune.recipe=a/b": "tune.recipe=a/b is not a name. Use letters, digits, _ and -",
     "tune.devices=0": "tune.devices=0 must be",

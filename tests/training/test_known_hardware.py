@@ -48,6 +48,25 @@ def test_peak_and_memory_are_those_of_the_data_sheets(kind):
         assert mfu_peak_flops(AutoHardware(), kind, dtype) == flops
 
 
+# watts of a device at most, as data sheets say; of the other TPUs Google states none
+POWER_W = {
+    "a100": 400,
+    "a100_40gb": 400,
+    "a100_pcie": 300,
+    "a100_pcie_40gb": 250,
+    "h100": 700,
+    "h100_pcie": 350,
+    "h200": 700,
+    "b200": 1000,
+    "v4": 192,
+}
+
+
+@names
+def test_power_is_that_of_the_data_sheet_or_not_known(name):
+    assert known()[name].power_w == POWER_W.get(name)
+
+
 def test_no_kind_of_device_has_two_descriptions_and_all_are_tested():
     kinds = [kind for hardware in known().values() for kind in hardware.device_kinds]
     assert sorted(kinds) == sorted([*SHEETS, "cpu"])

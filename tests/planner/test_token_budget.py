@@ -1,0 +1,114 @@
+"""What training on so many tokens takes: by hand, in text, JSON and page; what is no number of tokens is refused."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from ppctl import cli, config
+from ppctl.errors import ConfigError
+from ppctl.planner import plan
+from ppctl.planner.plan_page import plan_page
+from ppctl.planner.token_budget import token_budget
+from ppctl.training.known_hardware import known
+
+H100, V5E, HOST = (known()[name] for name in ("h100", "v5e", "host"))
+WORDS = (
+    "mesh=1x2 schedule=1f1b schedule.num_microbatches=2 model.num_layers=2 model.d_model=32 model.num_heads=2 "
+    "model.seq_len=16 data=synthetic data.vocab_size=64 data.batch_size=4 run.dtype=bfloat16 run.platform=cpu"
+)
+
+
+def budget(tokens, hardware, step_s=1.8, num_devices=64):
+    """Of steps of a million tokens."""
+    found = token_budget(tokens, 1_000_000, step_s, num_devices, hardware)
+    assert found is not None
+    return found
+
+
+def test_by_hand():
+    found = budget(1e12, H100)  # a million steps, 500 hours
+    assert (found.num_steps, found.days, found.device_hours) == (1_000_000, 500 / 24, 32_000)
+    assert found.energy_kwh == pytest.approx(0.7 * 32_000)
+    assert found.text == (
+        "1e12 in 20.8 days: 1,000,000 steps, 32,000 GPU-hours, 22.4 MWh at 700 W a GPU, without hosts and cooling "
+        "(evaluations, checkpoints and restarts not counted)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hardware", "text"),
+    [
+        (1e12, V5E, "1e12 in 20.8 days: 1,000,000 steps, 32,000 chip-hours (eval"),  # nobody states its power
+        (2.5e9, H100, "2.5e9 in 1.25 hours: 2,500 steps, 80 GPU-hours, 56 kWh at 700 W"),
+        (1e12, HOST, "1e12 in 20.8 days: 1,000,000 steps, 32,000 device-hours (eval"),
+        (1e12, None, "1e12 in 20.8 days: 1,000,000 steps, 32,000 device-hours (eval"),
+        (1.0, H100, "1 in 0.0005 hours: 1 steps, "),
+    ],
+)
+def test_energy_is_told_where_the_power_is_known(tokens, hardware, text):
+    found = budget(tokens, hardware)
+    assert found.text.startswith(text)
+    assert (found.energy_kwh is None) == (hardware is None or hardware.power_w is None)
+
+
+def test_the_last_step_counts_whole():
+    assert budget(1_000_001, None).num_steps == 2
+
+
+@pytest.mark.parametrize("missing", [{"tokens": None}, {"step_tokens": None}, {"step_s": None}])
+def test_where_something_is_not_known_nothing_is_told(missing):
+    given = {"tokens": 1e9, "step_tokens": 10, "step_s": 1.0, "num_devices": 1, "hardware": None}
+    assert token_budget(**(given | missing)) is None
+
+
+@pytest.mark.parametrize("tokens", [0.0, 0.5, -1e9, 1e19, math.inf, math.nan])
+@pytest.mark.parametrize("part", ["plan", "tune"])
+def test_what_is_no_number_of_tokens_is_refused(part, tokens):
+    request = {"plan": config.Plan, "tune": config.Tune}[part](tokens=tokens)
+    with pytest.raises(ConfigError, match=rf"^{part}.tokens=.* is no number of tokens to train on. Use one from 1 to"):
+        config.check(replace(config.Config(), **{part: request}))
+
+
+def test_plan_tells_it_in_text_and_json(capsys):
+    assert cli.main(["plan", *WORDS.split(), "hardware=h100", "plan.tokens=1e12", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = found["token_budget"]
+    assert told["days"] * 86400 == pytest.approx(math.ceil(1e12 / (4 * 16)) * found["step_time_s"])
+    assert told["power_w"] == 700
+    assert cli.main(["plan", *WORDS.split(), "hardware=h100", "plan.tokens=1e12"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens "))
+    assert line.startswith(f"tokens    1e12 in {told['days']:,.1f} days: 15,625,000,000 steps, ")
+
+
+def test_the_page_has_a_card_of_it():
+    request = config.Config(
+        model=config.Transformer(num_layers=2, d_model=32, num_heads=2, seq_len=16),
+        mesh=config.Mesh(1, 2, 1),
+        schedule=config.Schedule("1f1b", 2),
+        data=config.Synthetic(batch_size=4, vocab_size=64),
+        hardware=H100,
+        run=config.Run(dtype="bfloat16"),
+        plan=config.Plan(tokens=1e12),
+    )
+    found = plan.predict(request)
+    assert found.token_budget is not None
+    page = plan_page(found, request, "no chart")
+    assert "<dt>1e12 tokens</dt>" in page
+    assert found.token_budget.time_text in page
+    assert "MWh at 700 W a GPU" in page
+    assert " tokens</dt>" not in plan_page(replace(found, token_budget=None), request, "no chart")
+
+
+def test_where_the_step_is_not_known_neither_are_the_tokens(capsys, monkeypatch):
+    monkeypatch.setattr("ppctl.planner.predict.predicted_time", lambda job, *_: (None, "unknown devices"))
+    assert cli.main(["plan", *WORDS.split(), "plan.tokens=1e12"]) == 0
+    assert "tokens    not known, as the step\n" in capsys.readouterr().out
+
+
+def test_data_that_are_no_text_have_no_tokens(capsys):
+    assert cli.main(["plan", "model=mlp", "data=regression", "plan.tokens=5e9", "run.platform=cpu"]) == 2
+    assert capsys.readouterr().err == (
+        "ppctl: plan.tokens=5e+09 counts tokens of text, but the data are no text. Leave it out.\n"
+    )
