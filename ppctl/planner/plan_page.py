@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 
@@ -117,6 +118,12 @@ def _bubble(found: Prediction) -> tuple[str, str]:
     return exact(predicted, f"{predicted:.1%}"), f"predicted; {ideal_text} ideal, of the schedule with equal stages"
 
 
+def parts_legend(parts: Sequence[str]) -> str:
+    """Return the legend of bars of memory by part."""
+    items = "".join(f"<li>{part_sample(PARTS.index(part))}{part}: {ABOUT[part]}</li>" for part in parts)
+    return f'<ul class="parts">{items}</ul>'
+
+
 def _memory(found: Prediction) -> str:
     """Return bars of ranks by part, their legend, the numbers."""
     present = [part for part in PARTS if any(held.get(part) for held in found.memory_bytes)]
@@ -127,7 +134,6 @@ def _memory(found: Prediction) -> str:
     few = (
         "" if are_alike or len(drawn) == len(found.memory_bytes) else "<p>The first rank, the fullest and the last.</p>"
     )
-    legend = "".join(f"<li>{part_sample(PARTS.index(part))}{part}: {ABOUT[part]}</li>" for part in present)
     columns = ["", *present, total_name(found)]
     if found.is_compiled:
         columns.append(PREDICTED)
@@ -140,7 +146,7 @@ def _memory(found: Prediction) -> str:
     compiled = "" if found.compile_s is None else f" Compiled in {exact(found.compile_s, f'{found.compile_s:.1f}')} s."
     source = "" if found.limit_source is None else f" ({escape(found.limit_source)})"
     about = f"<p class='soft'>Memory of a device: {limit}{source}.{compiled}</p>"
-    return f'{few}{bars}<ul class="parts">{legend}</ul>{table("numbers of the bars", columns, rows)}{about}'
+    return f"{few}{bars}{parts_legend(present)}{table('numbers of the bars', columns, rows)}{about}"
 
 
 def _stages(found: Prediction, config: Config) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from rich.console import Console
 
 from ppctl.config import Config
-from ppctl.planner.plan_page import MOST_BARS
+from ppctl.planner.plan_page import MOST_BARS, parts_legend
 from ppctl.planner.plan_terminal import overhead_text, speed_text
 from ppctl.planner.rehearse import Rehearsal, RehearsedRank
 from ppctl.reports.charts.drawing import drawing_of_timeline
@@ -40,6 +40,7 @@ def rehearsal_page(found: Rehearsal, timeline: Timeline, config: Config) -> str:
     title = f"{config.model.name} of {config.model.num_layers} layers, mesh {config.mesh.text}, {found.schedule}"
     about = table("the step", [], [[escape(name), escape(text)] for name, text in _lines(found, config)])
     drawn = _shown(found.ranks, MOST_BARS)
+    present = [part for part in PARTS if any(each.memory_bytes.get(part) for each in found.ranks)]
     bars = stacked_bars([(f"rank {r.rank}", r.memory_bytes) for r in drawn], PARTS, found.limit_bytes, size_text)
     rows = [[*map(escape, _row(each))] for each in found.ranks]
     num_tasks = len(timeline.start_s)
@@ -49,7 +50,7 @@ def rehearsal_page(found: Rehearsal, timeline: Timeline, config: Config) -> str:
     sections = [
         f'<div class="request">{about}</div>',
         section("Ranks", table("seconds of a step, and of a microbatch through each stage", COLUMNS, rows)),
-        section("Memory of one device", bars),
+        section("Memory of one device", bars + parts_legend(present)),
         section("The step, simulated from the ranks' times", chart),
     ]
     return html_page(f"Rehearsal: {title}", f"<main>\n{''.join(sections)}</main>\n", "plots.css", "plan.css")

@@ -171,6 +171,16 @@ def test_a_histogram_counts_every_value():
     assert len(groups(far, "named")) == 1
 
 
+LETTERS = ("said", "total", "letters")
+
+
+def span(text):
+    """Where a text begins and ends, at the width of a letter in the figure's own size."""
+    x, wide = float(text.get("x")), 7.5 * len(text.text)
+    begin = x - {"start": 0, "middle": wide / 2, "end": wide}[text.get("text-anchor", "start")]
+    return begin, begin + wide
+
+
 def bars(sizes, limit):
     drawn = stacked_bars([("rank 0", sizes)], ["a", "b"], limit, lambda n: f"{n} B")
     boxes = [sorted({x for x, _ in places(group)}) for group in groups(drawn, "mark")]
@@ -198,8 +208,21 @@ def test_the_limit_is_a_line_where_the_bar_would_end(limit, share):
 
 def test_a_limit_far_beyond_is_said():
     drawn, _ = bars({"a": 30, "b": 10}, 4000)
-    assert "limit 4000 B, beyond the right edge →" in drawn
+    assert "limit 4000 B, 100 × the longest →" in drawn
     assert groups(drawn, "limit") == []
+    assert "limit 90000 B, over 1,000 × the longest →" in bars({"a": 30, "b": 10}, 90_000)[0]
+
+
+@pytest.mark.parametrize("limit", [1, 10, 25, 38, 40, 60, 150])
+def test_the_label_of_the_limit_stands_at_its_line_inside_the_figure_and_the_line_crosses_no_letters(limit):
+    drawn, _ = bars({"a": 30, "b": 10}, limit)
+    line = places(groups(drawn, "limit")[0])[0][0]
+    spans = {name: [span(text) for group in groups(drawn, name) for text in group.iter("text")] for name in LETTERS}
+    [(left, right)] = spans["said"]
+    assert min(abs(left - line), abs(right - line)) <= 6
+    assert left >= 0
+    assert right <= WIDTH
+    assert all(not left < line < right for each in spans.values() for left, right in each)
 
 
 def test_matplotlib_is_loaded_by_figures_only():

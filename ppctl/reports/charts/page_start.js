@@ -7,10 +7,11 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-function table(columns, rows) {
+function table(about, columns, rows) {
   const line = (tag, cells) => element("tr", {}, ...cells.map((cell) => element(tag, {}, String(cell))));
   const body = element("tbody", {}, ...rows.map((cells) => line("td", cells)));
-  return element("div", { class: "scroll", tabindex: 0 }, element("table", {}, element("thead", {}, line("th", columns)), body));
+  const box = { class: "scroll", tabindex: 0, role: "region", "aria-label": about };
+  return element("div", box, element("table", {}, element("thead", {}, line("th", columns)), body));
 }
 
 function section(c) {
@@ -35,7 +36,7 @@ function ranksTable(c) { // nothing where the verdict says it all
   if (c.alike.bubble && c.alike.peak && c.alike.tasks) return [];
   const rows = c.bubbles.map((bubble, r) => [`rank ${r}`, percent(bubble), num(c.peaks[r]), c.num_tasks[r]]);
   const ranks = element("details", {}, element("summary", {}, "Bubble and memory of each rank"));
-  ranks.append(table(["", "bubble", "peak activations", "tasks"], rows));
+  ranks.append(table("bubble and memory of each rank", ["", "bubble", "peak activations", "tasks"], rows));
   return [ranks];
 }
 
@@ -45,7 +46,7 @@ function summary() {
     percent(c.bubble_fraction), num(c.peak), num(c.peak_bound),
   ]);
   const columns = ["makespan s", "at least", "period s", "at least", "bubble", "peak activations", "at least"];
-  return table(["schedule", ...columns], rows);
+  return table("all schedules", ["schedule", ...columns], rows);
 }
 
 function legend() {

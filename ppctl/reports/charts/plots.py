@@ -29,6 +29,7 @@ from ppctl.reports.charts.svg import (
 from ppctl.reports.charts.thinning import Points, medians, thin
 
 PER_LETTER = 8.0
+WIDEST_LETTER = 9.5  # in a narrow window, whose letters are larger than the figure
 MOST_LINES = len(LINES) ** 2  # a colour and a mark tell them apart
 
 COLUMNS = 600  # of a curve: more than a window shows pixels of a figure
@@ -169,7 +170,8 @@ def stacked_bars(
     """Return the svg of a bar for each (name, sizes by part), parts in the order given; `text` writes a size.
 
     Parts carry their number or name besides their colour, a title says the size of each. There are at most as many as
-    colours. The limit is a dashed line.
+    colours. Sums stand in a column at the right, where the limit crosses none of them. The limit is a dashed line with
+    its label at its upper end.
     """
     assert len(parts) <= len(PARTS), "one colour each"
     longest = max(sum(sizes.values()) for _, sizes in sums)
@@ -183,22 +185,20 @@ def stacked_bars(
         axes.grid(visible=False)
         axes.set_yticks(range(len(sums)), [name for name, _ in sums])
         for row, (_, sizes) in enumerate(sums):
-            total = sum(sizes.values())
-            _draw_boxes(axes, row, [(i, part, sizes[part]) for i, part in enumerate(parts) if sizes.get(part)], text)
-            put_text(axes, (total, row), text(total), "total", ha="left", va="center", offset=(6, 0))
+            boxes = [(i, part, sizes[part]) for i, part in enumerate(parts) if sizes.get(part)]
+            _draw_boxes(axes, row, boxes, limit, text)
+            put_text(axes, (end, row), text(sum(sizes.values())), "total", ha="left", va="center", offset=(6, 0))
         if limit is not None and is_drawn:
             for colour, wide in ((PAPER, 4), (DARK, 2)):
-                plot(
-                    axes,
-                    [(limit, -0.5), (limit, len(sums) - 0.5)],
-                    "limit",
-                    color=colour,
-                    linewidth=wide,
-                    dashes=(5, 3),
-                )
+                points = [(limit, -1.3), (limit, len(sums) - 0.5)]
+                plot(axes, points, "limit", color=colour, linewidth=wide, dashes=(5, 3))
         if limit is not None:
-            said = f"limit {text(limit)}" + ("" if is_drawn else ", beyond the right edge →")
-            put_text(axes, (limit if is_drawn else end, -0.5), said, "said", ha="right", va="bottom", offset=(0, 5))
+            times = "over 1,000" if limit > 1000 * longest else f"{limit / max(longest, 1):.0f}"
+            said = f"limit {text(limit)}" + ("" if is_drawn else f", {times} × the longest →")
+            place = (limit if is_drawn else end, -0.5)
+            is_left = not is_drawn or axes.transData.transform(place)[0] + WIDEST_LETTER * len(said) > WIDTH
+            side, gap = ("right", -5 if is_drawn else WIDTH - right) if is_left else ("left", 5)
+            put_text(axes, place, said, "said", ha=side, va="bottom", offset=(gap, 5))
         listed = (
             f"{name}: {text(sum(sizes.values()))}, of which "
             + ", ".join(f"{part} {text(size)}" for part, size in sizes.items() if size)
@@ -264,16 +264,20 @@ def _name_value(axes: Any, words: str, value: float, row: int) -> None:
     put_text(axes, (value, high), words, "said", ha=side, va="top", offset=(gap, -17 * row))
 
 
-def _draw_boxes(axes: Any, row: int, boxes: Sequence[tuple[int, str, int]], text: Callable[[int], str]) -> None:
-    """Draw the (number, part, size) of a sum next to each other, with as many letters in each as fit."""
+def _draw_boxes(
+    axes: Any, row: int, boxes: Sequence[tuple[int, str, int]], limit: int | None, text: Callable[[int], str]
+) -> None:
+    """Draw the (number, part, size) of a sum next to each other, with as many letters in each as fit off the limit."""
     at, scale = 0, axes.bbox.width / axes.get_xlim()[1]
     for number, part, size in boxes:
-        wide = size * scale
+        cut = at + size if limit is None else min(max(limit, at), at + size)
+        low, high = max((at, cut), (cut, at + size), key=lambda side: side[1] - side[0])
+        wide = (high - low) * scale
         letters = next((each for each in (part, str(number + 1)) if PER_LETTER * len(each) + 4 < wide), "")
         look = {"color": PARTS[number], "edgecolor": INK, "linewidth": 0.6, "clip_on": False}
         [box] = axes.barh(row, size, BAR / ROW, at, **look)
         box.set_gid(f"mark|{part} {text(size)}")
-        put_text(axes, (at + size / 2, row), letters, "letters", ha="center", va="center")
+        put_text(axes, ((low + high) / 2, row), letters, "letters", ha="center", va="center")
         at += size
 
 
