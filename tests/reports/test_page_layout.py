@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.browser import BROWSER, MISSING, look_at
+from support.browser import BROWSER, MISSING, crossed, cut_off, look_at, overlaps
 from support.pages import all_pages
 
 WIDTHS = (1280, 820, 420)
@@ -45,3 +45,27 @@ def test_tasks_of_every_kind_are_labelled_or_of_none_and_a_line_says_how_to_read
 def test_numbers_that_are_the_same_on_every_rank_have_no_column(seen):
     assert not {"bubble", "peak"} & {*texts(seen["schedule, 8 ranks, 32 microbatches", 1280])}
     assert {"bubble", "peak"} & {*texts(seen["schedule", 1280])} == {"peak"}
+
+
+def test_no_text_of_a_chart_runs_into_another_or_is_cut(seen):
+    wrong = {}
+    for place, page in seen.items():
+        assert page["charts"]
+        assert all(chart["texts"] for chart in page["charts"])
+        for chart in page["charts"]:
+            found = [overlaps(chart), cut_off(chart), crossed(chart)]
+            if any(found):
+                wrong[*place, chart["name"]] = found
+    assert wrong == {}
+
+
+def test_no_page_scrolls_sideways_and_no_text_is_cut_by_the_window(seen):
+    assert {place: page["sideways"] for place, page in seen.items() if page["sideways"] > 0} == {}
+    assert {place: page["cut"] for place, page in seen.items() if page["cut"]} == {}
+
+
+def test_a_table_that_goes_on_in_its_box_is_marked_and_has_a_name(seen):
+    wide = {(*place, box["name"]): box["isMarked"] for place, page in seen.items() for box in page["boxes"]}
+    assert all(wide.values())
+    assert None not in {name for _, _, name in wide}
+    assert any(box["hidden"] > 0 for box in seen["plan, limit", 420]["boxes"])

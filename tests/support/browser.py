@@ -43,17 +43,23 @@ function canvases() {
 }
 function figures() {
   return [...document.querySelectorAll("svg.lines")].map((svg) => ({
-    name: svg.getAttribute("aria-label"), width: wide(), height: Infinity,
+    name: svg.getAttribute("aria-label"), width: wide(), height: document.documentElement.scrollHeight,
     texts: [...svg.querySelectorAll("text")].filter((each) => each.textContent)
-      .map((each) => boxed(each.textContent, each.getBoundingClientRect())),
+      .map((each) => inked(each)),
     lines: [...svg.querySelectorAll(".limit path")].map((each) => boxed("", each.getBoundingClientRect())),
   }));
 }
-function scrolls(node) { // the box that an element scrolls in, if it has one
-  for (let each = node; each && each !== document.body; each = each.parentElement) {
-    if (["auto", "scroll"].includes(getComputedStyle(each).overflowX)) return each;
+function inked(text) { // without the room above and below its letters
+  const { left, right, top, bottom, height } = text.getBoundingClientRect();
+  return boxed(text.textContent, { left, right, top: top + 0.2 * height, bottom: bottom - 0.2 * height });
+}
+function room(node) { // how far right an element is seen: in a box that scrolls, any distance
+  for (let each = node; each !== document.body; each = each.parentElement) {
+    const overflow = getComputedStyle(each).overflowX;
+    if (["auto", "scroll"].includes(overflow)) return Infinity;
+    if (overflow !== "visible") return each.getBoundingClientRect().right;
   }
-  return null;
+  return wide();
 }
 function cut() { // texts that reach out of the window, or out of a box that hides the rest
   const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -62,9 +68,8 @@ function cut() { // texts that reach out of the window, or out of a box that hid
     if (!text.data.trim() || parent.closest("script, svg, #tip") || !parent.checkVisibility()) continue;
     const range = document.createRange();
     range.selectNodeContents(text);
-    const box = range.getBoundingClientRect(), hides = parent.closest("[class~=clip]");
-    const beyond = scrolls(parent) ? false : box.left < -1 || box.right > wide() + 1;
-    if (beyond || (hides && box.right > hides.getBoundingClientRect().right + 1)) found.push(text.data);
+    const box = range.getBoundingClientRect();
+    if (box.left < -1 || box.right > room(parent) + 1) found.push(text.data);
   }
   return found;
 }
@@ -148,5 +153,17 @@ def cut_off(chart: Mapping[str, Any], allowed: float = 1.0) -> list[str]:
     return [
         each["text"]
         for each in chart["texts"]
-        if each["left"] < -allowed or each["right"] > chart["width"] + allowed or each["top"] < -allowed
+        if min(each["left"], each["top"]) < -allowed
+        or each["right"] > chart["width"] + allowed
+        or each["bottom"] > chart["height"] + allowed
+    ]
+
+
+def crossed(chart: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a chart that a line of a limit runs through."""
+    return [
+        each["text"]
+        for each in chart["texts"]
+        for line in chart.get("lines", ())
+        if each["left"] < line["left"] < each["right"] and line["top"] < each["bottom"] and line["bottom"] > each["top"]
     ]

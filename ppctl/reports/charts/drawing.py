@@ -46,7 +46,7 @@ class Drawing:
 
     @cached_property
     def labelled_s(self) -> float:
-        """Return the seconds of a task of the shortest kind, the median of those that take time.
+        """Return the seconds of the shortest task, those apart that take less than a quarter of their kind's median.
 
         A chart labels tasks with what fits in these: kind and microbatch, the kind alone, or nothing, all kinds alike.
         """
@@ -54,7 +54,8 @@ class Drawing:
         for task, start_s in self.timeline.start_s.items():
             if self.timeline.end_s[task] > start_s:
                 lasts[task.kind].append(self.timeline.end_s[task] - start_s)
-        return min(map(statistics.median, lasts.values()))
+        least = {kind: statistics.median(seconds) / 4 for kind, seconds in lasts.items()}
+        return min(s for kind, seconds in lasts.items() for s in seconds if s >= least[kind])
 
     @property
     def longest_label(self) -> int:
