@@ -23,6 +23,7 @@ FILE = "status.jsonl"
 STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "failed"
 OVERRIDES = "overrides"  # key of a start: the words it was asked for with, which resume the run
 CHANGED = "changed"  # key of a start: the settings that are others than those of the checkpoint that it goes on from
+WARM_UP_STEPS = 2  # of each start: what is cached and allocated for the first time makes them slow
 LOCK_S = 1.0  # `is_held` locks the file too, for microseconds
 
 

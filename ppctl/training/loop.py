@@ -21,6 +21,7 @@ from ppctl.launch import distributed
 from ppctl.reports import timeline_io
 from ppctl.reports.bubbles import shared_cores_text
 from ppctl.reports.charts.drawing import Drawing
+from ppctl.reports.run_status import WARM_UP_STEPS
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.simulate import Timeline
 from ppctl.training import profiler, timeline
@@ -38,7 +39,6 @@ from ppctl.training.traced_tasks import write_tasks
 
 Tree = Any
 MOST_TIMES = 1000  # of steps that are kept, for their median
-TIMELINE_AFTER = 2  # steps that warm up before the one that run.timeline measures
 
 
 @contextmanager
@@ -89,7 +89,7 @@ class Loop:
         """
         config, engine = self.job.config.run, self.job.pipe.engine
         save_every, eval_every = config.checkpoint.every, config.eval_every
-        measured_step = min(start + TIMELINE_AFTER, config.num_steps - 1) if config.timeline else None
+        measured_step = min(start + WARM_UP_STEPS, config.num_steps - 1) if config.timeline else None
         batches = self.job.data.batches(start, engine.examples)
         self.last = {"step": start}
         with profiler.traced(self._profile_window()) as window:

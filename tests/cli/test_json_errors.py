@@ -144,7 +144,7 @@ def test_the_launcher_says_the_cause_and_not_who_only_noticed(tmp_path):
     for number, kind in enumerate(("process_lost", "bug", "data")):
         (tmp_path / str(number)).write_text(json.dumps(error_document(kind, f"{kind}.")))
         os.utime(tmp_path / str(number), (number, number))
-    assert error_of(tmp_path, 1, "")["error"]["kind"] == "bug"
+    assert error_of(tmp_path, 1, "") == error_document("bug", "bug.")
 
 
 def test_a_process_that_was_killed_is_said_by_the_launcher(tmp_path):

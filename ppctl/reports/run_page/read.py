@@ -70,12 +70,23 @@ class RecordedRun:
         """Return the steps at which a curve is not finite."""
         return [step for step, value in self.curves.get(name, ()) if value is None]
 
+    @property
+    def warm_up_steps(self) -> set[float]:
+        """Return the first WARM_UP_STEPS steps of each start; the first step that is recorded begins one, too."""
+        first = next((points[0][0] - 1 for points in self.curves.values() if points), 0)
+        finished = [first, *(_step(start) for start in self.starts)]
+        return {step + i for step in finished if step is not None for i in range(1, run_status.WARM_UP_STEPS + 1)}
+
     def slow_steps(self) -> list[tuple[float, float]]:
-        """Return (step, seconds) of the steps that took more than SLOW times the median, the slowest first."""
-        median = self.median("step_time_s")
+        """Return (step, seconds) of the steps that took more than SLOW times the median, the slowest first.
+
+        Steps that warm up are none.
+        """
+        median, warm_up = self.median("step_time_s"), self.warm_up_steps
         if not median:
             return []
-        pairs = [(step, value) for step, value in self.curves["step_time_s"] if value is not None]
+        points = self.curves["step_time_s"]
+        pairs = [(step, value) for step, value in points if value is not None and step not in warm_up]
         return sorted((pair for pair in pairs if pair[1] > SLOW * median), key=lambda pair: -pair[1])
 
 
