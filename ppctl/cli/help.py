@@ -45,7 +45,7 @@ EXAMPLES = {
     "plan": (
         "ppctl plan mesh=2x4 schedule=1f1b executor.remat=layer",
         "ppctl plan recipes=tiny plan.compile=true plan.html=plan.html --json",
-        "ppctl plan mesh=4x4 data.batch_size=64 plan.compile=true plan.topology=v5e:4x4",
+        "ppctl plan mesh=4x4 data.batch_size=64 plan.topology=v5e:4x4",
     ),
     "rehearse": (
         "ppctl rehearse mesh=1x8 schedule=zb_v model.num_layers=16",

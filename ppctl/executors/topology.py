@@ -61,14 +61,28 @@ def described_mesh(
     another number of devices than dp*pp*fsdp.
     """
     devices = _tpus(topology, gpu_names) if gpu is None else _gpus(topology, gpu)
+    check_size(sizes, topology, len(devices))
+    return mesh_of(laid_out(devices, sizes, order))
+
+
+def check_size(sizes: tuple[int, int, int], topology: str, number: int) -> None:
+    """Raise ConfigError where a mesh of these sizes (dp, pp, fsdp) is not of all `number` devices of a topology."""
     dp, pp, fsdp = sizes
     need = dp * pp * fsdp
-    if need != len(devices):
+    if need != number:
         raise ConfigError(
-            f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need}, but plan.topology={topology} has {len(devices)} devices. "
-            f"Use a mesh of {len(devices)}, such as mesh={len(devices)}x1, or another topology."
+            f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need}, but plan.topology={topology} has {number} devices. "
+            f"Use a mesh of {number}, such as mesh={number}x1, or another topology."
         )
-    return mesh_of(laid_out(devices, (dp, pp, fsdp), order))
+
+
+def check_gpu_shape(topology: str, gpu_name: str) -> None:
+    """Raise ConfigError where a topology of GPUs is not of hosts and of GPUs in each."""
+    if topology.count("x") - topology.partition(":")[0].count("x") != 1:
+        raise ConfigError(
+            f"plan.topology={topology} is of GPUs: write the number of hosts and of GPUs in each, such as "
+            f"{gpu_name}:2x8."
+        )
 
 
 def is_described(mesh: Mesh) -> bool:
@@ -82,7 +96,7 @@ def _tpus(topology: str, gpu_names: Sequence[str]) -> list[Any]:
     if find_spec("libtpu") is None:
         raise ConfigError(
             f"plan.topology={topology} needs libtpu, which holds the compiler for TPUs. Install ppctl[tpu]; a TPU is "
-            f"not needed. GPUs are {', '.join(gpu_names)}."
+            f"not needed. Or predict only, which takes no compiler: plan.compile=false. GPUs: {', '.join(gpu_names)}."
         )
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -95,21 +109,17 @@ def _tpus(topology: str, gpu_names: Sequence[str]) -> list[Any]:
 
 
 def _gpus(topology: str, gpu: GpuTarget) -> list[Any]:
-    shape = topology.partition(":")[2]
-    if shape.count("x") != 1:
-        raise ConfigError(
-            f"plan.topology={topology} is of GPUs: write the number of hosts and of GPUs in each, such as "
-            f"{gpu.name}:2x8."
-        )
+    check_gpu_shape(topology, gpu.name)
     if not has_plugin():
         raise ConfigError(
             f"plan.topology={topology} needs XLA's plugin for CUDA, which holds the compiler for GPUs. Install "
-            "ppctl[cuda12] or ppctl[cuda13]; neither a GPU nor a driver is needed."
+            "ppctl[cuda12] or ppctl[cuda13]; neither a GPU nor a driver is needed. Or predict only, which takes no "
+            "compiler: plan.compile=false."
         )
     flags = os.environ.get("XLA_FLAGS", "")
     if AWAY_FROM_GPU.partition("=")[0] not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {AWAY_FROM_GPU}".strip()
-    target = target_config(gpu)
+    shape, target = topology.partition(":")[2], target_config(gpu)
     return topologies.get_topology_desc(platform="cuda", topology=f"1x{shape}", target_config=target).devices
 
 

@@ -87,7 +87,7 @@ def device_limit(config: Config, device: Any) -> DeviceLimit | None:
             return described
     if config.plan.topology is not None:
         there = of_topology(config.hardware, config.plan.topology)
-        if there is None or there.cuda is None:
+        if there is None or (there.cuda is None and config.plan.compiles):
             return None  # the compiler for TPUs says it itself
         return _described(there, memory_share(config, here=False))
     if is_away:

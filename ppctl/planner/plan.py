@@ -1,7 +1,8 @@
 """The prediction for a request, as `ppctl plan` prints it: its stages, bubble, step time, the memory of each rank.
 
 What it predicts comes from `planner.predict`, as in `ppctl tune` and `ppctl train`. plan.compile=true compiles what
-training runs, for the devices of this machine or for others that are not here, and shows its memory next to that.
+training runs for the devices of this machine, plan.topology for others that are not here, and its memory is shown next
+to that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax
 
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
+from ppctl.executors.hosts import over_hosts
 from ppctl.executors.mesh import hosts_text
 from ppctl.planner.advise import propose
 from ppctl.planner.memory import DeviceLimit, device_limit
@@ -42,7 +44,7 @@ def predicted(job: TrainingJob) -> Prediction:
     check_tokens("plan.tokens", config.plan.tokens, step_tokens)
     known = predict_job(job)
     time_ = known.time
-    total, compile_s, refusal = _compile(pipe) if config.plan.compile else (None, None, None)
+    total, compile_s, refusal = _compile(pipe) if config.plan.compiles else (None, None, None)
     memory = known.memory if total is None else pipe.memory()
     needed = known.total_bytes if total is None else total
     limit = _limit(job, refusal)
@@ -63,7 +65,7 @@ def predicted(job: TrainingJob) -> Prediction:
         predicted_bubble_fraction=known.bubble,
         num_parameters=pipe.num_parameters,
         step_flops=flops.full,
-        devices=", ".join(filter(None, (f"{pipe.mesh.size} x {device_kind(pipe)}", hosts_text(pipe.mesh)))),
+        devices=_devices(job),
         hardware=None if hardware is None else hardware.name,
         costs=config.costs.name,
         step_time_s=step_s,
@@ -91,6 +93,19 @@ def predicted(job: TrainingJob) -> Prediction:
     )
 
 
+def _devices(job: TrainingJob) -> str:
+    """Return the number and kind of the devices, and which axes of the mesh go over hosts, if any."""
+    config, pipe = job.config, job.pipe
+    if not config.plan.only_predicts_topology:
+        return ", ".join(filter(None, (f"{pipe.mesh.size} x {device_kind(pipe)}", hosts_text(pipe.mesh))))
+    assert config.plan.topology is not None
+    hardware, sizes = hardware_of(job), dict(pipe.mesh.shape)
+    kind = hardware.device_kinds[0] if hardware is not None else config.plan.topology.partition(":")[0]
+    hosts = 1 if hardware is None or hardware.cuda is None else config.plan.topology_shape[0]
+    over = [f"{axis} over {n}" for axis, n in over_hosts(sizes, config.mesh.order, hosts).items() if n > 1]
+    return f"{pipe.mesh.size} x {kind}" + (f", {hosts} hosts: {', '.join(over)}" if hosts > 1 else "")
+
+
 def _stages(job: TrainingJob, costs: Costs | None) -> tuple[StagePart, ...]:
     """Return what each stage is; costs: of their tasks, None where these are not known."""
     pipe = job.pipe
@@ -102,7 +117,7 @@ def _stages(job: TrainingJob, costs: Costs | None) -> tuple[StagePart, ...]:
             layers.start,
             len(layers),
             rank,
-            tuple(device.id for device in mesh[:, rank, :].flat),
+            () if job.config.plan.only_predicts_topology else tuple(device.id for device in mesh[:, rank, :].flat),
             *(None if costs is None else costs.seconds(kind, s, 1) for kind in "FBIW"),
         )
         for s, (layers, rank) in enumerate(zip(layout.partition, layout.rank_of, strict=True))

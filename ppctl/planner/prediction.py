@@ -16,7 +16,7 @@ class StagePart:
     first_layer: int
     num_layers: int
     rank: int
-    devices: tuple[int, ...]  # of the submesh, by number
+    devices: tuple[int, ...]  # of the submesh, by number; () of a topology that no compiler is asked for
     forward_s: float | None  # None: not known
     backward_s: float | None  # of which the next two are parts
     input_grad_s: float | None

@@ -23,7 +23,7 @@ from ppctl.planner.op_times import OpTimes, StepTime
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import time_of
 from ppctl.training.job import ModelFlops, TrainingJob
-from ppctl.training.known_hardware import NOMINAL, links_of, mfu_peak_flops, peak_flops, resolved
+from ppctl.training.known_hardware import NOMINAL, host_devices, links_of, mfu_peak_flops, peak_flops, resolved
 from ppctl.training.pipeline import Pipeline
 
 Tree = Any
@@ -125,7 +125,7 @@ def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
         speed_of(hardware, peak),
         link,
         network,
-        hardware.host_devices,
+        host_devices(hardware, config.plan.topology),
         hardware.task_s,
         cores=os.cpu_count() if hardware.name == NOMINAL else None,
         order=config.mesh.order,

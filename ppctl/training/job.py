@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from ppctl import config as settings
 from ppctl.config import Config
@@ -24,7 +25,7 @@ from ppctl.executors.mesh import make_mesh, repeated_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.flops import RelativeCosts, matmul_flops
-from ppctl.executors.topology import described_mesh
+from ppctl.executors.topology import check_gpu_shape, check_size, described_mesh
 from ppctl.model.stack import Stack, init
 from ppctl.schedule import Schedule
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
@@ -69,6 +70,30 @@ def stack_for(hardware: settings.Hardware, config: Config, data: DataSet, dtype:
     return make_stack(config, data, dtype, described_device(hardware) or device)
 
 
+def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh:
+    """Return the mesh of a config: of devices here, or of a topology. ConfigError where these are not as many."""
+    axes, order, topology = (config.mesh.dp, config.mesh.pp, config.mesh.fsdp), config.mesh.order, config.plan.topology
+    if on_one_device:
+        return repeated_mesh(*axes)
+    if topology is None:
+        return make_mesh(*axes, order)
+    gpu = gpu_target(of_topology(config.hardware, topology))
+    if not config.plan.only_predicts_topology:
+        return described_mesh(axes, topology, gpu, gpu_names(), order)
+    if gpu is not None:
+        check_gpu_shape(topology, gpu.name)
+    check_size(axes, topology, math.prod(config.plan.topology_shape))
+    return repeated_mesh(*axes)  # for its shapes alone
+
+
+def _device_of(config: Config, device: Any) -> Any:
+    """Return the device that kernels are chosen by: one of a topology that is only predicted for, else `device`."""
+    if not config.plan.only_predicts_topology or config.plan.topology is None:
+        return device
+    hardware = of_topology(config.hardware, config.plan.topology)
+    return device if hardware is None else described_device(hardware) or device
+
+
 def assemble(
     config: Config, *, default_dtype: str = DEFAULT_DTYPE, on_one_device: bool = False, only_planned: bool = False
 ) -> TrainingJob:
@@ -81,16 +106,8 @@ def assemble(
     schedule, lowered, partition = plan(config)
     dtype_name = config.run.dtype or default_dtype
     start_jax(config, dtype_name, num_devices=1 if on_one_device else None)
-    axes, order = (config.mesh.dp, config.mesh.pp, config.mesh.fsdp), config.mesh.order
-    topology = config.plan.topology
-    if on_one_device:
-        mesh = repeated_mesh(*axes)
-    elif topology is None:
-        mesh = make_mesh(*axes, order)
-    else:
-        gpu = gpu_target(of_topology(config.hardware, topology))
-        mesh = described_mesh(axes, topology, gpu, gpu_names(), order)
-    device = mesh.devices.flat[0]
+    mesh = _mesh_of(config, on_one_device=on_one_device)
+    device = _device_of(config, mesh.devices.flat[0])
     check_memory_fraction(config, device, only_planned=only_planned)
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)

@@ -103,6 +103,17 @@ def of_topology(request: Hardware | AutoHardware, topology: str) -> Hardware | N
     return request if isinstance(request, Hardware) and request.name == chip else known().get(chip)
 
 
+def host_devices(hardware: Hardware, topology: str | None) -> int | None:
+    """Return the devices of a host: of GPUs those that plan.topology says, else those of the hardware; None: all.
+
+    >>> host_devices(known()["h100"], "h100:4x2"), host_devices(known()["h100"], None)
+    (2, 8)
+    """
+    if topology is None or hardware.cuda is None:
+        return hardware.host_devices
+    return int(topology.rpartition("x")[2])
+
+
 def gpu_target(hardware: Hardware | None) -> GpuTarget | None:
     """Return what XLA's compiler for GPUs has to know of this hardware; None where it is no NVIDIA GPU."""
     if hardware is None or hardware.cuda is None:

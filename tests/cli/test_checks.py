@@ -12,7 +12,7 @@ from ppctl.cli.entry import refuse_inapplicable
 from ppctl.errors import ConfigError
 
 REFERENCE = c.Reference()
-TOPOLOGY = c.Plan(compile=True, topology="v5e:2x2")
+TOPOLOGY = c.Plan(topology="v5e:2x2")
 IMPOSSIBLE = [
     ({"run": c.Run(num_steps=0)}, "run.num_steps=0 must be"),
     ({"executor": REFERENCE}, "executor=reference is the un-pipelined model .*mesh=2x4 has 8. Use mesh=1x1"),
@@ -31,8 +31,7 @@ IMPOSSIBLE = [
     ({"partition": c.Explicit(layers={"a": 1})}, "partition.layers={'a': 1} is neither a list"),
     ({"partition": c.Explicit(layers=4)}, "partition.layers=4 is neither a list .* nor text"),
     ({"partition": c.Explicit(layers=[4, "x"])}, r"partition.layers=\[4, 'x'\]: stage 1 has x layers"),
-    ({"plan": c.Plan(topology="v5e:4x4")}, "names what the compiler compiles for, but plan.compile=false. Use plan"),
-    ({"plan": c.Plan(compile=True, topology="v5e")}, "plan.topology=v5e is not a topology. Write the kind of chip"),
+    ({"plan": c.Plan(topology="v5e")}, "plan.topology=v5e is not a topology. Write the kind of chip"),
     ({"run": c.Run(name="")}, "run.name='' names no directory below runs/"),
     ({"run": c.Run(name="../../x")}, "run.name='../../x' names no directory below runs/. Use letters"),
     ({"run": c.Run(name="a//b")}, "run.name='a//b' names no directory"),

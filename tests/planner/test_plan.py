@@ -21,9 +21,11 @@ from ppctl.planner import plan
 from ppctl.planner.plan_terminal import costs_text, show_plan
 from ppctl.reports.model_costs import costs_from
 from ppctl.reports.terminal import size_text
+from ppctl.training import job as training_job
 from ppctl.training.engines.memory import PARTS
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.job import assemble
+from ppctl.training.known_hardware import known
 
 TINY = config.Config(
     model=config.MLP(num_layers=4, d_model=32),
@@ -296,7 +298,7 @@ def test_json_holds_the_stages_and_the_bubble(capsys):
 
 # --- devices that are not here ---------------------------------------------------------------------------------------
 
-TOPOLOGY = config.Plan(compile=True, topology="v5e:2x2")
+TOPOLOGY = config.Plan(topology="v5e:2x2")
 
 
 def described(monkeypatch):
@@ -340,9 +342,46 @@ def test_what_a_compiler_refuses_does_not_fit(monkeypatch, capsys):
 
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="libtpu is installed")
 def test_without_libtpu_it_is_named(capsys):
-    line = "plan mesh=2x2 plan.compile=true plan.topology=v5e:2x2"
-    assert cli.main(line.split()) == 2
-    assert "plan.topology=v5e:2x2 needs libtpu" in capsys.readouterr().err
+    assert cli.main(["plan", "mesh=2x2", "plan.topology=v5e:2x2"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "plan.topology=v5e:2x2 needs libtpu" in line
+    assert "Or predict only, which takes no compiler: plan.compile=false." in line
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "limit", "hosts"),
+    [
+        ("v5e:2x2", "4 x TPU v5 lite", "hardware=v5e", ""),
+        ("h100:2x2", "4 x NVIDIA H100 80GB HBM3, 2 hosts: pp over 2", "hardware=h100", "2"),
+    ],
+)
+def test_a_topology_is_predicted_for_without_its_compiler(name, devices, limit, hosts, monkeypatch):
+    monkeypatch.setattr(training_job, "described_mesh", None)  # no compiler is asked
+    wanted = config.Plan(compile=False, topology=name)
+    found = plan.predict(request("zb_h1", executor="mpmd", plan=wanted))
+    assert (found.devices, found.is_compiled, found.fits) == (devices, False, True)
+    assert limit in str(found.limit_source)
+    assert found.step_time_s is not None
+    assert {stage.devices for stage in found.stages} == {()}  # no compiler has numbered them
+    here = plan.predict(request("zb_h1", executor="mpmd", hardware=known()[name.partition(":")[0]]))
+    assert (found.memory_bytes, found.predicted_bytes) == (here.memory_bytes, here.predicted_bytes)
+    if not hosts:
+        assert found.step_time_s == here.step_time_s
+    else:  # of two GPUs each, and not of the eight that hardware=h100 has
+        assert found.step_time_s > here.step_time_s
+
+
+def test_a_topology_of_another_size_is_refused_without_its_compiler():
+    for name, message in (("v5e:4x4", "has 16 devices. Use a mesh of 16"), ("h100:2x2x1", "write the number of hosts")):
+        with pytest.raises(ConfigError, match=message):
+            plan.predict(request(plan=config.Plan(compile=False, topology=name)))
+
+
+def test_a_topology_of_unknown_chips_has_memory_but_no_time():
+    found = plan.predict(request(plan=config.Plan(compile=False, topology="v9:2x2")))
+    assert (found.devices, found.step_time_s, found.fits) == ("4 x v9", None, None)
+    assert found.unknown is not None
+    assert "nothing is known of plan.topology=v9:2x2" in found.unknown
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
