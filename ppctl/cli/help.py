@@ -116,6 +116,7 @@ MOST_USED = (
     "tune.tokens",
     "tune.measure",
     "tune.recipe",
+    "tune.launch",
     "inspect.what",  # inspect: of `ppctl inspect`
     "inspect.stage",
     "inspect.task",

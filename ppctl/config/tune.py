@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ppctl.config.checks import above_zero, at_least, tokens
+from ppctl.config.checks import above_zero, at_least, choice, tokens
 from ppctl.errors import ConfigError
 from ppctl.schedule.remat import Remat
 
@@ -24,7 +24,9 @@ class Tune:
     best: int = 10  # how many layouts are shown
     measure: int = 0  # how many of the best are run here for a few steps, and ranked by their measured step time
     recipe: str | None = "tuned"  # the best one is written to ./recipes/NAME.yaml; None: to no file
+    launch: str | None = None  # its job script is written next to the recipe: slurm | kubernetes | tpu; None: none is
 
+    LAUNCH: ClassVar[tuple[str, ...]] = ("slurm", "kubernetes", "tpu")
     REMAT: ClassVar[tuple[str, ...]] = tuple(map(str, Remat))
 
     def check(self) -> None:
@@ -46,4 +48,11 @@ class Tune:
             raise ConfigError(
                 f"tune.recipe={self.recipe} is not a name. Use letters, digits, _ and -; the file is "
                 "./recipes/NAME.yaml."
+            )
+        if self.launch is not None:
+            choice("tune.launch", self.launch, self.LAUNCH)
+        if self.launch is not None and self.recipe is None:
+            raise ConfigError(
+                f"tune.launch={self.launch} writes a job script next to the recipe, but tune.recipe=null. Give the "
+                "recipe a name, or leave out tune.launch."
             )

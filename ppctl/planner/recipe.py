@@ -24,10 +24,13 @@ OTHERS = ("run",)
 
 def recipe_path(name: str | None) -> Path | None:
     """Return the path of a recipe of this name. ConfigError where another file is there, or none can be written."""
-    if name is None:
-        return None
-    path = Path("recipes") / f"{name}.yaml"
-    with _writing(path):
+    return None if name is None else own_path(name, ".yaml")
+
+
+def own_path(name: str, suffix: str) -> Path:
+    """Return the path of a file that belongs to a recipe of this name. ConfigError likewise."""
+    path = Path("recipes") / f"{name}{suffix}"
+    with writing(path, name):
         if path.exists() and MARK not in path.read_text():
             raise ConfigError(
                 f"tune.recipe={name}: {path} was not written by `ppctl tune` and stays. Use another name, or null."
@@ -41,14 +44,14 @@ def recipe_path(name: str | None) -> Path | None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path, name: str) -> Iterator[None]:
     """Raise errors of files in the body as ConfigErrors."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(
-            f"tune.recipe={path.stem}: {path} cannot be written: {why}. Use another name, another directory, or null."
+            f"tune.recipe={name}: {path} cannot be written: {why}. Use another name, another directory, or null."
         ) from error
 
 
@@ -76,7 +79,7 @@ def write_recipe(path: Path, config: Config, candidate: Candidate, measured_s: f
     document["run"] = document.get("run", {}) | {"name": name}
     if config.run.dir == f"runs/{config.run.name}":
         document["run"].pop("dir", None)  # it follows from the name
-    with _writing(path):
+    with writing(path, path.stem):
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
 

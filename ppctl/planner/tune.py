@@ -28,6 +28,7 @@ from ppctl.model.stack import Stack, init
 from ppctl.planner.advise import LARGEST_RATIO
 from ppctl.planner.candidate import Candidate
 from ppctl.planner.count import work_of
+from ppctl.planner.job_script import hosts_for
 from ppctl.planner.memory import GIB, DeviceLimit, device_limit
 from ppctl.planner.predict import predict_job
 from ppctl.planner.search import Found, LayoutSearch, rank
@@ -70,6 +71,8 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
             f"tune.measure={config.tune.measure} runs steps on what is here ({device.device_kind}), but "
             f"hardware={hardware.name}. Use tune.measure=0, or hardware=auto."
         )
+    launch = config.tune.launch
+    hosts = None if launch is None else hosts_for(launch, hardware, num_devices)
     dtype = jnp.dtype(dtype_name)
     data = open_data(config)
     stack = stack_for(hardware, config, data, dtype, device)
@@ -108,7 +111,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     flops = data.batch_size * work.flops(stack.num_layers)
     devices = f"{num_devices} x {hardware.name}"
     peak = peak and peak * num_devices
-    tuned = Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak, None, roomier, budget)
+    tuned = Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak, None, roomier, budget, hosts)
     return tuned, configs
 
 
@@ -233,7 +236,7 @@ def request_of(config: Config, candidate: Candidate) -> Config:
     is_uniform = sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
     found = replace(
         config,
-        mesh=settings.Mesh(dp=dp, pp=pp, fsdp=fsdp),
+        mesh=settings.Mesh(dp=dp, pp=pp, fsdp=fsdp, order=config.mesh.order),
         schedule=named(candidate.family, candidate.num_microbatches, candidate.num_chunks),
         partition=Uniform() if is_uniform else Explicit(layers=sizes),
         executor=replace(config.executor, remat=candidate.remat),

@@ -14,6 +14,7 @@ from ppctl import config as settings
 from ppctl.config import Config, Explicit
 from ppctl.config.schedule_from_config import label
 from ppctl.planner.candidate import Candidate
+from ppctl.planner.job_script import Hosts
 from ppctl.planner.memory import DeviceLimit
 from ppctl.planner.plan_terminal import show_stages
 from ppctl.planner.prediction import StagePart
@@ -58,6 +59,9 @@ class Tuned:
     recipe: str | None  # the file
     roomier: RoomierLayout | None = None
     token_budget: TokenBudget | None = None  # of tune.tokens, with the first layout
+    hosts: Hosts | None = None  # of tune.launch
+    job_script: str | None = None  # the file
+    job_command: str | None = None  # that starts it
 
 
 def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
@@ -96,6 +100,8 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
         say(f"tokens, with the first: {tuned.token_budget.text}.")
     if tuned.recipe is not None:
         say(f"the first is a recipe now, {tuned.recipe}: {command_of(Path(tuned.recipe))}")
+    if tuned.job_script is not None:
+        say(f"its job script is {tuned.job_script}: {tuned.job_command}")
 
 
 def _stages(candidate: Candidate) -> list[StagePart]:
