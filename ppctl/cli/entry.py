@@ -158,12 +158,13 @@ def _serve_composed(command: str, options: Namespace) -> int:
         return 0
     if not isinstance(config, Config):
         from ppctl.cli.commands.report import write_report_of
+        from ppctl.cli.sweep_data import with_data_checked
         from ppctl.launch.sweep.sweep import run_sweep
 
         for job in config.jobs if config.study is None else config.study.samples():
             if job.config is not None:
                 refuse_inapplicable(command, job.config)
-        return run_sweep(config, write_report_of)
+        return run_sweep(config, write_report_of, with_data_checked)
     refuse_inapplicable(command, config)
     if config.launch.is_used:
         if command != "train" and config.launch.max_restarts:

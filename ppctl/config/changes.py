@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any, NamedTuple, TypeGuard
 
 from ppctl.config.request import Config
+from ppctl.config.run import Run
 
 # What changes nothing that a run computes or records.
 FREE_PARTS = ("launch", "verify", "plan", "rehearse", "tune", "inspect")
@@ -73,11 +74,13 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
             found.append(Change(part.name, stored.get("name"), now.name))
             continue
         found += _differing(part.name, {**asdict(type(now)()), **stored}, asdict(now))
-    return [change for change in found if not _is_default_of_heads(change, before, config)]
+    return [change for change in found if not _is_default(change, before, config)]
 
 
-def _is_default_of_heads(change: Change, before: Mapping[str, Any], config: Config) -> bool:
-    """Return whether one of two numbers is null, which stands for num_heads, and the other is that."""
+def _is_default(change: Change, before: Mapping[str, Any], config: Config) -> bool:
+    """Return whether one of two numbers is null and the other is what null stands for."""
+    if change.name == "run.eval_batches":  # where fewer are held out, nothing was trained with so many
+        return {change.before, change.now} == {None, Run.EVAL_BATCHES}
     if change.name != "model.num_kv_heads":
         return False
     heads = before["model"].get("num_heads"), asdict(config.model)["num_heads"]

@@ -54,7 +54,7 @@ class Run:
     resume_with: str = "same"  # model: same (fail if the checkpoint's computes something else) | changed: go on anyway
     log_every: int = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: int | None = 100  # steps; None: no evaluation
-    eval_batches: int = 4  # of data.batch_size each
+    eval_batches: int | None = None  # of data.batch_size each; None: 4, or as many as are held out
     tensorboard: bool = True
     show_placement: bool = False  # print where each parameter lies before step 1: layer, rank, devices, sharding
     timeline: bool = False  # measure when each task of one step runs (executor=mpmd): run.dir/timeline/
@@ -68,6 +68,7 @@ class Run:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     profile: Profile = field(default_factory=Profile)
 
+    EVAL_BATCHES: ClassVar[int] = 4  # of eval_batches=None, where so many are held out
     RESUME: ClassVar[tuple[str, ...]] = ("auto", "must", "never")
     RESUME_WITH: ClassVar[tuple[str, ...]] = ("same", "changed")
     PLATFORMS: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "tpu")

@@ -67,10 +67,14 @@ class DataSet:
             )
         num_needed = num_batches * self.batch_size
         if num_needed > self.num_eval_examples:
+            most = self.num_eval_examples // self.batch_size
+            few = f"run.eval_batches={most} or a larger data.eval_fraction"
+            if not most:
+                few = "a smaller data.batch_size, a larger data.eval_fraction, or run.eval_every=null"
             raise DataError(
                 f"run.eval_batches*data.batch_size = {num_batches}*{self.batch_size} = {num_needed} is more than the "
                 f"{self.num_eval_examples} examples held out of {self.num_examples + self.num_eval_examples}. "
-                f"Use run.eval_batches={self.num_eval_examples // self.batch_size} or a larger data.eval_fraction."
+                f"Use {few}."
             )
         held_out = grain.MapDataset.range(self.num_examples, self.num_examples + self.num_eval_examples)
         return self._in_order(held_out.shuffle(seed=EVAL_ORDER_SEED), range(num_batches), rows)

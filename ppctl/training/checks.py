@@ -6,24 +6,24 @@ import jax
 import numpy as np
 
 from ppctl import config as settings
+from ppctl.data import DataSet
 from ppctl.errors import ConfigError
 from ppctl.executors.spmd.memory import shard_bytes
 from ppctl.reports.terminal import size_text
-from ppctl.training.job import TrainingJob
+from ppctl.training.job import TrainingJob, num_eval_batches
 from ppctl.training.known_hardware import stated_bytes
 from ppctl.training.mixing import NUM_TRIED
 from ppctl.training.pipeline import Pipeline
 
 
-def check_job(job: TrainingJob) -> str | None:
-    """Return why a model of the user's was not tried for mixing the examples of a batch, or None.
+def check_job(job: TrainingJob) -> list[str]:
+    """Return notes, each a line: on how it evaluates, and why a model was not tried for mixing the examples of a batch.
 
     Raises:
         ConfigError, DataError: The job cannot run here, or not as it was meant.
     """
     check_room(job.pipe)
-    check_evaluations(job)
-    return check_examples(job)
+    return [note for note in (check_evaluations(job.config.run, job.data), check_examples(job)) if note is not None]
 
 
 def check_room(pipe: Pipeline) -> None:
@@ -45,10 +45,22 @@ def check_room(pipe: Pipeline) -> None:
         )
 
 
-def check_evaluations(job: TrainingJob) -> None:
-    """Raise DataError where the run would evaluate on more examples than are held out."""
-    if job.config.run.eval_every is not None:
-        job.data.eval_batches(job.config.run.eval_batches)  # refuses at the call, and reads nothing
+def check_evaluations(run: settings.Run, data: DataSet) -> str | None:
+    """Return that a run evaluates on fewer batches than is usual, or None.
+
+    Raises:
+        DataError: It would evaluate on more examples than are held out.
+    """
+    if run.eval_every is None:
+        return None
+    number = num_eval_batches(run, data)
+    data.eval_batches(number)  # refuses at the call, and reads nothing
+    if run.eval_batches is not None or number == run.EVAL_BATCHES:
+        return None
+    return (
+        f"evaluates on {number} batch{'es' * (number > 1)} of data.batch_size={data.batch_size}, not the usual "
+        f"{run.EVAL_BATCHES}: {data.num_eval_examples} examples are held out."
+    )
 
 
 def check_examples(job: TrainingJob) -> str | None:

@@ -21,6 +21,7 @@ from ppctl.config import Config
 from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.config.sources import Sources, sources
 from ppctl.data import BUILDERS, DataSet
+from ppctl.data.sizes import sized
 from ppctl.executors.mesh import make_mesh, repeated_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
@@ -53,6 +54,11 @@ class TrainingJob:
     sources: Mapping[str, Sources]  # of the parts (model, data) that are code of the user's, as it was imported
     counted_stack: Stack | None = None  # the model as the hardware of the request runs it, where that is made already
 
+    @property
+    def num_eval_batches(self) -> int:
+        """The batches of an evaluation. Those of run.eval_batches=null are at least one, which may be too many."""
+        return num_eval_batches(self.config.run, self.data)
+
     @cached_property
     def counted_model(self) -> Model:
         """The model with the kernels that the hardware of the request takes, to be counted: it need not run here."""
@@ -63,6 +69,13 @@ class TrainingJob:
         if not is_of_ours or isinstance(asked, settings.AutoHardware) or device.device_kind in asked.device_kinds:
             return self.pipe.model
         return replace(self.pipe.model, stack=stack_for(asked, self.config, self.data, self.pipe.dtype, device))
+
+
+def num_eval_batches(run: settings.Run, data: DataSet) -> int:
+    """Return the batches of an evaluation: those requested, or as many as are held out up to run.EVAL_BATCHES."""
+    if run.eval_batches is not None:
+        return run.eval_batches
+    return max(1, min(run.EVAL_BATCHES, data.num_eval_examples // data.batch_size))
 
 
 def stack_for(hardware: settings.Hardware, config: Config, data: DataSet, dtype: jnp.dtype, device: Any) -> Stack:
@@ -188,14 +201,16 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
     return optim.OPTIMIZERS[given.pop("name")](lr_schedule, **given), lr_schedule
 
 
-def open_data(config: Config) -> DataSet:
-    """Return the data set that the config names."""
+def open_data(config: Config, *, sizes_only: bool = False) -> DataSet:
+    """Return the data set that the config names; sizes_only: made as quickly as its sizes can be known."""
     given = {**asdict(config.data), "seed": config.run.seed}
     name = given.pop("name")
     if name not in ("regression", "custom"):
         assert not isinstance(config.model, settings.MLP), "config.check refuses text for an MLP"
         given["seq_len"] = config.model.seq_len
-    return custom_data(**given) if name == "custom" else BUILDERS[name](**given)
+    if name == "custom":
+        return custom_data(**given)
+    return sized(name, **given) if sizes_only else BUILDERS[name](**given)
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class Loop:
     def _evaluate(self, state: Tree, finished: int) -> None:
         self._read()
         self.heartbeat.note("evaluate", finished)
-        eval_loss = evaluate(self.job.pipe.engine, self.job.data, self.job.config.run.eval_batches, state)
+        eval_loss = evaluate(self.job.pipe.engine, self.job.data, self.job.num_eval_batches, state)
         with writing(Path(self.job.config.run.dir)):
             self.metrics.log_eval(finished, {"eval_loss": eval_loss})
 

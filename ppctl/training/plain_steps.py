@@ -98,7 +98,7 @@ class PlainModel:
         slack = jax.tree.map(lambda a, *others: np.max([np.abs(b - a) for b in others], axis=0), after, *shifted)
         eval_loss = None
         if config.run.eval_every is not None:
-            batches = data.eval_batches(config.run.eval_batches)
+            batches = data.eval_batches(self.job.num_eval_batches)
             eval_loss = float(np.mean([float(self.loss_and_grads(after["params"], batch)[0]) for batch in batches]))
         return PlainSteps(clip_norm, tuple(numbers), before, after, slack, eval_loss)
 

@@ -90,7 +90,7 @@ def _train(
     console = RunConsole(stderr=as_json, quiet=not is_lead)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     job = assemble(config)
-    for each in filter(None, (note, check_job(job))):
+    for each in filter(None, (note, *check_job(job))):
         say(f"note      {each}")
     with _status(config) as status, _checkpoints(config) as checkpoints:
         start, restored, _ = resumed = resume(config, job, checkpoints, say)

@@ -33,9 +33,7 @@ from ppctl.model.stack import Stack
 T = TypeVar("T")
 NUM_TRIED = 2  # examples of the batch that a model is tried on
 ALL = (Stack, DataSet)  # what is made with everything that a function is given
-WHOSE: dict[Any, str] = {
-    Mapping: "a dict of arrays with inputs and targets"
-}  # by kind of a result, where not its own name
+WHOSE: dict[Any, str] = {Mapping: "a dict of arrays with inputs and targets"}  # where not the name of the kind
 
 
 def custom_stack(

@@ -119,7 +119,7 @@ def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree, requested
         steps.append(StepComparison(step, **pairs, is_clipped=is_clipped))
     eval_loss = None
     if plain.eval_loss is not None:
-        eval_loss = compared(evaluate(engine, data, run.eval_batches, state), plain.eval_loss)
+        eval_loss = compared(evaluate(engine, data, job.num_eval_batches, state), plain.eval_loss)
     before, after = plain.before | {"step": np.int32(0)}, plain.after | {"step": np.int32(num_steps)}
     slack = plain.slack | {"step": np.int32(0)}
     leaves = tuple(compare_trees(after, engine.to_natural(state), before, slack))

@@ -151,7 +151,10 @@ FAULTS = [
     ("train --multirun +foo=2,3", "foo is not a part of the config"),
     ("train --multirun run.seed=1,1", "Jobs 0 .run.seed=1. and 1 .run.seed=1. have the same run.dir, runs/default/r"),
     ("train --multirun run.dir=x,./x", "have the same run.dir, x. Leave out a value that is there twice"),
-    ("train --multirun data.batch_size=7,9", "All 2 jobs are refused. data.batch_size=7 is not a multiple"),
+    (
+        "train --multirun data.batch_size=7,9",
+        "All 2 jobs are refused, for 2 reasons; the first: data.batch_size=7 is not a multiple",
+    ),
     ("train --multirun plan.compile=true run.seed=1,2", "plan.compile=true: applies to `ppctl plan` only"),
     ("train --multirun run.dir=/proc/x run.seed=1,2", "run.dir=/proc/x cannot be written"),
     ("train hydra.launcher.jobs=2", "hydra.launcher.jobs=2 is for the jobs of a sweep. Add --multirun"),

@@ -18,9 +18,14 @@ from ppctl import cli
 PPCTL = str(Path(sys.executable).parent / "ppctl")
 pytestmark = pytest.mark.usefixtures("in_empty_directory")
 
-# A stand-in for `ppctl train` in the jobs of a sweep, which are processes: Python imports sitecustomize at its start.
+# A stand-in for `ppctl train` in the jobs of a sweep, which are processes, and for the check of their data: Python
+# imports sitecustomize at its start.
 STAND_IN = """
-import json, signal, sys, time, types
+import json, os, signal, sys, time, types
+
+if "ppctl.training.data_check" in sys.orig_argv:
+    print(json.dumps([None] * len(json.load(sys.stdin))), flush=True)
+    os._exit(0)
 
 def train(config, words, *, as_json):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -92,7 +97,7 @@ def test_a_job_that_is_refused_does_not_stop_the_others(jobs_environment):
 )
 def test_a_sweep_is_composed_and_checked_before_anything_runs(command, seeds, served, monkeypatch, in_empty_directory):
     sweeps = []
-    monkeypatch.setattr("ppctl.launch.sweep.sweep.run_sweep", lambda found, report: sweeps.append(found) or 0)
+    monkeypatch.setattr("ppctl.launch.sweep.sweep.run_sweep", lambda found, *given: sweeps.append(found) or 0)
     words = command.split()
     assert cli.main([words[0], "-m", f"run.seed={seeds[0]},{seeds[1]}", "optim.lr=0.1", *words[1:]]) == 0
     [found] = sweeps
@@ -106,7 +111,7 @@ def test_a_sweep_is_composed_and_checked_before_anything_runs(command, seeds, se
 
 def test_a_file_may_describe_a_sweep(monkeypatch, in_empty_directory):
     sweeps = []
-    monkeypatch.setattr("ppctl.launch.sweep.sweep.run_sweep", lambda found, report: sweeps.append(found) or 0)
+    monkeypatch.setattr("ppctl.launch.sweep.sweep.run_sweep", lambda found, *given: sweeps.append(found) or 0)
     text = "# @package _global_\nhydra: {sweeper: {params: {run.seed: '1,2'}}, launcher: {jobs: 3}}\n"
     write(in_empty_directory / "mine/recipes/both.yaml", text)
     assert cli.main(["train", "-m", "recipes=both", "--config-dir", "mine"]) == 0

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from ppctl.cli import sweep_data
 from ppctl.config import Config, Run
 from ppctl.config.sources import sources_here
 from ppctl.errors import ConfigError
@@ -28,6 +30,7 @@ from ppctl.launch.sweep.runner import run_jobs
 from ppctl.launch.sweep.sweep import run_sweep
 
 NUM_STEPS = 20
+FAILS = "import sys; sys.exit('ppctl: too few examples.')"
 FAST = [sys.executable, "-I", "-S", "-c"]  # starts in a few milliseconds
 
 
@@ -299,3 +302,61 @@ def test_a_summary_of_something_else_is_not_overwritten():
     with pytest.raises(ConfigError, match=r"runs/s/sweep\.csv is not of a sweep and stays"):
         run_sweep(sweep)
     assert (sweep.directory / "sweep.csv").read_text() == "mine"
+
+
+def test_equal_failures_are_one_line_with_a_count(monkeypatch):
+    sweep = sweep_of(5)
+    programs(monkeypatch, FAILS, "", FAILS)
+    outcomes, _, text = told(sweep)
+    assert text.count("too few examples.") == 1
+    assert re.search(r"job 2: run.seed=2: failed after \S+ s, as job 0\n", text)
+    out = io.StringIO()
+    show_end(Console(file=out, width=200), sweep, outcomes, [{}] * 5)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("ppctl")]
+    assert lines == ["ppctl: 4 jobs (0, 2-4): too few examples."]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "message"),
+    [
+        ("aaa", "All 3 jobs are refused: a"),
+        ("aba", "All 3 jobs are refused, for 2 reasons; the first: a"),
+        ("a", "a"),
+    ],
+)
+def test_a_sweep_of_refused_jobs_is_refused_once(reasons, message):
+    sweep = sweep_of(len(reasons))
+    jobs = [replace(job, config=None, refusal=reason) for job, reason in zip(sweep.jobs, reasons, strict=True)]
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        check_sweep(replace(sweep, jobs=jobs))
+
+
+def test_data_are_looked_at_once_for_each_request_before_any_job_starts(monkeypatch):
+    asked = []
+
+    def answer(command, *, input, **more):
+        requests = json.loads(input)
+        asked.append(len(requests))
+        answers = ["too few" if request["run"]["seed"] == 1 else None for request in requests]
+        return subprocess.CompletedProcess(command, 0, json.dumps(answers), "")
+
+    monkeypatch.setattr(sweep_data.subprocess, "run", answer)
+    sweep = sweep_of(3)
+    for job in sweep.jobs:
+        if job.index:
+            job.config.run.seed = 1  # two jobs of the same data
+    found = sweep_data.with_data_checked(sweep)
+    assert [job.refusal for job in found.jobs] == [None, "too few", "too few"]
+    saved(sweep.jobs[1])  # finished: its data may be gone
+    assert [job.refusal for job in sweep_data.with_data_checked(sweep).jobs] == [None, None, "too few"]
+    assert asked == [2, 2]
+    assert sweep_data.with_data_checked(replace(sweep, command="plan")).jobs == sweep.jobs
+    assert asked == [2, 2]
+
+
+def test_a_check_that_ends_badly_is_told_and_the_sweep_goes_on(monkeypatch, capsys):
+    broken = subprocess.CompletedProcess([], 1, "", "Traceback\nOh: no\n")
+    monkeypatch.setattr(sweep_data.subprocess, "run", lambda *words, **more: broken)
+    sweep = sweep_of(2)
+    assert sweep_data.with_data_checked(sweep).jobs == sweep.jobs
+    assert capsys.readouterr().err == "ppctl: the data of the jobs could not be looked at beforehand: Oh: no\n"

@@ -131,6 +131,8 @@ def test_every_setting_of_a_model_is_compared_but_those_that_leave_its_function(
 def test_a_null_is_the_value_that_it_stands_for_and_an_unknown_setting_had_its_default():
     heads = config.Config(model=config.Transformer(num_heads=4))
     assert not changes(stored(heads), config.Config(model=config.Transformer(num_heads=4, num_kv_heads=4)))
+    assert not changes(stored(config.Config(run=config.Run(eval_batches=4))), config.Config())
+    assert changes(stored(config.Config(run=config.Run(eval_batches=2))), config.Config())
     before = stored(heads)
     del before["model"]["rope_theta"]
     assert not changes(before, heads)

@@ -121,11 +121,11 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     """Return (findings, mesh, bytes of a state), of everything that training builds before it compiles."""
     try:
         job = assemble(config)
-        note = check_job(job)
+        notes = check_job(job)
     except PpctlError as error:
         return [Finding("request", False, str(error))], None, None
     device = job.pipe.mesh.devices.flat[0]
-    schedule, tried = job.pipe.schedule, "" if note is None else f". {note}"
+    schedule, tried = job.pipe.schedule, "".join(f". {note}" for note in notes)
     state_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(job.pipe.states.natural))
     findings = [
         Finding("devices", True, f"{job.pipe.mesh.size} x {device.device_kind} ({device.platform})"),

@@ -20,7 +20,7 @@ def plan(config: Config, *, as_json: bool) -> int:
     if file is not None:
         check_file(f"plan.html={file}", Path(file))  # refused before the work
     job = assemble(config, only_planned=True)
-    check_evaluations(job)
+    note = check_evaluations(config.run, job.data)
     found = predicted(job)
     if file is not None:
         write_file(f"plan.html={file}", Path(file), plan_page(found, config, picture_of(job, found.unknown)))
@@ -28,4 +28,6 @@ def plan(config: Config, *, as_json: bool) -> int:
         show_json(asdict(found))
     else:
         show_plan(found, config)
+        if note is not None:
+            print(f"note      {note}")
     return int(found.fits is False)

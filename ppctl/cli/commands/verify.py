@@ -36,7 +36,7 @@ def verify(config: Config, *, as_json: bool) -> int:
     unkept = keep_compiled(config)
     job = assemble_to_verify(config)
     tolerance = tolerance_of(job)
-    notes = [note for note in (unkept, check_job(job)) if note is not None]
+    notes = [note for note in (unkept, *check_job(job)) if note is not None]
     plain = plain_model(job)
     state = job.pipe.init()  # compiled once, for gradients and steps
     gradients = compare_gradients(job, plain, state)
@@ -131,7 +131,7 @@ def _show(
         columns = ("step", "loss", "reference", "error", "grad_norm", "error", "lr", "error", "clipped")
         title = "train steps compared with the un-pipelined model's, updated by optax alone"
         show_table(console, title, columns, (_step_row(step, training, tolerance) for step in training.steps))
-        for text in _training_lines(config, training, tolerance):
+        for text in _training_lines(job, config, training, tolerance):
             line(text)
     line(f"{'equal' if ok else 'NOT EQUAL'} within {tolerance:g} ({job.pipe.dtype})")
 
@@ -150,7 +150,7 @@ def _step_row(step: StepComparison, training: TrainingComparison, tolerance: flo
     )
 
 
-def _training_lines(config: Config, training: TrainingComparison, tolerance: float) -> Iterator[str]:
+def _training_lines(job: TrainingJob, config: Config, training: TrainingComparison, tolerance: float) -> Iterator[str]:
     """Yield a line for each thing that was compared of the train steps as a whole."""
     worst, last = worst_of(training.state), len(training.steps)
     layer = "" if worst.layer is None else f" in layer {worst.layer}"
@@ -161,7 +161,8 @@ def _training_lines(config: Config, training: TrainingComparison, tolerance: flo
     if training.eval_loss is None:
         yield "eval      none (run.eval_every=null)"
     else:
-        yield f"eval      {_number_text(training.eval_loss, tolerance)}, of {config.run.eval_batches} batches"
+        many = job.num_eval_batches
+        yield f"eval      {_number_text(training.eval_loss, tolerance)}, of {many} batch{'es' * (many > 1)}"
     rates = _error_text(training.rates_error, training.rates_tolerance)
     yield f"lr        of all steps up to run.num_steps={config.run.num_steps}: error {rates} of the largest"
     yield f"clipping  {_clipping_text(config, training)}"

@@ -192,15 +192,24 @@ def check_sweep(sweep: Sweep) -> None:
         )
     if sweep.study is not None and not sweep.trains:
         raise ConfigError(f"hydra/sweeper=optuna searches by what runs record, and `ppctl {sweep.command}` makes none.")
-    refused = [job.refusal for job in sweep.jobs if job.refusal is not None]
-    if sweep.jobs and len(refused) == len(sweep.jobs):
-        raise ConfigError(refused[0] if len(refused) == 1 else f"All {len(refused)} jobs are refused. {refused[0]}")
+    check_refusals(sweep)
     if sweep.trains:
         _check_directories(sweep)
     if sweep.study is not None:
         sweep.study.check()
     if sweep.submit is not None:
         sweep.submit.check()
+
+
+def check_refusals(sweep: Sweep) -> None:
+    """Raise ConfigError where every job is refused."""
+    refused = [job.refusal for job in sweep.jobs if job.refusal is not None]
+    if sweep.jobs and len(refused) == len(sweep.jobs):
+        reasons = len({*refused})
+        of_many = "" if reasons == 1 else f", for {reasons} reasons; the first"
+        raise ConfigError(
+            refused[0] if len(refused) == 1 else f"All {len(refused)} jobs are refused{of_many}: {refused[0]}"
+        )
 
 
 def _check_directories(sweep: Sweep) -> None:

@@ -32,6 +32,7 @@ class LiveTable:
         self.console = console or Console(stderr=True)
         self.sweep = sweep
         self.is_live = self.console.is_interactive and (sweep.num_parallel > 1 or sweep.submit is not None)
+        self._errors: dict[str | None, int] = {}  # the job that told each first
         self._live = Live(console=self.console, auto_refresh=False, transient=True) if self.is_live else None
 
     def __enter__(self) -> LiveTable:
@@ -52,7 +53,9 @@ class LiveTable:
         seconds = "" if outcome.seconds is None else f" after {outcome.seconds:.1f} s"
         if outcome.status == "failed":
             where = "refused" if outcome.began_s is None else f"failed{seconds}"
-            self.say(f"job {job.index}: {job.name}: {where}: {outcome.error}")
+            first = self._errors.setdefault(outcome.error, job.index)
+            why = f": {outcome.error}" if first == job.index else f", as job {first}"
+            self.say(f"job {job.index}: {job.name}: {where}{why}")
         elif outcome.status == "skipped":
             self.say(f"job {job.index}: {job.name}: finished before, skipped ({job.run_dir})")
         elif outcome.status in ("running", "queued"):
@@ -106,10 +109,34 @@ def show_end(console: Console, sweep: Sweep, outcomes: Sequence[Outcome], record
         cells = [number_text(record.get(key), form) for key, form in numbers.items()]
         rows.append([f"{job.index}: {job.name}", outcome.status + code, *cells, number_text(outcome.seconds, ".1f")])
     show_table(console, state_counts(outcomes), [*columns, *numbers, "seconds"], rows)
+    for error, jobs in equal_errors(sweep, outcomes).items():
+        which = f"job {jobs[0].index}: {jobs[0].name}" if len(jobs) == 1 else f"{len(jobs)} jobs ({_numbers(jobs)})"
+        console.print(f"ppctl: {which}: {error}", markup=False, highlight=False, soft_wrap=True)
+
+
+def equal_errors(sweep: Sweep, outcomes: Sequence[Outcome]) -> dict[str, list[Job]]:
+    """Return the jobs that failed by what they said, in the order of the first of each."""
+    found: dict[str, list[Job]] = {}
     for job, outcome in zip(sweep.jobs, outcomes, strict=True):
         if outcome.error is not None:
-            text = f"ppctl: job {job.index}: {job.name}: {outcome.error}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            found.setdefault(outcome.error, []).append(job)
+    return found
+
+
+def _numbers(jobs: Sequence[Job]) -> str:
+    """Return the numbers of jobs, runs of them as first-last.
+
+    >>> of = lambda *numbers: [Job(number, (), {}, (), Path(), None) for number in numbers]
+    >>> _numbers(of(0, 1, 2, 5, 7, 8))
+    '0-2, 5, 7, 8'
+    """
+    runs: list[list[int]] = []
+    for job in jobs:
+        if runs and runs[-1][-1] == job.index - 1:
+            runs[-1].append(job.index)
+        else:
+            runs.append([job.index])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def state_counts(outcomes: Sequence[Outcome]) -> str:

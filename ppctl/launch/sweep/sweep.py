@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppctl.errors import ConfigError
-from ppctl.launch.sweep.jobs import MARK, Sweep, check_sweep
+from ppctl.launch.sweep.jobs import MARK, Sweep, check_refusals, check_sweep
 from ppctl.launch.sweep.live_table import LiveTable, show_end
 from ppctl.launch.sweep.records import record_of
 from ppctl.launch.sweep.runner import run_jobs
@@ -14,14 +14,21 @@ from ppctl.launch.sweep.summary import write_summary
 from ppctl.reports.run_page.write_report import FILE as REPORT
 
 
-def run_sweep(sweep: Sweep, report: Callable[[Path], object] = lambda run_dir: None) -> int:
+def run_sweep(
+    sweep: Sweep,
+    report: Callable[[Path], object] = lambda run_dir: None,
+    with_data_checked: Callable[[Sweep], Sweep] = lambda sweep: sweep,
+) -> int:
     """Run a sweep; return the exit code: 0 all jobs are finished, 1 one failed, 130 or 143 interrupted.
 
-    `report` writes the report of the run in a directory, which the summary links to.
+    `report` writes the report of the run in a directory, which the summary links to; `with_data_checked` refuses jobs
+    whose data are too few.
 
     Raises ConfigError, before anything is started or written, for a sweep that would not do what it says.
     """
     check_sweep(sweep)
+    sweep = with_data_checked(sweep)
+    check_refusals(sweep)
     try:
         sweep.directory.mkdir(parents=True, exist_ok=True)
         (sweep.directory / MARK).write_text(sweep.document)

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ppctl.config.sweep import Search
 from ppctl.launch.sweep.best import DONE, best_of
 from ppctl.launch.sweep.jobs import SHARED, Job, Outcome, Sweep, ran_side_by_side
-from ppctl.launch.sweep.live_table import state_counts
+from ppctl.launch.sweep.live_table import equal_errors, state_counts
 from ppctl.launch.sweep.theory import bubble_curve
 from ppctl.reports import bubbles
 from ppctl.reports.charts.elements import exact, section, table
@@ -196,9 +196,8 @@ def _earlier(number: int) -> str:
 
 def _failures(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
     errors = [
-        f"<dt>{job.index}: {escape(job.name)}</dt><dd>{escape(outcome.error)}</dd>"
-        for job, outcome in zip(sweep.jobs, outcomes, strict=True)
-        if outcome.error is not None
+        "".join(f"<dt>{job.index}: {escape(job.name)}</dt>" for job in jobs) + f"<dd>{escape(error)}</dd>"
+        for error, jobs in equal_errors(sweep, outcomes).items()
     ]
     return section("What failed", f'<dl class="errors">{"".join(errors)}</dl>') if errors else ""
 
