@@ -21,7 +21,7 @@ def request_words(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         if part not in config:
             notes.append(f"config.yaml has no {part}")
         elif part == "mesh":
-            words += _mesh(config[part], notes)
+            words[:0] = _mesh(config[part], notes)
         elif part in PLAIN:
             words += _settings(part, PLAIN[part], {}, config[part], notes)
         elif config[part].get("name") in options(part):

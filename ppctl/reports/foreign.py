@@ -86,7 +86,7 @@ def read_settings(path: str | Path) -> Any:
     try:
         content = read_file(path, MOST_SETTINGS_BYTES)
         is_plain = len(content) <= MOST_FAST_BYTES and b"*" not in content  # an alias begins with it
-        found = yaml.load(content, FAST_LOADER if is_plain else _PlainLoader)
+        found = yaml.load(content, FAST_LOADER) if is_plain else yaml.load(content, _PlainLoader)
         cleaned(found)  # raises where libyaml read lists in lists deeper than anything here follows
         return found
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or a number that is none

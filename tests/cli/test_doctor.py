@@ -90,6 +90,8 @@ class FakeGpu:
     ],
 )
 def test_programs_get_the_share_of_a_gpus_memory_that_was_requested(asked, variables, share, is_ok, text, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):  # a start of JAX may have set one
+        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     request = replace(TINY, run=config.Run(memory_fraction=asked))

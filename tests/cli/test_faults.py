@@ -28,7 +28,7 @@ FAULTS = [
     ("train --config-dir nowhere", "--config-dir nowhere: there is no such directory"),
     ("train --help modle", "modle is not a part with settings. Did you mean model"),
     ("train --help model=ml", "model=ml is not an option of model. Did you mean model=mlp"),
-    ("--completion fish", "--completion takes bash"),
+    ("--completion tcsh", "--completion takes bash, zsh, fish, not tcsh"),
     # keys
     (
         "train model.layrs=3",

@@ -255,7 +255,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys, empt
     assert err.startswith("ppctl: ")
     assert err.count("\n") == 1
     assert re.search(message, err), err
-    assert (out, list(empty_directory.iterdir())) == ("", [])
+    assert (bool(out), list(empty_directory.iterdir())) == ("--json" in line.split(), [])
 
 
 def test_a_file_that_is_not_text_is_one_line(capsys, empty_directory):

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import ppctl
 from ppctl import cli
 from ppctl.launch.sweep.jobs import MARK
+from ppctl.reports.foreign import FAST_LOADER
 from ppctl.reports.run_files import WRITTEN
 
 PACKAGE = Path(ppctl.__file__).parent
@@ -62,10 +64,11 @@ def test_no_reader_can_execute_what_it_reads():
                 found.append(f"{file}:{call.lineno} {name}")
             if is_method and ast.unparse(call.func) in ("yaml.load", "np.load", "numpy.load"):
                 loader = [ast.unparse(each) for each in call.args[1:]]
-                if loader != ["_PlainLoader"]:
+                if loader not in (["_PlainLoader"], ["FAST_LOADER"]):
                     found.append(f"{file}:{call.lineno} {ast.unparse(call)}")
             found += [f"{file}:{call.lineno} allow_pickle" for each in call.keywords if each.arg == "allow_pickle"]
     assert not found, "\n".join(found)
+    assert issubclass(FAST_LOADER, yaml.constructor.SafeConstructor)
 
 
 def test_the_page_names_all_that_executes_code():
