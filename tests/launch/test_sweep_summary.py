@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ppctl import schedule as schedules
 from ppctl.config import Config, Interleaved, Mesh, Reference, Run, Schedule
 from ppctl.launch.sweep.best import best_of
 from ppctl.launch.sweep.jobs import LOG, Job, Outcome, Sweep
+from ppctl.launch.sweep.live_table import show_end
 from ppctl.launch.sweep.records import NUMBERS, numbers_of, record_of
 from ppctl.launch.sweep.summary import as_csv, as_json, write_summary
 from ppctl.launch.sweep.sweep_page import sweep_page
@@ -146,13 +148,12 @@ def test_the_best_of_layouts_is_the_fastest_with_a_command_that_composes(capsys)
     )
     outcomes = [FINISHED, FINISHED, Outcome("failed", 1, 1.0, "Oh", 0.0)]
     [best] = best_of(sweep, records(sweep, outcomes))
-    assert best.text == "fastest, in tok/s: job 1 (schedule=1f1b schedule.num_microbatches=8), 200"
+    assert best.text == "fastest, in tok/s: 200, job 1 (schedule=1f1b schedule.num_microbatches=8)"
     words = shlex.split(best.command)
-    assert words == [
-        *("ppctl", "train", "recipes=tiny", "schedule=1f1b", "schedule.num_microbatches=8", "run.dir=runs/s/best")
-    ]
+    swept_words = ["schedule=1f1b", "schedule.num_microbatches=8"]
+    assert words == ["ppctl", "train", "recipes=tiny", *swept_words, "run.dir=runs/s/best_tokens_per_s"]
     assert cli.main([*words[1:], "--cfg", "job"]) == 0
-    assert "dir: runs/s/best" in capsys.readouterr().out
+    assert "dir: runs/s/best_tokens_per_s" in capsys.readouterr().out
 
 
 def test_where_more_than_the_layout_varies_the_lowest_loss_comes_first():
@@ -165,6 +166,57 @@ def test_where_more_than_the_layout_varies_the_lowest_loss_comes_first():
     ]
     append(jobs[0].run_dir / "metrics.jsonl", '{"step": 2, "loss": 1.0}\n')  # trained longer
     assert [best.what for best in best_of(sweep, records(sweep))] == ["fastest, in tok/s"]
+
+
+def test_the_best_is_a_path_first_and_digits_tell_jobs_apart():
+    jobs = [left(job_of(i, **{"optim.lr": 10.0**-i}), (2.0 + i * 1e-6, 1.0)) for i in range(2)]
+    (jobs[0].run_dir / "checkpoints" / "7").mkdir(parents=True)
+    sweep = swept(*jobs)
+    lowest, fastest = best_of(sweep, records(sweep))
+    assert (lowest.by, fastest.by) == ("final_loss", "tokens_per_s")
+    what, where, anew = lowest.lines
+    assert what == "lowest final_loss: 2.000000, job 0 (schedule=gpipe schedule.num_microbatches=8 optim.lr=1.0)"
+    assert where == "  in runs/s/0/checkpoints/7"
+    assert anew.startswith("  anew: ppctl train recipes=tiny ")
+    assert len({best.command.split()[-1] for best in (lowest, fastest)}) == 2  # a directory each
+    text = page_of(*jobs)
+    assert text.index("runs/s/0/checkpoints/7") < text.index("To train it anew")
+    assert ">2.000001<" in text
+    shown = write_summary(sweep, [FINISHED] * 2, records(sweep))
+    assert shown[:2] == [what, where]
+    shutil.rmtree(jobs[0].run_dir / "checkpoints")
+    assert best_of(sweep, records(sweep))[0].place == jobs[0].run_dir
+
+
+def test_the_last_table_has_the_number_that_decided():
+    jobs = [left(job_of(i), (4.0, 1.0), eval_loss=1.0 + i * 1e-5) for i in range(2)]
+    sweep = swept(*jobs)
+
+    def shown(*decided_by):
+        out = io.StringIO()
+        show_end(Console(file=out, width=200), sweep, [FINISHED] * 2, records(sweep), decided_by)
+        return out.getvalue()
+
+    assert re.search(r"final_loss +eval_loss +step_time_s +seconds", shown("eval_loss", "tokens_per_s"))
+    assert "1.00001" in shown("eval_loss")
+    assert re.search(r"final_loss +step_time_s +tokens_per_s +seconds", shown("tokens_per_s"))
+
+
+def test_learning_rates_are_drawn_on_a_log_axis_and_seeds_are_repeats():
+    rates = [1e-3, 2e-3, 3e-3]
+    jobs = [
+        left(job_of(3 * seed + i, **{"optim.lr": rate, "run.seed": seed}), (3.0 + i + seed, 1.0))
+        for seed in range(2)
+        for i, rate in enumerate(rates)
+    ]
+    text = page_of(*jobs)
+    [svg] = [svg for svg in re.findall(r'<svg class="lines".*?</svg>', text) if "optim.lr" in svg]
+    assert "loss, by optim.lr" in svg
+    marks = re.findall(r"<title>[^<]*, (0\.00\d): ([\d.]+)</title>", svg)
+    assert marks == [("0.001", "3.5"), ("0.002", "4.5"), ("0.003", "5.5")]
+    assert "Marks are means over the seeds." in text
+    assert "Over the learning rate" not in page_of(left(job_of(9, **{"optim.lr": 1e-3}), (3.0, 1.0)))
+    assert "Over the learning rate" not in page_of(left(job_of(8), (3.0, 1.0)))
 
 
 def test_the_theory_is_the_closed_form_or_the_schedule_itself():
@@ -221,7 +273,7 @@ def test_one_number_of_microbatches_has_no_figure_and_a_failure_is_explained():
 
 def test_more_lines_than_can_be_told_apart_are_left_to_the_table():
     jobs = [
-        left(job_of(2 * i + j, size=size, **{"optim.lr": i}), (4.0, 1.0))
+        left(job_of(2 * i + j, size=size, **{"optim.b1": i}), (4.0, 1.0))
         for i in range(MOST_LINES + 2)
         for j, size in enumerate((4, 8))
     ]

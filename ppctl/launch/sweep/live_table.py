@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ppctl.launch.sweep.best import decimals
 from ppctl.launch.sweep.jobs import Job, Outcome, Sweep
 from ppctl.reports.run_files import last_record
 from ppctl.reports.terminal import show_table
@@ -99,10 +100,21 @@ class LiveTable:
         ]
 
 
-def show_end(console: Console, sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[Mapping[str, Any]]) -> None:
-    """Print the table of all jobs, and of those that failed why."""
+def show_end(
+    console: Console,
+    sweep: Sweep,
+    outcomes: Sequence[Outcome],
+    records: Sequence[Mapping[str, Any]],
+    decided_by: Sequence[str] = (),
+) -> None:
+    """Print the table of all jobs, with the numbers that decided which is best, and of those that failed why."""
     columns = ["job", "state"]
-    numbers = {"steps": ",", "final_loss": ".4f", "step_time_s": ".3f"} if sweep.trains else {}
+    numbers: dict[str, str] = {}
+    if sweep.trains:
+        losses = ["final_loss", *(["eval_loss"] if "eval_loss" in decided_by else [])]
+        forms = {name: f".{decimals(record.get(name) for record in records)}f" for name in losses}
+        numbers = {"steps": ",", **forms, "step_time_s": ".4g"}
+        numbers |= {name: ",.0f" for name in ("tokens_per_s", "rows_per_s") if [*decided_by[:1]] == [name]}
     rows = []
     for job, outcome, record in zip(sweep.jobs, outcomes, records, strict=True):
         code = f" ({outcome.code})" if outcome.code else ""

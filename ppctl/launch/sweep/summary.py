@@ -24,7 +24,7 @@ def write_summary(sweep: Sweep, outcomes: Sequence[Outcome], records: Sequence[M
     texts = (as_csv([*records, *kept]), as_json([*records, *kept]), sweep_page(sweep, outcomes, records, len(kept)))
     lines = []
     for best in best_of(sweep, records):
-        lines += [best.text, f"  again: {best.command}"]
+        lines += best.lines
     if ran_side_by_side(sweep):
         lines.append(f"note: {SHARED}")
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppctl.errors import ConfigError
+from ppctl.launch.sweep.best import best_of
 from ppctl.launch.sweep.jobs import MARK, Sweep, check_refusals, check_sweep
 from ppctl.launch.sweep.live_table import LiveTable, show_end
 from ppctl.launch.sweep.records import record_of
@@ -41,7 +42,8 @@ def run_sweep(
     with LiveTable(sweep) as table:
         outcomes, stop = run_jobs(sweep, table)
     records = [record_of(job, outcome) for job, outcome in zip(sweep.jobs, outcomes, strict=True)]
-    show_end(table.console, sweep, outcomes, records)
+    decided_by = [best.by for best in best_of(sweep, records)] if sweep.trains else []
+    show_end(table.console, sweep, outcomes, records, decided_by)
     if sweep.trains:
         for job, outcome in zip(sweep.jobs, outcomes, strict=True):
             if outcome.seconds is not None or not (job.run_dir / REPORT).exists():

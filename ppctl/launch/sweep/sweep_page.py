@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from urllib.parse import quote
 
 from ppctl.config.sweep import Search
-from ppctl.launch.sweep.best import DONE, best_of
+from ppctl.launch.sweep.best import DONE, best_of, decimals
 from ppctl.launch.sweep.jobs import SHARED, Job, Outcome, Sweep, ran_side_by_side
 from ppctl.launch.sweep.live_table import equal_errors, state_counts
 from ppctl.launch.sweep.theory import bubble_curve
@@ -25,6 +26,7 @@ from ppctl.reports.run_page.write_report import FILE as REPORT
 from ppctl.reports.terminal import size_text
 
 MICROBATCHES = "schedule.num_microbatches"
+RATE, SEED = "optim.lr", "run.seed"
 SPEEDS = {"tokens_per_s": "tokens/s", "rows_per_s": "rows/s"}
 SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a record: column, how it is written
     "steps": ("steps", "{:,}".format),
@@ -58,6 +60,7 @@ def sweep_page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_
     sections = [
         f'<p class="fit {colour}"><b aria-hidden="true">{mark}</b> {escape(state_counts(outcomes))}.{shared}</p>',
         _best(sweep, records),
+        _learning_rates(sweep, records),
         _figures(sweep, records) if sweep.study is None else _history(sweep.study.search, records),
         section("Jobs", _jobs(sweep, outcomes, records) + _earlier(num_earlier)),
         _failures(sweep, outcomes),
@@ -68,7 +71,8 @@ def sweep_page(sweep: Sweep, outcomes: Sequence[Outcome], records: Records, num_
 
 def _best(sweep: Sweep, records: Records) -> str:
     lines = [
-        f"<p>{escape(best.text)}. To train it anew:</p><code>{escape(best.command)}</code>"
+        f"<p>{escape(best.text)}. It is in</p><code>{escape(str(best.place))}</code>"
+        f"<p>To train it anew:</p><code>{escape(best.command)}</code>"
         for best in best_of(sweep, records)
     ]
     return section("The best", f'<div class="best">{"".join(lines)}</div>') if lines else ""
@@ -101,6 +105,35 @@ def _figures(sweep: Sweep, records: Records) -> str:
     few = f"<p class='soft'>The first {MOST_LINES} lines; {left_out} more are in the table.</p>" if left_out else ""
     body = f'<ul class="keys">{names}</ul>{few}<div class="figures">{"".join(figures)}</div>'
     return section("Over the number of microbatches", body) if figures else ""
+
+
+def _learning_rates(sweep: Sweep, records: Records) -> str:
+    """Return the figure of the loss over the learning rate, where the sweep tried several.
+
+    A line for each combination of the other settings; over seeds, which only repeat a job, it is the mean.
+    """
+    done = [(job, record) for job, record in zip(sweep.jobs, records, strict=True) if record["status"] in DONE]
+    by = "eval_loss" if done and all(record["eval_loss"] is not None for _, record in done) else "final_loss"
+    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for job, record in done:
+        rate = job.values.get(RATE)
+        if isinstance(rate, int | float) and rate > 0 and record[by] is not None:
+            others = [f"{name}={value}" for name, value in job.values.items() if name not in (RATE, SEED)]
+            found[" ".join(others) or "all jobs"][float(rate)].append(record[by])
+    if len({rate for line in found.values() for rate in line}) < 2:
+        return ""
+    drawn = dict(list(found.items())[:MOST_LINES])
+    lines = [Line(name, [(x, mean(values)) for x, values in sorted(line.items())]) for name, line in drawn.items()]
+    names = [f"<li>{line_sample(number)}{escape(name)}</li>" for number, name in enumerate(drawn)] * (len(drawn) > 1)
+    keys = f'<ul class="keys">{"".join(names)}</ul>' if names else ""
+    few = len(found) - len(drawn)
+    about = [f"{few} more lines are in the table."] * bool(few)
+    if any(len(values) > 1 for line in found.values() for values in line.values()):
+        about.append("Marks are means over the seeds.")
+    title = SHOWN[by][0]
+    svg = lines_svg(lines, title=title, x_name=RATE, y_text="{:.4g}".format, from_zero=False, is_log=True)
+    figure = f"<figure><figcaption>{title}</figcaption>{svg}<p class='soft'>{' '.join(about)}</p></figure>"
+    return section("Over the learning rate", f'{keys}<div class="figures">{figure}</div>')
 
 
 def _history(search: Search, records: Records) -> str:
@@ -166,12 +199,13 @@ def _figure(lines: Sequence[Line], name: str, about: str, y_text: Callable[[floa
 def _jobs(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
     present = [name for name in SHOWN if any(record[name] is not None for record in records)]
     keys = list(dict.fromkeys(name for job in sweep.jobs for name in job.values))
+    texts = {name: SHOWN[name][1] for name in present}
+    for name in {"final_loss", "eval_loss"} & texts.keys():
+        texts[name] = f"{{:.{decimals(record[name] for record in records)}f}}".format
     rows = []
     for job, outcome, record in zip(sweep.jobs, outcomes, records, strict=True):
         values = [escape(str(job.values.get(name, ""))) for name in keys]
-        numbers = [
-            "" if record[name] is None else exact(record[name], SHOWN[name][1](record[name])) for name in present
-        ]
+        numbers = ["" if record[name] is None else exact(record[name], texts[name](record[name])) for name in present]
         status = f'<span class="{outcome.status}">{outcome.status}</span>'
         rows.append([_number(job, sweep.directory), *values, status, *numbers])
     head = ["job", *map(_breakable, keys), "status", *(SHOWN[name][0] for name in present)]

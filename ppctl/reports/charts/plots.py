@@ -89,25 +89,37 @@ def curves_svg(
         return svg_of(axes, "; ".join([f"{title}, by {x_name}", *map(_summary, curves)]))
 
 
-def lines_svg(lines: Sequence[Line], *, title: str, x_name: str, y_text: Callable[[float], str]) -> str:
-    """Return the svg of at most MOST_LINES lines, y from 0 up; `y_text` writes a y. Every mark says its numbers.
+def lines_svg(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    x_name: str,
+    y_text: Callable[[float], str],
+    from_zero: bool = True,
+    is_log: bool = False,
+) -> str:
+    """Return the svg of at most MOST_LINES lines; `y_text` writes a y. Every mark says its numbers.
 
-    x is logarithmic where it spans a factor of four, so that doublings stand equally far apart.
+    from_zero: y from 0 up, else from the least to the greatest. x is logarithmic with `is_log`, and where it spans a
+    factor of four, so that doublings stand equally far apart.
     """
     assert 0 < len(lines) <= MOST_LINES, "a colour and a mark each"
     every = [point for line in lines for points in (line.points, line.predicted, line.measured) for point in points]
     low, high = min(x for x, _ in every), max(x for x, _ in every)
     with figure_axes() as axes:
-        if low > 0 and high >= 4 * low:
+        if low > 0 and (high >= 4 * low or is_log):
             axes.set_xscale("log")
             room = (high / low) ** 0.03
             axes.set_xlim(low / room, high * room)
         else:
             room = 0.03 * (high - low) or 1.0
             axes.set_xlim(low - room, high + room)
-        ticks = nice_ticks(0.0, max(y for _, y in every))
-        axes.set_ylim(ticks[0], ticks[-1])
-        axes.set_yticks(ticks, [y_text(tick) for tick in ticks])
+        if from_zero:
+            ticks = nice_ticks(0.0, max(y for _, y in every))
+            axes.set_ylim(ticks[0], ticks[-1])
+            axes.set_yticks(ticks, [y_text(tick) for tick in ticks])
+        else:
+            _value_axis(axes, [y for _, y in every], from_zero=False)
         marked = _apart(axes, sorted({x for line in lines for x, _ in (*line.points, *line.measured)}))
         axes.set_xticks(marked, [f"{x:g}" for x in marked])
         axes.minorticks_off()
