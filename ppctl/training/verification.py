@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ppctl.config import Config
+from ppctl.model.stack import Stack
 from ppctl.training.evaluation import evaluate
 from ppctl.training.job import TrainingJob
 from ppctl.training.plain_steps import ROUNDINGS, PlainModel, PlainSteps, plain_lr_schedule, rounding_of
@@ -101,6 +102,7 @@ def compare_gradients(job: TrainingJob, plain: PlainModel, state: Tree) -> Gradi
     loss, grads = job.pipe.loss_and_grads(state, batch)
     expected_loss, expected = jax.device_get(plain.loss_and_grads(plain.params, batch))
     least = float(rounding_of(expected)) / tolerance_of(job)
+    expected, grads = (of_author(job.pipe.stack, tree) for tree in (expected, grads))
     return GradientComparison(compared(loss, expected_loss), tuple(compare_trees(expected, grads, least=least)))
 
 
@@ -122,12 +124,26 @@ def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree, requested
         eval_loss = compared(evaluate(engine, data, job.num_eval_batches, state), plain.eval_loss)
     before, after = plain.before | {"step": np.int32(0)}, plain.after | {"step": np.int32(num_steps)}
     slack = plain.slack | {"step": np.int32(0)}
-    leaves = tuple(compare_trees(after, engine.to_natural(state), before, slack))
+    trees = (after, engine.to_natural(state), before, slack)
+    leaves = tuple(compare_trees(*(of_author(job.pipe.stack, tree) for tree in trees)))
     rates_error, rates_tolerance = _compare_rates(job)
     is_requested = plain.clip_norm == requested.optim.clip_norm
     return TrainingComparison(
         plain.clip_norm, is_requested, tuple(steps), leaves, eval_loss, rates_error, rates_tolerance
     )
+
+
+def of_author(stack: Stack, tree: Tree) -> Tree:
+    """Return a tree with the parameters in it, or what has their form, by the names that a network's author gave them.
+
+    Anything of a model that is no network stays as it is.
+    """
+    export = stack.export
+    if export is None:
+        return tree
+    is_form = lambda node: isinstance(node, dict) and {*node} == {"ends", "layers"}  # noqa: E731
+    whole = lambda node: export(jax.tree.map(jnp.asarray, node)) if is_form(node) else node  # noqa: E731
+    return jax.tree.map(whole, tree, is_leaf=is_form)
 
 
 def compare_trees(

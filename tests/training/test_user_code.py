@@ -94,7 +94,10 @@ def test_the_starter_network_trains_is_verified_and_predicts(here, capsys, monke
     assert cli.main(["train", *asked, "run.num_steps=30", "run.eval_every=15"]) == 0
     losses = [json.loads(line)["loss"] for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < 0.5 < 1 < losses[0]
-    assert cli.main(["verify", *asked, "verify.steps=1"]) == 0
+    capsys.readouterr()
+    assert cli.main(["verify", *asked, "verify.steps=1", "--json"]) == 0
+    names = [leaf["name"] for leaf in json.loads(capsys.readouterr().out)["gradients"]]
+    assert names == ["conv/0/bias", "conv/0/w", "conv/1/bias", "conv/1/w", "head/w"]  # the author's own
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "0"}
     done = subprocess.run([sys.executable, "predict.py"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
