@@ -22,11 +22,15 @@ class Resumption(NamedTuple):
     config: Mapping[str, Any]  # the settings of its newest start; empty: they cannot be read
     words: Sequence[str]  # --config-dir=DIR, GROUP=OPTION and SETTING=VALUE, as Hydra reads them
     notes: Sequence[str]  # what the words leave out
+    directory: str | None = None  # to go to first, where the run's own code or its relative --config-dir is
 
     @property
     def command(self) -> str:
         """The command line that goes on with the run; empty where nobody knows."""
-        return shlex.join(["ppctl", "train", *self.words]) if self.config or self.words else ""
+        if not self.config and not self.words:
+            return ""
+        first = "" if self.directory is None else f"cd {shlex.quote(self.directory)} && "
+        return first + shlex.join(["ppctl", "train", *self.words])
 
 
 def started_with(config_dir: str | None, overrides: Sequence[str]) -> list[str]:
@@ -41,32 +45,48 @@ def resumption(path: Path) -> Resumption:
     config = read_config(path)
     problems = [config] if isinstance(config, str) else []
     config = {} if isinstance(config, str) else config
-    stored = _stored(path)
+    stored, started_in = _newest_start(path)
+    directory, words, notes = None, list[str](), list[str]()
     if stored is not None:
-        words, notes = _here(stored, config.get("run"), os.path.normpath(path))
+        directory = _needed(started_in, config, stored)
+        words, notes = _here(stored, config.get("run"), os.path.normpath(path), directory)
     elif config:
         words, notes = reconstructed(config, str(path))
-    else:
-        words, notes = [], []
-    return Resumption(config, words, [*problems, *notes])
+    return Resumption(config, words, [*problems, *notes], directory)
 
 
-def _stored(path: Path) -> list[str] | None:
-    """Return the words of the run's newest start; None: it was begun by a version that stored none."""
+def _newest_start(path: Path) -> tuple[list[str] | None, str | None]:
+    """Return (the words of the run's newest start, the directory it began in), None for what was not recorded."""
     starts = [line for line in read_lines(path / run_status.FILE, []) if line.get("status") == run_status.STARTED]
-    words = starts[-1].get(run_status.OVERRIDES) if starts else None
-    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+    words, directory = (starts[-1].get(key) if starts else None for key in (run_status.OVERRIDES, run_status.DIRECTORY))
+    is_known = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    return words if is_known else None, directory if isinstance(directory, str) else None
 
 
-def _here(words: Sequence[str], run: object, run_dir: str) -> tuple[list[str], list[str]]:
+def _needed(directory: str | None, config: Mapping[str, Any], words: Sequence[str]) -> str | None:
+    """Return the directory that a run began in, if it is not this one and something that it needs is found from there.
+
+    Code of one's own is looked for in the current directory, and a --config-dir may be relative to it.
+    """
+    if directory is None or os.path.realpath(directory) == os.path.realpath(os.curdir):
+        return None
+    has_code = any(isinstance(part := config.get(name), Mapping) and "target" in part for name in ("model", "data"))
+    is_relative = any(word.startswith("--config-dir=") and not os.path.isabs(word[13:]) for word in words)
+    return directory if has_code or is_relative else None
+
+
+def _here(words: Sequence[str], run: object, run_dir: str, directory: str | None) -> tuple[list[str], list[str]]:
     """Return (the words by which the run goes on in `run_dir`, notes); `run`: its settings of this name.
 
+    directory: that the words are for, None for the current one.
     A run that was not to go on with another's checkpoints is to go on with its own; and a number is one process's.
     """
     settings = run if isinstance(run, Mapping) else {}
     dropped = {"run.resume", "run.process_id"}
     own = []
-    if os.path.normpath(str(settings.get("dir", ""))) != run_dir:
+    if directory is not None:
+        run_dir = os.path.abspath(run_dir)
+    if os.path.normpath(os.path.join(directory or "", str(settings.get("dir", "")))) != run_dir:
         dropped.add("run.dir")
         own.append(f"run.dir={value_text(run_dir)}")
     if settings.get("resume", "auto") != "auto":  # a recipe may say so

@@ -21,6 +21,7 @@ from ppctl.reports.foreign import open_file, read_file
 
 FILE = "status.jsonl"
 STARTED, FINISHED, INTERRUPTED, FAILED = "started", "finished", "interrupted", "failed"
+DIRECTORY = "directory"  # key of a start: the directory in which it was started
 OVERRIDES = "overrides"  # key of a start: the words it was asked for with, which resume the run
 CHANGED = "changed"  # key of a start: the settings that are others than those of the checkpoint that it goes on from
 WARM_UP_STEPS = 2  # of each start: what is cached and allocated for the first time makes them slow

@@ -32,6 +32,7 @@ from ppctl.reports.charts.drawing import drawing_of_timeline
 from ppctl.reports.run_files import MEMORY_FILE, check_run_dir
 from ppctl.reports.run_status import (
     CHANGED,
+    DIRECTORY,
     FINISHED,
     INTERRUPTED,
     OVERRIDES,
@@ -168,7 +169,7 @@ def _record_start(
         with writing(run_dir):
             (run_dir / "config.yaml").write_text(as_yaml(config))
             changed = {CHANGED: start.records()} if start.changed else {}
-            status.begin(start.step, **{**where, OVERRIDES: [*overrides]}, **changed)
+            status.begin(start.step, **{**where, DIRECTORY: os.getcwd(), OVERRIDES: [*overrides]}, **changed)
 
 
 def as_yaml(config: Config) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from ppctl.data.description import described
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.reference import outputs_of, reference
 from ppctl.model.stack import Stack, init
+from ppctl.reports import run_status
 from ppctl.reports.foreign import read_settings
 from ppctl.reports.run_files import read_lines
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -36,8 +38,9 @@ UNROLL = 16  # layers, as executors do; more are scanned
 class SavedRun:
     """A run directory. Made by `load_run`; nothing of it is read before it is asked for.
 
-    The code of a model of one's own is imported as `ppctl train` does it, from the current directory first. What was
-    trained is not read again: shapes of the examples stand in the checkpoints.
+    The code of a model of one's own is imported as `ppctl train` does it, from the current directory first; where it is
+    not found, the error names the directory in which the run was started. What was trained is not read again: shapes of
+    the examples stand in the checkpoints.
     """
 
     directory: Path
@@ -68,7 +71,8 @@ class SavedRun:
     @cached_property
     def data(self) -> DataSet:
         """The data set of the run: `next(run.data.batches())`, `run.data.eval_batches(1)`. Opened when it is used."""
-        return open_data(self._config)
+        with self._own_code():
+            return open_data(self._config)
 
     def params(self, step: int | None = None) -> Tree:
         """Return the parameters of a checkpoint, whole, on the first device.
@@ -182,7 +186,8 @@ class SavedRun:
         data = described(meta["data"]) if "example" in meta["data"] else self.data
         if isinstance(config.model, settings.Transformer):  # any kernel computes the same, and not each runs here
             config = replace(config, model=replace(config.model, attention="auto"))
-        stack = make_stack(config, data, self._dtype, jax.devices()[0])
+        with self._own_code():
+            stack = make_stack(config, data, self._dtype, jax.devices()[0])
         if isinstance(config.model, settings.CustomModel):
             before = recorded_sources(meta).get("model", {})
             changed = changed_modules(before, sources(config.model.target))
@@ -192,6 +197,20 @@ class SavedRun:
                     stacklevel=4,
                 )
         return stack
+
+    @contextmanager
+    def _own_code(self) -> Iterator[None]:
+        """Add to an error about a missing module the directory in which the run was started."""
+        try:
+            yield
+        except ConfigError as error:
+            starts = read_lines(self.directory / run_status.FILE, [])
+            directories = [str(each[run_status.DIRECTORY]) for each in starts if run_status.DIRECTORY in each]
+            if not directories or not isinstance(error.__cause__, ModuleNotFoundError):
+                raise
+            raise ConfigError(
+                f"{error} {self.directory} was started in {directories[-1]}: go there, or name it in PYTHONPATH."
+            ) from error.__cause__
 
 
 def load_run(directory: str | Path) -> SavedRun:

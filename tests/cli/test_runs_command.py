@@ -201,6 +201,35 @@ def test_a_run_that_was_moved_resumes_where_it_is(capsys):
     assert config.run.dir == "moved, there/a"
 
 
+OWN_CODE = ("model=custom", "model.target=mine.model", "data=regression")
+
+
+@pytest.mark.parametrize("words", [OWN_CODE, ("--config-dir=.", "recipes=tiny")], ids=["code", "config-dir"])
+def test_what_is_found_from_where_a_run_was_started_is_resumed_there(words, tmp_path, monkeypatch, capsys):
+    here = tmp_path / "my project"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    run_dir = make(
+        "a", *[word for word in words if not word.startswith("-")], started_s=1.8e9, directory=here
+    ).absolute()
+    status = run_dir / "status.jsonl"
+    status.write_text(status.read_text().replace(json.dumps(words[-1]), ", ".join(map(json.dumps, words))))
+    assert ask_json(capsys, "show", "a")["resume"].startswith("ppctl train ")
+    monkeypatch.chdir(tmp_path)
+    command = ask_json(capsys, "show", str(run_dir))["resume"]
+    there, _, line = command.partition(" && ")
+    assert shlex.split(there) == ["cd", str(here)]
+    assert shlex.split(line)[:2] == ["ppctl", "train"]
+    assert "run.dir" not in line  # which is relative to that directory, too
+    os.rename(run_dir, tmp_path / "b")
+    assert f"run.dir={tmp_path}/b" in ask_json(capsys, "show", "b", str(tmp_path))["resume"]
+
+
+def test_a_run_that_needs_nothing_from_where_it_was_started_is_resumed_here(tmp_path, capsys):
+    make("a", "recipes=tiny", started_s=1.8e9, directory=tmp_path / "other")
+    assert ask_json(capsys, "show", "a")["resume"].startswith("ppctl train recipes=tiny")
+
+
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 FAULTS = [

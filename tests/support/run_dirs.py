@@ -23,7 +23,7 @@ def settings(words):
     return asdict(config)
 
 
-def make(name, *words, steps=3, age_s=0.0, started_s=None, ending=None, loss=4.0):
+def make(name, *words, steps=3, age_s=0.0, started_s=None, ending=None, loss=4.0, directory=None):
     """A run below runs/ as `ppctl train WORDS` leaves it, with this age and this last line of status.jsonl."""
     run_dir = Path("runs") / name
     run_dir.mkdir(parents=True)
@@ -36,6 +36,7 @@ def make(name, *words, steps=3, age_s=0.0, started_s=None, ending=None, loss=4.0
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     started = {"status": "started", "step": 0, "host": "elsewhere", "pid": 1, "overrides": [*words], "at": started_s}
+    started |= {} if directory is None else {"directory": str(directory)}
     status = [each for each in (None if started_s is None else started, ending) if each is not None]
     if status:
         (run_dir / "status.jsonl").write_text("".join(json.dumps(each) + "\n" for each in status))

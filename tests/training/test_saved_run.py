@@ -1,6 +1,7 @@
 """`ppctl.load_run`: settings, records and parameters of a run, as the run has them, and the model that they make."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 
@@ -104,6 +105,20 @@ def test_code_that_changed_is_warned_of_and_other_parameters_are_refused(network
     monkeypatch.setattr(sys.modules["own_net"].network, "__defaults__", (5,))
     with pytest.raises(ppctl.PpctlError, match=r"other parameters now than at step 1: .* restore own_net\.network\."):
         ppctl.load_run(network_run).params()
+
+
+def test_code_that_is_not_here_is_said_to_be_where_the_run_was_started(network_run, tmp_path):
+    away = shutil.copytree(network_run, tmp_path / "run")
+    settings = away / "config.yaml"
+    settings.write_text(settings.read_text().replace("own_net.", "away_net."))
+    with pytest.raises(ppctl.PpctlError, match=r"no module away_net, neither in .* packages\.$"):
+        ppctl.load_run(away).params()
+    (away / "status.jsonl").write_text('{"status": "started", "step": 0, "directory": "/of/hers"}\n')
+    where = r"packages\. .*/run was started in /of/hers: go there, or name it in PYTHONPATH\."
+    with pytest.raises(ppctl.PpctlError, match=where):
+        ppctl.load_run(away).params()
+    with pytest.raises(ppctl.PpctlError, match=where):
+        _ = ppctl.load_run(away).data
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
