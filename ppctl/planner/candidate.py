@@ -43,7 +43,7 @@ class Candidate:
     remat: str
     partition: tuple[int, ...]  # layers of each stage
     time: StepTime
-    redone_fraction: float  # of the tasks' work: forwards that backwards recompute
+    recomputed_fraction: float  # of the tasks' work: forwards that backwards recompute
     memory: Mapping[str, int] = field(compare=False)  # bytes by part, of the device that holds most
     rank_of: tuple[int, ...] = field(default=(), compare=False)  # the rank of each stage
     stage_s: tuple[tuple[float, ...], ...] = field(default=(), compare=False)  # of a microbatch: F, B, I, W

@@ -17,6 +17,7 @@ from ppctl.config.schedule_from_config import label
 from ppctl.executors.hosts import over_hosts
 from ppctl.executors.mesh import hosts_text
 from ppctl.planner.advise import propose
+from ppctl.planner.assumptions import assumptions
 from ppctl.planner.memory import DeviceLimit, device_limit
 from ppctl.planner.predict import predict_job
 from ppctl.planner.prediction import Prediction, StagePart
@@ -71,7 +72,7 @@ def predicted(job: TrainingJob) -> Prediction:
         step_time_s=step_s,
         step_time_by_measured_costs_s=known.by_measured_costs_s,
         transfer_s=None if costs is None else costs.hop_s,
-        once_s=None if time_ is None else time_.overhead_s,
+        per_step_overhead_s=None if time_ is None else time_.overhead_s,
         unknown=known.unknown,
         unit=unit,
         tokens_per_s=None if step_s is None else count / step_s,
@@ -89,6 +90,7 @@ def predicted(job: TrainingJob) -> Prediction:
         fits=False if refusal else fits,
         compile_s=compile_s,
         refusal=refusal,
+        assumes=assumptions(job, is_timed=time_ is not None),
         proposal=propose(pipe, None if limit is None else limit.size_bytes),
     )
 

@@ -9,7 +9,19 @@ from dataclasses import asdict
 from html import escape
 
 from ppctl.config import Config, Spmd
-from ppctl.planner.plan_terminal import ABOUT, PARTS, PREDICTED, better, costs_text, fit_text, shown_ranks, total_name
+from ppctl.planner.plan_terminal import (
+    ABOUT,
+    LEFT_TO_BACKWARD,
+    PARTS,
+    PREDICTED,
+    better,
+    costs_text,
+    fit_text,
+    forward_text,
+    seconds_text,
+    shown_ranks,
+    total_name,
+)
 from ppctl.planner.prediction import Prediction
 from ppctl.planner.step_runs import timeline_of
 from ppctl.planner.step_time import op_times_of
@@ -51,6 +63,8 @@ def plan_page(found: Prediction, config: Config, picture: Drawing | str) -> str:
                 f"{exact(found.proposal.time_ratio, f'{found.proposal.time_ratio:.3f}')} times the time.</p>",
             )
         )
+    assumed = "".join(f"<li>{escape(text)}</li>" for text in found.assumes)
+    sections.append(section("What this assumes", f'<ul class="assumes">{assumed}</ul>'))
     sections.append(section("The request", _settings(config)))
     return html_page(f"Plan: {title}", f"<main>\n{''.join(sections)}</main>\n", "plots.css", "plan.css")
 
@@ -71,11 +85,11 @@ def picture_of(job: TrainingJob, unknown: str | None) -> Drawing | str:
 def _numbers(found: Prediction, config: Config) -> str:
     """Return the numbers that people look for first."""
     step = speed = ("not known", found.unknown or "")
-    if found.step_time_s is not None and found.tokens_per_s is not None and found.once_s is not None:
-        once = exact(found.once_s, f"{found.once_s / found.step_time_s:.1%}")
+    if found.step_time_s is not None and found.tokens_per_s is not None and found.per_step_overhead_s is not None:
+        overhead = exact(found.per_step_overhead_s, f"{found.per_step_overhead_s / found.step_time_s:.1%}")
         step = (
             exact(found.step_time_s, f"{found.step_time_s:.4g} s"),
-            f"{once} of it for parameters, gradients, optimizer",
+            f"{overhead} of it per-step overhead (parameters, gradients, optimizer)",
         )
         unit = "tok/s" if found.unit == "tokens_per_s" else "rows/s"
         speed = (exact(found.tokens_per_s, f"{found.tokens_per_s:,.0f} {unit}"), "")
@@ -172,15 +186,21 @@ def _stage_seconds(found: Prediction) -> str:
     for s, stage in enumerate(found.stages):
         devices = " ".join(exact(device, str(device)) for device in stage.devices)
         held = exact(stage.first_layer, str(stage.first_layer)), exact(stage.num_layers, str(stage.num_layers))
-        of_kinds = (stage.forward_s, stage.backward_s, stage.input_grad_s, stage.weight_grad_s)
-        spent = ("not known" if each is None else exact(each, f"{each:.3g}") for each in of_kinds)
+        of_kinds = [stage.forward_s, stage.backward_s, stage.input_grad_s, stage.weight_grad_s]
+        texts = [forward_text(stage), *map(seconds_text, of_kinds[1:])]
+        spent = (text if each is None else exact(each, text) for each, text in zip(of_kinds, texts, strict=True))
         rows.append([f"stage {s}", *held, exact(stage.rank, str(stage.rank)), devices, *spent])
     columns = ["", "first layer", "layers", "rank", "devices", "forward s", "backward s", "I s", "W s"]
+    if not any(stage.devices for stage in found.stages):
+        columns, rows = [*columns[:4], *columns[5:]], [[*row[:4], *row[5:]] for row in rows]
+    left = found.stages and found.stages[-1].forward_s == 0
+    listed = table("seconds of a microbatch", columns, rows)
+    listed += f"<p class='soft'>{escape(LEFT_TO_BACKWARD)}.</p>" if left else ""
     costs, transfer_s = costs_text(found), found.transfer_s
     if costs is None or transfer_s is None:
-        return table("seconds of a microbatch", columns, rows)
+        return listed
     of_schedule = f"<p class='soft'>A transfer: {exact(transfer_s, f'{transfer_s:.3g} s')}. Costs {escape(costs)}.</p>"
-    return table("seconds of a microbatch", columns, rows) + of_schedule
+    return listed + of_schedule
 
 
 def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
@@ -195,8 +215,10 @@ def _picture(picture: Drawing | str, found: Prediction, config: Config) -> str:
         notes.append("Where a rank has no task it computes all the same (executor.idle=compute), which is not drawn.")
     if _is_shared(picture.timeline):
         notes.append("The simulated devices share this machine's cores, so that tasks take longer while others run.")
-    if found.once_s is not None:
-        notes.append(f"Not drawn: {found.once_s:.3g} s per-step overhead for parameters, gradients and optimizer.")
+    if found.per_step_overhead_s is not None:
+        notes.append(
+            f"Not drawn: {found.per_step_overhead_s:.3g} s per-step overhead for parameters, gradients and optimizer."
+        )
     return f"<p class='soft'>{escape(' '.join(notes))}</p>\n{charts_html([picture])}"
 
 

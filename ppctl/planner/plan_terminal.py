@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from ppctl.config import Config
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.reports.bubbles import bubble_text
 from ppctl.reports.terminal import show_table, size_text
+from ppctl.schedule.partition.partition import ranks_text, stages_text
 from ppctl.training.engines.memory import PARTS
 from ppctl.training.prediction import by_measured_text
 
@@ -34,6 +36,8 @@ REMEDIES = {
     "temporaries": "use more and smaller microbatches (schedule.num_microbatches), or more replicas (mesh.dp).",
 }
 PREDICTED = "total, predicted"
+IN_BACKWARD = "in backward"
+LEFT_TO_BACKWARD = f"{IN_BACKWARD}: with executor.remat=full the last stage's forward runs in its backward"
 MOST_COLUMNS = 8
 MOST_STAGES = 16
 MOST_DEVICES = 8
@@ -52,7 +56,7 @@ def show_plan(found: Prediction, config: Config) -> None:
     if not config.executor.IS_PIPELINED:
         lines.append(f"schedule  none: executor=reference has no pipeline; {microbatches}")
     else:
-        stages = f"{' '.join(map(str, found.partition))} layers on ranks {' '.join(map(str, found.rank_of))}"
+        stages = f"{stages_text(found.partition)}, on ranks {ranks_text(found.rank_of)}"
         lines += [
             f"schedule  {found.schedule}, {microbatches}, bubble {bubble}, executor={config.executor.name}",
             f"stages    {stages}",
@@ -83,6 +87,9 @@ def show_plan(found: Prediction, config: Config) -> None:
     if found.is_compiled:
         rows.append((PREDICTED, *(size_text(found.predicted_bytes[r]) for r in ranks)))
     show_table(console, "memory of one device", ("", *columns), rows)
+    assumed = textwrap.wrap("; ".join(found.assumes), max(console.width - 10, 40), break_long_words=False)
+    for i, text in enumerate(assumed):
+        console.print(f"{'' if i else 'assumes':10}{text}", markup=False, highlight=False, soft_wrap=True)
     console.print(fit_text(found), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -103,21 +110,34 @@ def show_stages(console: Console, stages: Sequence[StagePart], submesh: tuple[in
     last = len(stages) - 1
     slowest = max(range(last + 1), key=lambda s: (stages[s].forward_s or 0.0) + (stages[s].backward_s or 0.0))
     which = range(last + 1) if last < MOST_STAGES else sorted({0, slowest, last})
-    seconds = lambda s: "not known" if s is None else f"{s:.3g}"  # noqa: E731
+    have_devices = any(stage.devices for stage in stages)
     rows = [
         (
             str(s),
             _range(stages[s].first_layer, stages[s].num_layers),
             str(stages[s].rank),
             f"dp={submesh[0]} fsdp={submesh[1]}",
-            _devices(stages[s].devices),
-            seconds(stages[s].forward_s),
-            seconds(stages[s].backward_s),
+            *([_devices(stages[s].devices)] if have_devices else []),
+            forward_text(stages[s]),
+            seconds_text(stages[s].backward_s),
         )
         for s in which
     ]
-    title = "stages, with seconds of a microbatch" + (f" (3 of {last + 1})" if len(rows) <= last else "")
-    show_table(console, title, ("stage", "layers", "rank", "submesh", "devices", "forward s", "backward s"), rows)
+    title = "stages, with seconds of a microbatch" + (f" ({len(rows)} of {last + 1})" if len(rows) <= last else "")
+    devices = ["devices"] if have_devices else []
+    show_table(console, title, ("stage", "layers", "rank", "submesh", *devices, "forward s", "backward s"), rows)
+    if stages[-1].forward_s == 0:
+        console.print(LEFT_TO_BACKWARD, markup=False, highlight=False, soft_wrap=True)
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Return seconds of a task as a table has them."""
+    return "not known" if seconds is None else f"{seconds:.3g}"
+
+
+def forward_text(stage: StagePart) -> str:
+    """Return the seconds of a stage's forward, or where it runs instead."""
+    return IN_BACKWARD if stage.forward_s == 0 else seconds_text(stage.forward_s)
 
 
 def _range(first: int, count: int) -> str:
@@ -148,11 +168,11 @@ def total_name(found: Prediction) -> str:
 
 def _time_text(found: Prediction) -> str:
     """Return seconds, speed and MFU of a step, and where they come from, in a line."""
-    if found.step_time_s is None or found.tokens_per_s is None or found.once_s is None:
+    if found.step_time_s is None or found.tokens_per_s is None or found.per_step_overhead_s is None:
         return f"not known: {found.unknown}"
     speed = speed_text(found.step_time_s, found.tokens_per_s, found.unit, found.mfu_fraction, found.mfu_causal_fraction)
     timed = by_measured_text(found.step_time_by_measured_costs_s)
-    overhead = overhead_text(found.once_s, found.step_time_s)
+    overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
     return f"{speed}{timed}; {overhead} (costs={found.costs}, hardware={found.hardware})"
 
 
@@ -164,7 +184,7 @@ def speed_text(step_s: float, per_s: float, unit: str, mfu: float | None, causal
 
 def overhead_text(overhead_s: float, step_s: float) -> str:
     """Return the per-step overhead as a share of the step."""
-    return f"of which {overhead_s / step_s:.1%} for parameters, gradients and optimizer"
+    return f"of which {overhead_s / step_s:.1%} per-step overhead: parameters, gradients, optimizer"
 
 
 def fit_text(found: Prediction) -> str:

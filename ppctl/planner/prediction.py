@@ -17,7 +17,7 @@ class StagePart:
     num_layers: int
     rank: int
     devices: tuple[int, ...]  # of the submesh, by number; () of a topology that no compiler is asked for
-    forward_s: float | None  # None: not known
+    forward_s: float | None  # None: not known; 0 of a last stage: a part of its backward (executor.remat=full)
     backward_s: float | None  # of which the next two are parts
     input_grad_s: float | None
     weight_grad_s: float | None
@@ -41,7 +41,7 @@ class Prediction:
     step_time_s: float | None
     step_time_by_measured_costs_s: float | None  # where costs=measure has timed this request before
     transfer_s: float | None  # from the end of a task until its value can be read on the next rank
-    once_s: float | None  # of it the per-step overhead: gathering parameters, reducing gradients, the optimizer
+    per_step_overhead_s: float | None  # of it: gathering parameters, reducing gradients, the optimizer
     unknown: str | None  # why the step time is not known
     unit: str  # tokens_per_s | rows_per_s
     tokens_per_s: float | None  # or examples, as `unit` says
@@ -59,4 +59,5 @@ class Prediction:
     fits: bool | None  # None: the memory of a device is not known
     compile_s: float | None
     refusal: str | None  # the compiler's, where it found that the program does not fit
+    assumes: tuple[str, ...]  # what the prediction rests on, a line each
     proposal: Proposal | None  # a better partition

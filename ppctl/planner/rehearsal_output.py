@@ -75,7 +75,7 @@ def _lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str]]:
 def _step_text(found: Rehearsal) -> str:
     speed = speed_text(found.step_time_s, found.tokens_per_s, found.unit, found.mfu_fraction, found.mfu_causal_fraction)
     cpu = "" if found.step_cpu_s is None else f", {found.step_cpu_s:.4g} CPU seconds"
-    overhead = overhead_text(found.once_s, found.step_time_s)
+    overhead = overhead_text(found.per_step_overhead_s, found.step_time_s)
     return f"{speed}, bubble {found.bubble_fraction:.1%}{cpu}; {overhead}"
 
 

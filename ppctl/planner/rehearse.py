@@ -67,7 +67,7 @@ class Rehearsal:
     device: str  # that the ranks ran on
     hardware: str | None  # whose links are counted
     step_time_s: float
-    once_s: float  # of it the per-step overhead: gathering parameters, reducing gradients, the optimizer
+    per_step_overhead_s: float  # of it: gathering parameters, reducing gradients, the optimizer
     step_cpu_s: float | None  # CPU seconds of all devices; None for accelerators
     unit: str  # tokens_per_s | rows_per_s
     tokens_per_s: float  # or examples, as `unit` says
@@ -77,7 +77,7 @@ class Rehearsal:
     limit_bytes: int | None  # memory of a device
     ranks: tuple[RehearsedRank, ...]
     analytic_step_time_s: float | None  # of costs=analytic for the same request
-    analytic_once_s: float | None
+    analytic_per_step_overhead_s: float | None
     analytic_unknown: str | None  # why these are not known
 
 
@@ -198,7 +198,7 @@ class Simulated:
             device=device_kind(pipe),
             hardware=None if hardware is None else hardware.name,
             step_time_s=step.total_s,
-            once_s=step.overhead_s,
+            per_step_overhead_s=step.overhead_s,
             step_cpu_s=sum(each.cpu_s or 0.0 for each in ranks) * copies if _is_shared(self.job) else None,
             unit=unit,
             tokens_per_s=count / step.total_s,
@@ -208,7 +208,7 @@ class Simulated:
             limit_bytes=None if limit is None else limit.size_bytes,
             ranks=ranks,
             analytic_step_time_s=None if analytic is None else analytic.total_s,
-            analytic_once_s=None if analytic is None else analytic.overhead_s,
+            analytic_per_step_overhead_s=None if analytic is None else analytic.overhead_s,
             analytic_unknown=unknown,
         )
 

@@ -22,6 +22,7 @@ from ppctl.planner.recipe import command_of
 from ppctl.planner.search import Found
 from ppctl.planner.token_budget import TokenBudget
 from ppctl.reports.terminal import show_json, show_table, size_text
+from ppctl.schedule.partition.partition import LETTERS, layout_text
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,11 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
             say(tuned.roomier.text)
         return
     before = ("", "mesh", "schedule", "microbatches", "remat", "stages", "step s")
-    head = (*before, *_columns(tuned), "bubble ideal", "bubble predicted", "recomputed", "overhead", "memory")
+    head = (*before, *_columns(tuned), "bubble ideal", "bubble predicted", "recomputed", "per-step overhead", "memory")
     rows = [_row(tuned, i, config) for i, config in enumerate(configs)]
     show_table(console, "the fastest, as counted for the hardware", head, rows)
+    if any(isinstance(config.partition, Explicit) for config in configs):
+        say(f"stages as partition.layers takes them: {LETTERS}")
     show_stages(console, _stages(found.best[0]), (found.best[0].mesh[0], found.best[0].mesh[2]))
     say(_about_pipelines(tuned, configs[0]))
     if tuned.roomier is not None:
@@ -133,7 +136,7 @@ def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
         more.append("" if step_s is None else f"{tuned.batch_tokens / step_s:,.0f}")
     if tuned.peak_flops is not None:
         more.append("" if step_s is None else f"{tuned.step_flops / step_s / tuned.peak_flops:.1%}")
-    stages = "even" if not isinstance(config.partition, Explicit) else _runs(candidate.partition)
+    stages = "even" if not isinstance(config.partition, Explicit) else layout_text(candidate.partition)
     return [
         str(i + 1),
         config.mesh.text,
@@ -144,25 +147,10 @@ def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
         f"{time.total_s:.4g}",
         *more,
         *("" if is_alone or each is None else f"{each:.1%}" for each in (candidate.ideal_bubble, candidate.bubble)),
-        f"{candidate.redone_fraction:.1%}",
+        f"{candidate.recomputed_fraction:.1%}",
         f"{time.overhead_s / time.total_s:.1%}",
         size_text(candidate.total_bytes),
     ]
-
-
-def _runs(sizes: Sequence[int]) -> str:
-    """Return sizes of stages with equal neighbours put together.
-
-    >>> _runs([3, 2, 2, 2, 1])
-    '3 2*3 1'
-    """
-    found: list[list[int]] = []
-    for size in sizes:
-        if found and found[-1][0] == size:
-            found[-1][1] += 1
-        else:
-            found.append([size, 1])
-    return " ".join(str(size) if number == 1 else f"{size}*{number}" for size, number in found)
 
 
 def _about_pipelines(tuned: Tuned, best: Config) -> str:
@@ -210,7 +198,7 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
         "without_pipeline": None if found.without_pipeline is None else _plain(found.without_pipeline),
         "num_layouts": found.num_layouts,
         "num_too_large": found.num_too_large,
-        "num_priced": found.num_simulated,
+        "num_simulated": found.num_simulated,
         "smallest_bytes": None if found.smallest is None else found.smallest.total_bytes,
     }
 

@@ -29,7 +29,7 @@ from ppctl.executors.stage.flops import RelativeCosts, matmul_flops
 from ppctl.executors.topology import check_gpu_shape, check_size, described_mesh
 from ppctl.model.stack import Stack, init
 from ppctl.schedule import Schedule
-from ppctl.schedule.partition.partition import Partition, explicit, uniform
+from ppctl.schedule.partition.partition import Partition, explicit, stages_text, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.training import optim
 from ppctl.training.gpu_memory import check_memory_fraction
@@ -69,6 +69,14 @@ class TrainingJob:
         if not is_of_ours or isinstance(asked, settings.AutoHardware) or device.device_kind in asked.device_kinds:
             return self.pipe.model
         return replace(self.pipe.model, stack=stack_for(asked, self.config, self.data, self.pipe.dtype, device))
+
+    @cached_property
+    def counted_device(self) -> Any:
+        """A device as the hardware of the request has them, by which the kernels of `counted_model` are chosen."""
+        device, asked = self.pipe.mesh.devices.flat[0], self.config.hardware
+        if isinstance(asked, settings.AutoHardware) or device.device_kind in asked.device_kinds:
+            return _device_of(self.config, device)
+        return described_device(asked) or device
 
 
 def num_eval_batches(run: settings.Run, data: DataSet) -> int:
@@ -180,7 +188,7 @@ def partition_text(job: TrainingJob) -> str | None:
         best = unevenness(costs.balanced(pipe.schedule.rank_of))
         text += f", {best:.2f} with partition=balanced" if best < unevenness(partition) else ""
     return (
-        f"{' '.join(str(len(layers)) for layers in partition)} layers ({name}; embedding {costs.embed:.1f}, "
+        f"{stages_text([len(layers) for layers in partition])}; {name} (embedding {costs.embed:.1f}, "
         f"head {costs.head:.1f} times a layer; {text})"
     )
 

@@ -388,3 +388,31 @@ def test_a_topology_of_unknown_chips_has_memory_but_no_time():
 def test_a_program_is_compiled_for_tpus(capsys):
     code, found = plan_json(capsys, request(plan=TOPOLOGY))
     assert (code, found["devices"]) == (0, "4 x TPU v5 lite")
+
+
+# --- how it reads ----------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_that_is_left_to_its_backward_says_so(capsys):
+    found, said = said_of(request(remat="full"), capsys)
+    assert found.stages[-1].forward_s == 0
+    [row] = [line for line in said.splitlines() if line.split()[:1] == [str(len(found.stages) - 1)]]
+    assert "in backward" in row
+    assert "in backward: with executor.remat=full the last stage's forward runs in its backward" in said
+    assert "in backward" not in said_of(request(remat="layer"), capsys)[1]
+
+
+def test_stages_are_a_short_line_and_what_is_assumed_stands_before_the_verdict(capsys):
+    found, said = said_of(request(), capsys)
+    lines = said.splitlines()
+    assert "stages    4 of 1 layer each, on ranks 0-3" in lines
+    assert " ".join(" ".join(lines[[line[:7] for line in lines].index("assumes") : -1]).split()) == (
+        f"assumes {'; '.join(found.assumes)}"
+    )
+    assert "step overhead: parameters, gradients, optimizer" in said
+
+
+def test_devices_that_no_compiler_has_numbered_have_no_column(capsys):
+    away = config.Plan(compile=False, topology="v5e:2x2")
+    assert "devices   " not in said_of(request(plan=away), capsys)[1]
+    assert "devices   " in said_of(request(), capsys)[1]

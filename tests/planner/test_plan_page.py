@@ -141,8 +141,22 @@ def test_what_is_not_drawn_says_why(monkeypatch):
     assert "<script" not in text
 
 
+def test_the_page_lists_what_the_plan_assumes_and_says_where_a_forward_has_gone():
+    found, picture, text = made("masked")  # of remat=full
+    said = Page(text).text
+    assert "What this assumes" in said
+    assert all(text in said for text in found.assumes)
+    assert "in backward" in said
+    assert "with executor.remat=full the last stage's forward runs in its backward." in said
+    bare = replace(found, stages=tuple(replace(stage, devices=()) for stage in found.stages))
+    assert "rank devices forward s" in said
+    assert "rank forward s" in Page(plan_page(bare, ASKED["masked"], picture)).text
+
+
 def test_a_step_time_that_is_not_known_says_why():
-    found = replace(made("spmd")[0], step_time_s=None, once_s=None, tokens_per_s=None, unknown="no <peak>.")
+    found = replace(
+        made("spmd")[0], step_time_s=None, per_step_overhead_s=None, tokens_per_s=None, unknown="no <peak>."
+    )
     said = Page(plan_page(found, SMALL, "none")).text
     assert said.count("not known no <peak>.") == 2
 
@@ -151,9 +165,9 @@ def test_the_picture_is_the_step_that_is_predicted():
     for name in ("spmd", "masked", "mpmd"):
         found, picture, _ = made(name)
         assert found.step_time_s is not None
-        assert found.once_s is not None
+        assert found.per_step_overhead_s is not None
         assert not isinstance(picture, str)
-        assert 0 < picture.timeline.makespan_s <= (found.step_time_s - found.once_s) * (1 + 1e-9)
+        assert 0 < picture.timeline.makespan_s <= (found.step_time_s - found.per_step_overhead_s) * (1 + 1e-9)
         assert picture.lower_bound_s <= picture.timeline.makespan_s * (1 + 1e-9)
 
 

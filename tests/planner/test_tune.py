@@ -77,6 +77,9 @@ def test_a_table_a_line_about_pipelines_and_a_recipe(tuned):
     assert re.fullmatch(rf"[\d,]+ layouts for 4 x host of .* {limit}: 0 too large, [\d,]+ simulated in [\d.]+ s", head)
     assert len(re.findall(r"^ +\d+ +\d+x", out, re.MULTILINE)) == 10
     assert "pipeline" in out
+    assert re.search(r"recomputed +per-step", out)
+    table = out.partition("stages, with seconds")[0]
+    assert ("|" in table) == ("stages as partition.layers takes them: E embedding, t layer" in out)
     assert last == "the first is a recipe now, recipes/tuned.yaml: ppctl train --config-dir . recipes=tuned"
 
 
@@ -85,7 +88,7 @@ def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path)
     code, out, _ = tuned("mesh=2x2", "--json", "tune.recipe=null", best=10)
     document = json.loads(out)
     assert (code, document["recipe"], list(tmp_path.iterdir())) == (0, None, [])
-    assert document["num_layouts"] > document["num_priced"] >= len(document["best"]) == 10
+    assert document["num_layouts"] > document["num_simulated"] >= len(document["best"]) == 10
     times = [layout["step_time_s"] for layout in document["best"]]
     assert times == sorted(times)
     for layout in document["best"][::4]:

@@ -8,7 +8,15 @@ from ppctl.errors import ConfigError
 from ppctl.schedule import build
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.rank_of import loop, v_shape, waves
-from ppctl.schedule.partition.partition import balanced, explicit, stage_costs, uniform
+from ppctl.schedule.partition.partition import (
+    balanced,
+    explicit,
+    layout_text,
+    ranks_text,
+    stage_costs,
+    stages_text,
+    uniform,
+)
 from ppctl.schedule.simulate import simulate
 
 
@@ -164,6 +172,21 @@ def test_balanced_shortens_the_step_of_every_kind_of_schedule(schedule):
 )
 def test_explicit_stages_hold_what_is_said(text, expected):
     assert sizes(explicit(sum(expected), len(expected), text)) == expected
+
+
+def test_the_layout_text_of_any_stages_is_read_as_these_stages():
+    for num_stages in range(1, 8):
+        ends = (0, 1, 3) if num_stages > 1 else (1, 4)
+        for stages in itertools.product(ends, *[(1, 2, 5)] * (num_stages - 2), *[ends] * (num_stages > 1)):
+            assert sizes(explicit(sum(stages), num_stages, layout_text(stages))) == list(stages)
+    assert layout_text([2] * 14 + [3, 2] + [3] * 14 + [2, 3]) == "Ett|(tt|)*13t*3|tt|(t*3|)*14tt|t*3L"
+
+
+def test_stages_in_a_line_are_short_however_many_there_are():
+    assert stages_text([1] * 128) == "128 of 1 layer each"
+    assert ranks_text([*range(64), *range(64)]) == "0-63 0-63"
+    assert ranks_text([0, 1, 0, 1]) == "0-1 0-1"
+    assert ranks_text([0, 1, 2, 3, 3, 2, 1, 0]) == "0-3 3-0"
 
 
 ENDS_ONLY = r"only the first stage \(0\), which embeds, and the last \(3\), which computes the loss, can do without"

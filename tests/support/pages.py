@@ -92,7 +92,7 @@ def rehearsal() -> str:
         device="NVIDIA H100 80GB HBM3",
         hardware="h100",
         step_time_s=1.2345,
-        once_s=0.0123,
+        per_step_overhead_s=0.0123,
         step_cpu_s=None,
         unit="tokens_per_s",
         tokens_per_s=123456.0,
@@ -102,7 +102,7 @@ def rehearsal() -> str:
         limit_bytes=80 * GIB,
         ranks=ranks,
         analytic_step_time_s=1.1,
-        analytic_once_s=0.01,
+        analytic_per_step_overhead_s=0.01,
         analytic_unknown=None,
     )
     return rehearsal_page(found, schedule.timeline, Config(mesh=Mesh(2, 4), schedule=Plain("1f1b", 8)))

@@ -30,6 +30,7 @@ from ppctl.config import (
 )
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.partition.partition import LETTERS, stages_text
 from ppctl.training.engines.examples import put_examples
 from ppctl.training.job import assemble, model_flops, partition_text, plan, without_pipeline
 from ppctl.training.models import make_stack
@@ -185,7 +186,7 @@ def test_balanced_counts_the_flops_of_the_head(vocab_size, remat, sizes, text):
         )
     )
     assert sizes_of(job) == sizes
-    assert partition_text(job) == (f"{' '.join(map(str, sizes))} layers (balanced; embedding 0.0, {text})")
+    assert partition_text(job) == f"{stages_text(sizes)}; balanced (embedding 0.0, {text})"
 
 
 def test_balanced_counts_an_embedding_that_multiplies():
@@ -193,7 +194,7 @@ def test_balanced_counts_an_embedding_that_multiplies():
     job = assemble(mlp_config(model=MLP(num_layers=8, d_model=16), data=data, mesh=Mesh(1, 2), partition=Balanced()))
     # of 2*B*D*D FLOPs: a layer 4, the head 3 of as many, the embedding 2 (the data need no gradient) of 80/16 as many
     assert partition_text(job) == (
-        "3 5 layers (balanced; embedding 3.3, head 1.0 times a layer; largest stage 1.03 times the mean)"
+        f"Et*3|t*5L ({LETTERS}); balanced (embedding 3.3, head 1.0 times a layer; largest stage 1.03 times the mean)"
     )
 
 
@@ -203,14 +204,14 @@ def test_partitions_are_shown_where_stages_differ_or_were_asked_for():
 
     assert shown() is None
     assert shown(model=small(num_layers=5)) == (
-        "3 2 layers (uniform; embedding 0.0, head 0.1 times a layer; largest stage 1.17 times the mean)"
+        f"Et*3|ttL ({LETTERS}); uniform (embedding 0.0, head 0.1 times a layer; largest stage 1.17 times the mean)"
     )
     assert shown(model=small(vocab_size=648)) == (
-        "2 2 layers (uniform; embedding 0.0, head 3.0 times a layer; largest stage 1.43 times the mean, "
+        "2 of 2 layers each; uniform (embedding 0.0, head 3.0 times a layer; largest stage 1.43 times the mean, "
         "1.14 with partition=balanced)"
     )
-    assert shown(partition=Balanced()).startswith("2 2 layers (balanced; ")
-    assert shown(partition=Explicit(layers="Et|t*3,L")).startswith("1 3 layers (explicit; ")
+    assert shown(partition=Balanced()).startswith("2 of 2 layers each; balanced (")
+    assert shown(partition=Explicit(layers="Et|t*3,L")).startswith(f"Et|t*3L ({LETTERS}); explicit (")
     assert shown(mesh=Mesh(), executor=Reference(), model=small(vocab_size=648)) is None
 
 

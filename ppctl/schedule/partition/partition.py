@@ -9,11 +9,12 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from ppctl.errors import ConfigError
 
 Partition = tuple[range, ...]
+LETTERS = "E embedding, t layer, L loss, | next stage"  # of Megatron-LM's layout text
 MAX_LETTERS = 100_000  # of a text written out: more is a slip of the finger
 
 _TERM = re.compile(r"\((?P<group>[^()]+)\)\*(?P<times>\d+)|(?P<letter>[EtmL|])(\*(?P<repeat>\d+))?")
@@ -141,6 +142,51 @@ def explicit(num_layers: int, num_stages: int, layers: Sequence[int] | str) -> P
             f"model.num_layers={num_layers}. Use model.num_layers={sum(counts)}, or give the stages {num_layers}."
         )
     return _ranges(counts)
+
+
+def layout_text(sizes: Sequence[int]) -> str:
+    """Return stages of so many layers as Megatron-LM's layout text, which `explicit` reads, as short as that goes.
+
+    >>> layout_text([3, 2, 2, 2, 2, 2, 2, 1]), layout_text([4])
+    ('Et*3|(tt|)*6tL', 'Et*4L')
+    """
+    layers = [min(f"t*{n}", "t" * n, key=len) for n in sizes]
+    first, last = f"E{layers[0]}", f"{layers[-1]}L"
+    if len(layers) == 1:
+        return f"{first}L"
+    middle = ""
+    for layer, alike in groupby(layers[1:-1]):
+        number = len(list(alike))
+        middle += min(f"{layer}|" * number, f"({layer}|)*{number}", key=len)
+    return f"{first}|{middle}{last}"
+
+
+def stages_text(sizes: Sequence[int]) -> str:
+    """Return the layers of stages in words: their number where all hold as many, else Megatron-LM's layout text.
+
+    >>> stages_text([4, 4]), stages_text([3, 2, 1])
+    ('2 of 4 layers each', 'Et*3|tt|tL (E embedding, t layer, L loss, | next stage)')
+    """
+    if len(set(sizes)) == 1:
+        many = f"{sizes[0]} layer" + "s" * (sizes[0] != 1)
+        return f"{len(sizes)} of {many} each" if len(sizes) > 1 else f"1 of {many}"
+    return f"{layout_text(sizes)} ({LETTERS})"
+
+
+def ranks_text(rank_of: Sequence[int]) -> str:
+    """Return the ranks of stages one after the other, those that follow each other up or down as one.
+
+    >>> ranks_text([0, 1, 2, 3, 0, 1, 2, 3]), ranks_text([0, 1, 2, 2, 1, 0]), ranks_text([0])
+    ('0-3 0-3', '0-2 2-0', '0')
+    """
+    runs: list[list[int]] = []
+    for rank in rank_of:
+        run = runs[-1] if runs else []
+        if run and abs(rank - run[-1]) == 1 and (len(run) == 1 or rank - run[-1] == run[-1] - run[-2]):
+            run.append(rank)
+        else:
+            runs.append([rank])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _written_out(text: str, shown: str) -> str:

@@ -1,0 +1,88 @@
+"""What a plan says that it assumes follows from the request, and is what its seconds are counted with."""
+
+from dataclasses import replace
+
+import pytest
+
+from ppctl import config
+from ppctl.planner.assumptions import assumptions
+from ppctl.planner.step_time import device_kind, layout_of, machine_of
+from ppctl.training.job import assemble
+from ppctl.training.known_hardware import known
+
+ROWS = config.Config(
+    model=config.MLP(num_layers=4, d_model=16),
+    mesh=config.Mesh(1, 4),
+    schedule=config.Schedule("1f1b", 8),
+    executor=config.Spmd(),
+    data=config.Regression(batch_size=64),
+)
+TOKENS = replace(
+    ROWS,
+    model=config.Transformer(num_layers=4, d_model=32, num_heads=4, seq_len=16),
+    data=config.Synthetic(batch_size=64, vocab_size=64),
+    run=config.Run(dtype="bfloat16"),
+    hardware=known()["h100"],
+)
+
+
+def said(request, *, is_timed=True):
+    """What a plan of the request assumes, as one text."""
+    return "; ".join(assumptions(assemble(request, only_planned=True), is_timed=is_timed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "others"),
+    [
+        ({}, "ticks as long as the slowest rank's and a transfer", "ranks that compute while"),
+        ({"executor": config.Mpmd()}, "ranks that compute while values travel", "ticks"),
+        ({"mesh": config.Mesh(2, 1)}, "gathers of parameters before all tasks", "ticks as long as"),
+        ({"mesh": config.Mesh(1, 2, 2)}, "gathers of parameters before all tasks", "before each task"),
+        (
+            {"mesh": config.Mesh(1, 2, 2), "executor": config.Spmd(gather="tick")},
+            "before each task",
+            "before all tasks",
+        ),
+        ({"mesh": config.Mesh(), "executor": config.Reference()}, "the optimizer after all tasks", "links"),
+        ({"costs": config.Measure()}, "as they were timed here", "TFLOP/s"),
+        ({"costs": config.Measure(), "executor": config.Mpmd()}, "values on the next rank at once", "GB/s"),
+        ({}, "equal microbatches (8 examples a device)", "attention"),
+        ({}, "whole layers on each device (no tensor or sequence parallelism)", "hosts"),
+        ({"plan": config.Plan(compile=True)}, "equal layers and devices", "fragmented"),
+    ],
+)
+def test_what_is_assumed_follows_from_the_request(changes, words, others):
+    text = said(replace(ROWS, **changes))
+    assert words in text
+    assert others not in text
+
+
+def test_speeds_and_links_are_those_that_seconds_are_counted_with():
+    job = assemble(replace(TOKENS, mesh=config.Mesh(2, 4, 2)), only_planned=True, on_one_device=True)
+    machine = machine_of(job.config, device_kind(job.pipe), str(job.pipe.dtype))
+    text = "; ".join(assumptions(job, is_timed=True))
+    links = layout_of(job.pipe).links(machine)
+    assert (links["pp"], links["dp"], links["fsdp"]) == (machine.network, machine.link, machine.link)
+    assert "pp between hosts at 50 GB/s each way and 20 us a message" in text
+    assert "dp and fsdp within hosts of 8 at 450 GB/s each way and 10 us a message" in text
+    assert f"{machine.speed.flops_per_s / 1e12:.4g} TFLOP/s in large matrix products" in text
+    assert f"{machine.speed.bytes_per_s / 1e9:.4g} GB/s of memory" in text
+    assert f"{machine.task_s * 1e6:.3g} us to start a tick" in text
+
+
+def test_the_kernel_of_attention_is_that_of_the_hardware():
+    fast = said(TOKENS)
+    assert "attention=cudnn (cuDNN's flash attention)" in fast
+    assert "801.4 in attention forward, 474.9 backward" in fast
+    other = said(replace(TOKENS, run=config.Run(dtype="float32")))  # which cuDNN does not compute
+    assert "attention=xla (all scores of a sequence in memory)" in other
+    assert "in attention" not in other
+    away = config.Plan(compile=False, topology="h100:1x4")
+    assert "attention=cudnn" in said(replace(TOKENS, hardware=config.AutoHardware(), plan=away))
+    assert "attention=xla" in said(replace(TOKENS, costs=config.Measure()))  # timed on the devices here
+
+
+def test_without_a_time_nothing_is_said_of_speeds():
+    text = said(ROWS, is_timed=False)
+    assert "GB/s" not in text
+    assert "no fragmented memory" in text
