@@ -11,6 +11,7 @@ from ppctl.config import Measure, Transformer
 from ppctl.planner.analytic import Machine
 from ppctl.planner.roofline import Link
 from ppctl.planner.step_time import device_kind, layout_of, machine_of
+from ppctl.reports.bubbles import shared_cores_text
 from ppctl.training.job import TrainingJob
 from ppctl.training.models import attention_kernel
 
@@ -67,8 +68,9 @@ def _counted(job: TrainingJob) -> Iterator[str]:
     yield f"{speed.flops_per_s / 1e12:.4g} TFLOP/s in {large}{kernels}"
     yield f"{speed.bytes_per_s / 1e9:.4g} GB/s of memory"
     yield "one operation of a device at a time"
-    if machine.cores is not None:
-        yield f"simulated devices share {machine.cores} cores"
+    shared = shared_cores_text(job.pipe.mesh.size, machine.cores)
+    if shared is not None:
+        yield shared
     yield from _links(job, machine)
     yield f"{_microseconds(machine.task_s)} to start a {'tick' if pipe.execution.in_ticks else 'task'}"
 

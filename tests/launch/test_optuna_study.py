@@ -88,7 +88,7 @@ def test_the_page_shows_the_search(monkeypatch):
     text = (TOP / "sweep.html").read_text()
     assert ">The search</h2>" in text
     assert 'aria-label="final_loss, by job; best so far' in text
-    assert "lowest final_loss: job " in text
+    assert "lowest final_loss: " in text
     assert [each["status"] for each in json.loads((TOP / "sweep.json").read_text())] == ["finished"] * 4
 
 

@@ -34,14 +34,15 @@ def show(capsys, *words):
 
 def test_jobs_states_axes_and_best_are_shown(capsys):
     lines = show(capsys, "s").splitlines()
-    again = "recipes=tiny schedule=gpipe schedule.num_microbatches=4 optim.lr=0.001 run.name=s run.dir=runs/s/best"
+    again = "recipes=tiny schedule=gpipe schedule.num_microbatches=4 optim.lr=0.001 run.name=s"
     for line in (
         "sweep     runs/s",
         "jobs      3 jobs: 2 finished, 1 failed",
         "axis      schedule: 1f1b, gpipe",
         "axis      optim.lr: 0.001, 0.003",
-        "best      lowest final_loss: job 1 (schedule=gpipe optim.lr=0.001), 0.3333",
-        f"  again   ppctl train {again}",
+        "best      lowest final_loss: 0.3333, job 1 (schedule=gpipe optim.lr=0.001)",
+        "  in      runs/s/schedule=gpipe,optim.lr=0.001",
+        f"  anew    ppctl train {again} run.dir=runs/s/best_final_loss",
         "0: disk full.",
     ):
         assert line in lines
@@ -69,9 +70,9 @@ def test_a_sweep_may_be_named_by_its_path_and_shown_as_json(capsys):
         ("finished", "0.001", 1 / 3),
         ("finished", "0.003", 1.0),
     ]
-    assert [(best["what"], best["job"]) for best in found["best"]] == [
-        ("lowest final_loss", 1),
-        ("fastest, in tok/s", 1),
+    assert [(best["what"], best["job"], best["value"]) for best in found["best"]] == [
+        ("lowest final_loss", 1, 1 / 3),
+        ("fastest, in tok/s", 1, 1e4),
     ]
 
 

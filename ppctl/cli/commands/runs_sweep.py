@@ -42,7 +42,7 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
     lines = [("sweep", str(directory)), ("jobs", f"{len(sweep.jobs)} job{many}: {counts}")]
     lines += [("axis", f"{name}: {', '.join(values)}") for name, values in sweep.axes.items()]
     for best in sweep.best:
-        lines += [("best", best.text), ("  again", best.command)]
+        lines += [("best", best.text), ("  in", str(best.place)), ("  anew", best.command)]
     lines += [("summary", ", ".join(map(str, sweep.files)))] if sweep.files else []
     for label, text in lines:
         console.print(printable(f"{label:9} {text}"), markup=False, highlight=False, soft_wrap=True)
@@ -85,7 +85,13 @@ def _document(sweep: RecordedSweep) -> dict[str, Any]:
         "counts": sweep.counts,
         "axes": {name: list(values) for name, values in sweep.axes.items()},
         "best": [
-            {"what": best.what, "job": best.job.index, "value": best.value, "command": best.command}
+            {
+                "what": best.what,
+                "job": best.job.index,
+                "value": sweep.jobs[best.job.index].numbers[best.by],
+                "place": str(best.place),
+                "command": best.command,
+            }
             for best in sweep.best
         ],
         "jobs": jobs,

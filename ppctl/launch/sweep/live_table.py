@@ -122,7 +122,11 @@ def show_end(
         rows.append([f"{job.index}: {job.name}", outcome.status + code, *cells, number_text(outcome.seconds, ".1f")])
     show_table(console, state_counts(outcomes), [*columns, *numbers, "seconds"], rows)
     for error, jobs in equal_errors(sweep, outcomes).items():
-        which = f"job {jobs[0].index}: {jobs[0].name}" if len(jobs) == 1 else f"{len(jobs)} jobs ({_numbers(jobs)})"
+        which = (
+            f"job {jobs[0].index}: {jobs[0].name}"
+            if len(jobs) == 1
+            else f"{len(jobs)} jobs ({_numbers([job.index for job in jobs])})"
+        )
         console.print(f"ppctl: {which}: {error}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -135,19 +139,18 @@ def equal_errors(sweep: Sweep, outcomes: Sequence[Outcome]) -> dict[str, list[Jo
     return found
 
 
-def _numbers(jobs: Sequence[Job]) -> str:
+def _numbers(jobs: Sequence[int]) -> str:
     """Return the numbers of jobs, runs of them as first-last.
 
-    >>> of = lambda *numbers: [Job(number, (), {}, (), Path(), None) for number in numbers]
-    >>> _numbers(of(0, 1, 2, 5, 7, 8))
+    >>> _numbers([0, 1, 2, 5, 7, 8])
     '0-2, 5, 7, 8'
     """
     runs: list[list[int]] = []
-    for job in jobs:
-        if runs and runs[-1][-1] == job.index - 1:
-            runs[-1].append(job.index)
+    for number in jobs:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
         else:
-            runs.append([job.index])
+            runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
