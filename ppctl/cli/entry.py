@@ -194,11 +194,13 @@ def refuse_inapplicable(command: str, config: Config) -> None:
     """Raise ConfigError for settings that apply to other commands, and that this one would ignore."""
     default = Config()
     for part, commands in APPLIES_TO.items():
-        changed = _difference(part, getattr(config, part), getattr(default, part))
+        usual = getattr(default, part)
+        changed = _difference(part, getattr(config, part), usual)
         if changed and command not in commands:
             *others, last = (f"`ppctl {name}`" for name in commands)
             names = f"{', '.join(others)} and {last}" if others else last
-            raise ConfigError(f"{changed}: applies to {names} only. Leave it out.")
+            remedy = "Leave it out" + (f", or use {part}={usual.name}" if changed.startswith(f"{part}=") else "")
+            raise ConfigError(f"{changed}: applies to {names} only. {remedy}.")
 
 
 def _difference(part: str, value: Any, default: Any) -> str:

@@ -12,13 +12,15 @@ from typing import Any
 
 import yaml
 
-from ppctl.config import Config, Run
+from ppctl.config import AutoHardware, Config, Hardware, Mesh, Run
 from ppctl.config.files import ROOT
 from ppctl.errors import ConfigError
 from ppctl.planner.candidate import Candidate
+from ppctl.training.known_hardware import known
 
 MARK = "# Written by `ppctl tune`, which writes it again when it is run again."
 CHOSEN = ("model", "mesh", "schedule", "partition", "executor", "optim", "data")  # parts chosen by name
+PLANNED = ("hardware", "costs")  # likewise, where they are not the default: what a plan counts with
 OTHERS = ("run",)
 
 
@@ -70,11 +72,14 @@ def write_recipe(path: Path, config: Config, candidate: Candidate, measured_s: f
         MARK,
         f"# Claim: the fastest layout found for {config.mesh.num_devices} devices: {seconds}.",
         f"# Command: {command_of(path)}",
+        f"# Assumes: {_assumed(config)}.",
     ]
-    document: dict[str, Any] = {"defaults": [{f"override /{part}": _choice(config, part)} for part in CHOSEN]}
-    for part in (*CHOSEN, *OTHERS):
-        if part != "mesh":
-            document |= {part: found} if (found := _settings(getattr(config, part))) else {}
+    if config.hardware.name not in (AutoHardware().name, *known()):
+        head.append(f"# Needs: hardware/{config.hardware.name}.yaml next to recipes/.")
+    parts = (*CHOSEN, *(part for part in PLANNED if getattr(config, part) != getattr(Config(), part)))
+    document: dict[str, Any] = {"defaults": [{f"override /{part}": _choice(config, part)} for part in parts]}
+    for part in (*parts, *OTHERS):
+        document |= {part: found} if (found := _settings(getattr(config, part))) else {}
     name = path.stem if config.run.name == Run().name else config.run.name
     document["run"] = document.get("run", {}) | {"name": name}
     if config.run.dir == f"runs/{config.run.name}":
@@ -84,6 +89,16 @@ def write_recipe(path: Path, config: Config, candidate: Candidate, measured_s: f
         path.write_text("\n".join([*head, yaml.safe_dump(document, sort_keys=False)]))
 
 
+def _assumed(config: Config) -> str:
+    """Return the data and the hardware that a layout is the fastest for, as one types them."""
+    data = _settings(config.data) | {"batch_size": config.data.batch_size}
+    words = [f"data={config.data.name}", *(f"data.{name}={value}" for name, value in data.items())]
+    seq_len = getattr(config.model, "seq_len", None)
+    words += [] if seq_len is None else [f"model.seq_len={seq_len}"]
+    hardware = config.hardware.name
+    return f"{' '.join(words)}, hardware={hardware}" + (" (what is here)" if hardware == AutoHardware().name else "")
+
+
 def _choice(config: Config, part: str) -> str:
     if part == "mesh":
         return config.mesh.text
@@ -91,7 +106,13 @@ def _choice(config: Config, part: str) -> str:
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """Return the settings of a part that are not the default, nested ones too."""
+    """Return the settings of a part that are not the default, nested ones too; of a mesh its sizes are the choice."""
+    if isinstance(part, Hardware):
+        values = asdict(part)
+        own = {name: value for name, value in values.items() if name != "name"}  # all: of a file that may change
+        return _differences(values, asdict(known()[part.name])) if part.name in known() else own
+    if isinstance(part, Mesh):
+        return {} if part.order == Mesh().order else {"order": part.order}
     usual = {}
     for field in fields(part):
         made = field.default if field.default_factory is MISSING else field.default_factory()
@@ -105,6 +126,6 @@ def _differences(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any
         if isinstance(value, dict) and usual[name]:  # of fields, not of names of the user's
             inner = _differences(value, usual[name])
             found |= {name: inner} if inner else {}
-        elif name != "name" and value != usual[name]:
+        elif name != "name" and (name not in usual or value != usual[name]):
             found[name] = value
     return found

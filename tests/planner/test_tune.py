@@ -222,7 +222,44 @@ def test_the_recipe_is_the_request_found(words, tmp_path):
         write_recipe(path, configs[i], tuned.found.best[i], None)
         found = composed(["recipes=tuned"], "--config-dir", str(tmp_path))
         run = replace(configs[i].run, name=name, dir=f"runs/{name}")
-        assert found == replace(configs[i], run=run, hardware=found.hardware, costs=found.costs)
+        assert found == replace(configs[i], run=run)
+
+
+COUNTED = {
+    "hardware": "hardware=h100 hardware.network_bytes_per_s=12e9 hardware.cuda.cores=99 run.dtype=bfloat16",
+    "a dtype": "hardware=h100 +hardware.peak_flops.float64=67e12 run.memory_fraction=0.9",
+    "links": "hardware=v5e costs.doctor=links.json",
+    "order": "mesh=2x2 mesh.order=dp-pp-fsdp",
+    "own": "hardware=mine hardware.memory_gib=33",
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_recipe_keeps_what_its_plan_counts_with(name, tmp_path):
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware/mine.yaml").write_text("defaults: [h100]\nname: mine\n")
+    asked = composed([*WORDS.split(), *COUNTED[name].split()], "--config-dir", str(tmp_path))
+    path = tmp_path / "recipes/tuned.yaml"
+    write_recipe(path, asked, layout((1, 4, 1), 1.0), None)
+    found = composed(["recipes=tuned"], "--config-dir", str(tmp_path))
+    assert found == replace(asked, run=replace(asked.run, name="tuned", dir="runs/tuned"))
+    text = path.read_text()
+    assert ("# Needs: hardware/mine.yaml next to recipes/." in text) == (name == "own")
+    (assumed,) = re.findall(r"^# Assumes: (.*)\.$", text, re.MULTILINE)
+    assert assumed.startswith("data=regression data.")
+    assert {"data.batch_size=32", "data.num_features=8"} <= {*assumed.replace(",", "").split()}
+    assert f", hardware={asked.hardware.name}" in assumed
+
+
+def test_plan_prints_of_the_recipe_what_tune_did(tuned, capsys):
+    code, out, _ = tuned("mesh=1x4", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[1f1b]", "--json")
+    first = json.loads(out)["best"][0]
+    assert (code, cli.main(["plan", "--config-dir", ".", "recipes=tuned", "--json"])) == (0, 0)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["hardware"], found["step_time_s"]) == ("h100", first["step_time_s"])
+    assert max(found["total_bytes"]) == first["total_bytes"]
+    assert cli.main(["verify", "--config-dir", ".", "recipes=tuned"]) == 2
+    assert "Leave it out, or use hardware=auto." in capsys.readouterr().err
 
 
 @pytest.mark.full
