@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ppctl import cli
+from ppctl.schedule.partition.partition import LETTERS
 
 WORDS = (
     "model=mlp model.d_model=16 data=regression data.batch_size=16 data.num_rows=512 data.num_features=5 "
@@ -82,6 +83,6 @@ def test_a_run_goes_on_within_rounding_on_any_other_layout(tmp_path, layouts, ca
         train(run_dir, layout, *words)
         out = capsys.readouterr().out
         assert f"resuming after step {start}" in out
-        assert ("partition 0 3 1 1 layers (explicit; " in out) == (layout == "a stage without layers")
+        assert (f"partition E|t*3|t|tL ({LETTERS}); explicit (" in out) == (layout == "a stage without layers")
         assert [record["step"] for record in records(run_dir)] == list(range(1, 21))
         np.testing.assert_allclose(losses(run_dir), losses(tmp_path / "one"), rtol=RELATIVE)
