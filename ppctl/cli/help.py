@@ -40,6 +40,7 @@ EXAMPLES = {
     "doctor": (
         "ppctl doctor mesh=2x4",
         "ppctl doctor mesh=2x4 launch.processes=2",
+        "ppctl doctor mesh=8x8 data.batch_size=512 hardware=h100",
         "ppctl doctor recipes=tiny --json",
     ),
     "plan": (
@@ -72,7 +73,7 @@ FIRST_EXAMPLES = (  # what to try first
     "ppctl plan mesh=2x4 schedule=1f1b hardware=h100",
 )
 APPLIES_TO = {  # the commands that a part applies to; any other part applies to all of them
-    "hardware": ("train", "plan", "rehearse", "tune"),
+    "hardware": ("train", "plan", "rehearse", "tune", "doctor"),
     "costs": ("train", "plan", "rehearse", "tune"),
     "launch": ("train", "doctor"),
     "verify": ("verify",),

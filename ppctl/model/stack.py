@@ -7,8 +7,8 @@ in model order. Layers that differ, such as the parts that a function was cut in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,6 +16,15 @@ import jax.numpy as jnp
 
 Tree = Any  # a pytree of arrays
 NO_DECAY = ("scale", "bias")  # last names of parameters that no optimizer decays: norms and biases
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What stands in a layer of a network, or in its embedding or head."""
+
+    name: str  # "embedding", "0", "1", ..., "head"
+    params: Mapping[str, tuple[int, ...]]  # shapes by the author's names; one that several use is listed for each
+    operations: Mapping[str, int]  # how often each comes, by JAX's names; reshapes aside
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class Stack:
     export(params) -> tree: parameters in the form that the model's author knows.
     outputs(ends, x) -> tree: what the head makes of x before it is compared with targets, such as logits; for whoever
     uses the model once it is trained.
+    contents: of a network what stands in its embedding, its layers and its head, in this order.
     mixes_examples: None: a run tries on a few examples whether the loss of one depends on those beside it, and refuses
     such a model, of which microbatches make another function. True: so it is meant. False: it is known not to.
 
@@ -51,6 +61,7 @@ class Stack:
     export: Callable[[Tree], Tree] | None = None  # parameters in the form that the model's author knows
     mixes_examples: bool | None = None  # None: not known
     outputs: Callable[[Tree, jax.Array], Tree] | None = None  # of the head, before the loss
+    contents: tuple[Contents, ...] = field(default=(), compare=False)  # of a network, which is cut into layers
 
     @property
     def are_alike(self) -> bool:

@@ -14,15 +14,15 @@ import jax
 
 from ppctl.config import Config
 from ppctl.config.schedule_from_config import label
-from ppctl.executors.hosts import over_hosts
-from ppctl.executors.mesh import hosts_text
 from ppctl.planner.advise import propose
 from ppctl.planner.assumptions import assumptions
+from ppctl.planner.devices import devices_text
 from ppctl.planner.memory import DeviceLimit, device_limit
+from ppctl.planner.network_layers import network_layers
 from ppctl.planner.predict import predict_job
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.planner.step_runs import as_run, out_of_memory
-from ppctl.planner.step_time import device_kind, hardware_of, mfu_of, op_times_of
+from ppctl.planner.step_time import hardware_of, mfu_of, op_times_of
 from ppctl.planner.token_budget import check_tokens, token_budget
 from ppctl.schedule.costs import Costs
 from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
@@ -62,11 +62,12 @@ def predicted(job: TrainingJob) -> Prediction:
         partition=tuple(map(len, pipe.partition)),
         rank_of=tuple(pipe.schedule.rank_of),
         stages=_stages(job, costs),
+        layers=network_layers(pipe),
         ideal_bubble_fraction=known.ideal_bubble,
         predicted_bubble_fraction=known.bubble,
         num_parameters=pipe.num_parameters,
         step_flops=flops.full,
-        devices=_devices(job),
+        devices=devices_text(job),
         hardware=None if hardware is None else hardware.name,
         costs=config.costs.name,
         step_time_s=step_s,
@@ -93,19 +94,6 @@ def predicted(job: TrainingJob) -> Prediction:
         assumes=assumptions(job, is_timed=time_ is not None),
         proposal=propose(pipe, None if limit is None else limit.size_bytes),
     )
-
-
-def _devices(job: TrainingJob) -> str:
-    """Return the number and kind of the devices, and which axes of the mesh go over hosts, if any."""
-    config, pipe = job.config, job.pipe
-    if not config.plan.only_predicts_topology:
-        return ", ".join(filter(None, (f"{pipe.mesh.size} x {device_kind(pipe)}", hosts_text(pipe.mesh))))
-    assert config.plan.topology is not None
-    hardware, sizes = hardware_of(job), dict(pipe.mesh.shape)
-    kind = hardware.device_kinds[0] if hardware is not None else config.plan.topology.partition(":")[0]
-    hosts = 1 if hardware is None or hardware.cuda is None else config.plan.topology_shape[0]
-    over = [f"{axis} over {n}" for axis, n in over_hosts(sizes, config.mesh.order, hosts).items() if n > 1]
-    return f"{pipe.mesh.size} x {kind}" + (f", {hosts} hosts: {', '.join(over)}" if hosts > 1 else "")
 
 
 def _stages(job: TrainingJob, costs: Costs | None) -> tuple[StagePart, ...]:

@@ -9,6 +9,9 @@ from dataclasses import asdict
 from html import escape
 
 from ppctl.config import Config, Spmd
+from ppctl.planner.network_layers import COLUMNS as LAYERS_COLUMNS
+from ppctl.planner.network_layers import TITLE as LAYERS_TITLE
+from ppctl.planner.network_layers import layer_rows
 from ppctl.planner.plan_terminal import (
     ABOUT,
     LEFT_TO_BACKWARD,
@@ -177,7 +180,10 @@ def _stages(found: Prediction, config: Config) -> str:
         first += n
     rows = [[f"rank {exact(rank, str(rank))}", *cells[rank]] for rank in sorted(cells)]
     columns = ["", *(f"chunk {chunk}" for chunk in range(max(map(len, cells.values()))))]
-    return f'<div class="stages">{table("stages of each rank", columns, rows)}</div>{_stage_seconds(found)}'
+    listed = f'<div class="stages">{table("stages of each rank", columns, rows)}</div>{_stage_seconds(found)}'
+    if not found.layers:
+        return listed
+    return listed + table(LAYERS_TITLE, LAYERS_COLUMNS, [list(map(escape, row)) for row in layer_rows(found.layers)])
 
 
 def _stage_seconds(found: Prediction) -> str:

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 
 from ppctl.config import Config
+from ppctl.planner.network_layers import COLUMNS as LAYERS_COLUMNS
+from ppctl.planner.network_layers import TITLE as LAYERS_TITLE
+from ppctl.planner.network_layers import layer_rows
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.reports.bubbles import bubble_text
 from ppctl.reports.terminal import show_table, size_text
@@ -61,7 +64,7 @@ def show_plan(found: Prediction, config: Config) -> None:
             f"schedule  {found.schedule}, {microbatches}, bubble {bubble}, executor={config.executor.name}",
             f"stages    {stages}",
         ]
-    lines.append(f"step      {_time_text(found)}")
+    lines.append(f"step      {time_text(found)}")
     costs = costs_text(found)
     if costs is not None:
         lines.append(f"costs     {costs}")
@@ -76,6 +79,8 @@ def show_plan(found: Prediction, config: Config) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if found.stages:
         show_stages(console, found.stages, (config.mesh.dp, config.mesh.fsdp))
+    if found.layers:
+        show_table(console, LAYERS_TITLE, LAYERS_COLUMNS, layer_rows(found.layers))
     ranks = shown_ranks(found, MOST_COLUMNS)
     columns = [f"rank {r}" for r in ranks] if len(set(map(str, found.memory_bytes))) > 1 else ["every rank"]
     rows = [
@@ -166,7 +171,7 @@ def total_name(found: Prediction) -> str:
     return "total, compiled" if found.is_compiled else PREDICTED
 
 
-def _time_text(found: Prediction) -> str:
+def time_text(found: Prediction) -> str:
     """Return seconds, speed and MFU of a step, and where they come from, in a line."""
     if found.step_time_s is None or found.tokens_per_s is None or found.per_step_overhead_s is None:
         return f"not known: {found.unknown}"

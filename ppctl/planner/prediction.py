@@ -24,6 +24,17 @@ class StagePart:
 
 
 @dataclass(frozen=True)
+class LayerPart:
+    """What stands in a layer of a network, or in its embedding or head."""
+
+    name: str  # "embedding", "0", "1", ..., "head"
+    stage: int
+    cost: float  # FLOPs of matrix products, forward and backward, over the mean layer's
+    params: Mapping[str, tuple[int, ...]]  # shapes by the author's names
+    operations: Mapping[str, int]  # how often each comes
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The prediction for a request."""
 
@@ -31,6 +42,7 @@ class Prediction:
     partition: tuple[int, ...]  # layers of each stage
     rank_of: tuple[int, ...]  # the rank of each stage
     stages: tuple[StagePart, ...]  # () without a pipeline
+    layers: tuple[LayerPart, ...]  # of a network, which was cut into layers; () of other models
     ideal_bubble_fraction: float | None  # 0..1: of the schedule alone, equal stages; None without a pipeline
     predicted_bubble_fraction: float | None  # 0..1: by the same seconds as the step time; None where that is not known
     num_parameters: int

@@ -246,6 +246,11 @@ def model_flops(job: TrainingJob) -> ModelFlops:
     return ModelFlops(full, full - masked)
 
 
+def state_bytes(job: TrainingJob) -> int:
+    """Return the bytes of a whole state, as a checkpoint of it takes: parameters and what the optimizer keeps."""
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(job.pipe.states.natural))
+
+
 def unit_of_work(job: TrainingJob) -> tuple[str, int]:
     """Return the metric of speed, and the units of work of a step: tokens of text, examples of all else."""
     inputs = job.pipe.batch_shapes["inputs"].shape

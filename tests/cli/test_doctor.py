@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from ppctl import config
-from ppctl.cli.commands import doctor
+from ppctl.cli.commands import doctor, findings
 from ppctl.executors import links
 from ppctl.executors.links import AllReduce, MeasuredLink
 from ppctl.executors.mesh import make_mesh
@@ -131,8 +131,8 @@ def test_a_disk_too_small_for_the_checkpoints_is_the_reason(ask, monkeypatch):
     [("jax>=99", "jax .* is not >=99"), ("no-such-package>=1", "no-such-package is not installed .needs >=1")],
 )
 def test_a_package_that_will_not_do_is_the_reason(monkeypatch, asked, text):
-    monkeypatch.setattr(doctor, "requires", lambda _: [asked, "pytest>=99; extra == 'dev'"])
-    (finding,) = doctor._versions()
+    monkeypatch.setattr(findings, "requires", lambda _: [asked, "pytest>=99; extra == 'dev'"])
+    finding = findings.of_versions()
     assert not finding.is_ok
     assert re.match(text, finding.text)
 

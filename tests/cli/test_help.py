@@ -79,8 +79,12 @@ def test_a_command_shows_the_groups_that_apply_to_it(capsys):
     for command in COMPOSED:
         assert cli.main([command, "--help"]) == 0
         out = capsys.readouterr().out
-        for line in ("  hardware  auto |", "  costs     analytic | measure\n"):
-            assert (line in out) == (command in ("train", "plan", "rehearse", "tune")), (command, line)
+        with_costs = ("train", "plan", "rehearse", "tune")
+        for line, commands in (
+            ("  hardware  auto |", (*with_costs, "doctor")),
+            ("  costs     analytic | measure\n", with_costs),
+        ):
+            assert (line in out) == (command in commands), (command, line)
 
 
 def test_cfg_prints_the_composed_config(capsys, served):

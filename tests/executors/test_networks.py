@@ -136,6 +136,22 @@ def test_each_layer_counts_what_it_costs():
     assert [len(layers) for layers in found.balanced((0, 1))] == [1, 3]
 
 
+def test_it_is_known_what_stands_in_each_layer():
+    embedding, first, *_, last, head = made("images")[0].contents
+    assert [(embedding.name, dict(embedding.params)), head.name] == [("embedding", {}), "head"]
+    assert (first.name, last.name) == ("0", "2")
+    assert any("conv" in name for name in first.operations)
+    for name, auto in (("images", False), ("tokens", False), ("deep", True)):
+        stack, *_, (pieces, _, _) = made(name, auto)
+        shapes = dict(zip(pieces.names, pieces.shapes, strict=True))
+        held = [dict(each.params) for each in stack.contents]
+        assert {key: shape for each in held for key, shape in each.items()} == shapes
+        for key, place in zip(pieces.names, pieces.places, strict=True):
+            where = [i for i, each in enumerate(held) if key in each]
+            assert where == [place + 1] if place is not None else set(where) <= {0, len(held) - 1}
+        assert all(each.operations for each in stack.contents[2:-1])  # the embedding may have taken all of the first
+
+
 # --- what cannot be cut ----------------------------------------------------------------------------------------------
 
 

@@ -351,8 +351,8 @@ def test_without_libtpu_it_is_named(capsys):
 @pytest.mark.parametrize(
     ("name", "devices", "limit", "hosts"),
     [
-        ("v5e:2x2", "4 x TPU v5 lite", "hardware=v5e", ""),
-        ("h100:2x2", "4 x NVIDIA H100 80GB HBM3, 2 hosts: pp over 2", "hardware=h100", "2"),
+        ("v5e:2x2", "4 x v5e (described)", "hardware=v5e", ""),
+        ("h100:2x2", "4 x h100 (described), 2 hosts: pp over 2", "hardware=h100", "2"),
     ],
 )
 def test_a_topology_is_predicted_for_without_its_compiler(name, devices, limit, hosts, monkeypatch):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import shutil
 import socket
@@ -19,16 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from packaging.requirements import Requirement
 from rich.console import Console
 
+from ppctl.cli.commands.doctor_described import described, doctor_described
+from ppctl.cli.commands.findings import Finding, of_versions, show_findings
 from ppctl.config import Config
 from ppctl.errors import PpctlError
 from ppctl.executors.links import AllReduce, MeasuredLink, device_pairs, measure_all_reduce, measure_link, probe_devices
@@ -36,7 +35,7 @@ from ppctl.launch import distributed
 from ppctl.reports.terminal import show_json, show_table
 from ppctl.training.checks import check_job
 from ppctl.training.gpu_memory import is_gpu, memory_share
-from ppctl.training.job import DEFAULT_DTYPE, assemble
+from ppctl.training.job import DEFAULT_DTYPE, assemble, state_bytes
 from ppctl.training.known_hardware import of_device, stated_bytes
 from ppctl.training.process_group import process_group
 from ppctl.training.start import start_jax
@@ -47,22 +46,14 @@ SHARE_TOLERANCE = 0.02  # of a GPU's memory: how far the share that programs get
 CLOCK_WARNING_S = 1.0  # clocks that differ by more put the records of a run out of order
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check. Training fails where one is not ok."""
-
-    what: str
-    is_ok: bool
-    text: str
-
-
 def doctor(config: Config, *, as_json: bool) -> int:
     """Print the findings; return 0 when the request would train here, else 1."""
     directory = Path(config.run.dir).absolute()
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     start_jax(config, config.run.dtype or DEFAULT_DTYPE)
     with process_group(config):  # which refuses settings that differ, and a run.dir that is not the same for all
-        code = _doctor(config, as_json=as_json)
+        away = described(config.hardware)
+        code = _doctor(config, as_json=as_json) if away is None else doctor_described(config, away, as_json=as_json)
     if distributed.is_lead():
         with suppress(OSError):  # not empty: it is of use to others
             for path in made:
@@ -71,8 +62,8 @@ def doctor(config: Config, *, as_json: bool) -> int:
 
 
 def _doctor(config: Config, *, as_json: bool) -> int:
-    request, mesh, state_bytes = _request(config)
-    local = [*_versions(), *request, *_directories(config, state_bytes)]
+    request, mesh, needed = _request(config)
+    local = [of_versions(), *request, *_directories(config, needed)]
     by_process = [[Finding(**each) for each in json.loads(text)] for text in distributed.gather(_json(local))]
     findings = list(_merged(by_process))
     findings += _together()
@@ -97,26 +88,6 @@ def _doctor(config: Config, *, as_json: bool) -> int:
 # what each process finds by itself
 
 
-def _versions() -> Iterator[Finding]:
-    """Yield one finding: the packages that ppctl needs, and whether those here will do."""
-    found, wrong = [], []
-    for text in requires("ppctl") or ():
-        requirement = Requirement(text)
-        if requirement.marker is not None:  # of an extra
-            continue
-        try:
-            here = version(requirement.name)
-        except PackageNotFoundError:
-            wrong.append(f"{requirement.name} is not installed (needs {requirement.specifier})")
-            continue
-        found.append(f"{requirement.name} {here}")
-        if not requirement.specifier.contains(here, prereleases=True):
-            wrong.append(f"{requirement.name} {here} is not {requirement.specifier}")
-    python = ".".join(map(str, sys.version_info[:3]))
-    remedy = f"{'; '.join(wrong)}. Install ppctl again: pip install ppctl."
-    yield Finding("versions", not wrong, remedy if wrong else ", ".join([f"Python {python}", *found]))
-
-
 def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
     """Return (findings, mesh, bytes of a state), of everything that training builds before it compiles."""
     try:
@@ -126,16 +97,14 @@ def _request(config: Config) -> tuple[list[Finding], Mesh | None, int | None]:
         return [Finding("request", False, str(error))], None, None
     device = job.pipe.mesh.devices.flat[0]
     schedule, tried = job.pipe.schedule, "".join(f". {note}" for note in notes)
-    state_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(job.pipe.states.natural))
+    needed = state_bytes(job)
     findings = [
         Finding("devices", True, f"{job.pipe.mesh.size} x {device.device_kind} ({device.platform})"),
         *_memory(config, jax.local_devices()[0]),
         Finding("data", True, job.data.source),
-        Finding(
-            "request", True, f"mesh={config.mesh.text}, {schedule.name}: a state takes {_size(state_bytes)}{tried}"
-        ),
+        Finding("request", True, f"mesh={config.mesh.text}, {schedule.name}: a state takes {_size(needed)}{tried}"),
     ]
-    return findings, job.pipe.mesh, state_bytes
+    return findings, job.pipe.mesh, needed
 
 
 def _memory(config: Config, device: Any) -> Iterator[Finding]:
@@ -160,7 +129,7 @@ def _memory(config: Config, device: Any) -> Iterator[Finding]:
     yield Finding("memory", False, f"{reason} Free the GPU, or use run.memory_fraction={share:.2f}.")
 
 
-def _directories(config: Config, state_bytes: int | None) -> Iterator[Finding]:
+def _directories(config: Config, needed: int | None) -> Iterator[Finding]:
     """Yield a finding: whether run.dir can be written, has room for the checkpoints, and how fast it takes them."""
     directory = Path(config.run.dir).absolute()
     try:
@@ -180,13 +149,13 @@ def _directories(config: Config, state_bytes: int | None) -> Iterator[Finding]:
         return
     text = f"{directory} is writable at {_size(speed)}/s, {_size(free)} free"
     keep = config.run.checkpoint.keep
-    need = 0 if state_bytes is None else (keep + 1) * state_bytes
+    need = 0 if needed is None else (keep + 1) * needed
     if free < need:
         yield Finding(
             "run.dir",
             False,
             f"run.dir={config.run.dir} has {_size(free)} free, but run.checkpoint.keep+1 = {keep}+1 checkpoints of "
-            f"{_size(state_bytes or 0)} take {_size(need)}. Free the disk, use another run.dir, or keep fewer.",
+            f"{_size(needed or 0)} take {_size(need)}. Free the disk, use another run.dir, or keep fewer.",
         )
         return
     yield Finding("run.dir", True, text)
@@ -316,8 +285,7 @@ def _answering(what: str) -> Iterator[None]:
 def _show(findings: Sequence[Finding], links: Sequence[MeasuredLink], mesh: Mesh | None) -> None:
     console = Console()
     say: Callable[[str], None] = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-    for finding in findings:
-        say(f"{'ok' if finding.is_ok else 'NO'}  {finding.what:10}{finding.text}")
+    show_findings(console, findings)
     if len(links) > 1:
         ids = sorted({link.first for link in links} | {link.second for link in links})
         by_pair = {(link.first, link.second): link for link in links}

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.flops import equation_flops, inner_jaxprs
-from ppctl.executors.stage.jaxprs import bind_eqn, env_value, is_literal
+from ppctl.executors.stage.jaxprs import CALLS, bind_eqn, env_value, is_literal
 from ppctl.model.network import MARK
 
 Tree = Any
@@ -68,6 +68,10 @@ class Trace:
     def names(self) -> list[str]:
         """The name of each operation."""
         return [eqn.primitive.name for eqn in self.ops]
+
+    def needed(self, start: int, stop: int) -> list[str]:
+        """Return the names of the operations from `start` to before `stop` whose results are used."""
+        return [_name(eqn) for eqn in self.ops[start:stop] if any(v in self._uses for v in eqn.outvars)]
 
     @cached_property
     def costs(self) -> list[int]:
@@ -129,6 +133,13 @@ class Trace:
             eqn = self.made_by[v]
             env |= dict(zip(eqn.outvars, bind_eqn(eqn, [self._value(env, each) for each in eqn.invars]), strict=True))
         return env_value(env, v)
+
+
+def _name(eqn: core.JaxprEqn) -> str:
+    """Return the name of an operation; of a call, as of a function with a derivative of its own, the function's."""
+    name = eqn.primitive.name
+    called = eqn.params[CALLS[name]] if name in CALLS else None
+    return name if called is None else getattr(called, "jaxpr", called).debug_info.func_name
 
 
 def is_mark(eqn: core.JaxprEqn) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
@@ -21,7 +22,7 @@ from ppctl.errors import ConfigError
 from ppctl.executors.stage.layers import pack_flat, unpack_flat
 from ppctl.executors.stage.trace import Trace
 from ppctl.model.network import Network
-from ppctl.model.stack import NO_DECAY, Stack
+from ppctl.model.stack import NO_DECAY, Contents, Stack
 from ppctl.schedule.partition.clusters import clusters
 
 Tree = Any
@@ -159,6 +160,20 @@ class TracedNetwork:
                 )
         return sum(a.size for a in few) // NUM_EXAMPLES[0]
 
+    @property
+    def contents(self) -> tuple[Contents, ...]:
+        """What stands in the embedding, each layer and the head."""
+        trace = self.at(NUM_EXAMPLES[0])
+        names = ["embedding", *map(str, range(self.num_layers)), "head"]
+        params: list[dict[str, tuple[int, ...]]] = [{} for _ in names]
+        for i, (name, place) in enumerate(zip(self.names, self.places, strict=True)):
+            ends = {0 if op < self.bounds[0] else len(names) - 1 for op in trace.users(i)}
+            for user in ends if place is None else (place + 1,):
+                params[user][name] = self.shapes[i]
+        bounds = pairwise((0, *self.bounds, trace.num_ops))
+        counts = [dict(Counter(trace.needed(start, stop))) for start, stop in bounds]
+        return tuple(map(Contents, names, params, counts))
+
     # packing
 
     @cached_property
@@ -270,6 +285,7 @@ def stack_of(network: TracedNetwork) -> Stack:
         export=network.from_parts,
         mixes_examples=network.network.mixes_examples,
         outputs=network.outputs,
+        contents=network.contents,
     )
 
 

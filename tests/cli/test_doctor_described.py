@@ -1,0 +1,97 @@
+"""`ppctl doctor hardware=h100` where no H100 is: what can be told from here, and what cannot."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ppctl import cli, config
+from ppctl.cli.commands import doctor, doctor_described
+from ppctl.training.known_hardware import known
+
+H100 = replace(known()["h100"], host_devices=4)
+REQUEST = config.Config(
+    model=config.Transformer(num_layers=8, d_model=16, num_heads=2, seq_len=32),
+    mesh=config.Mesh(1, 4, 2),
+    schedule=config.Schedule("1f1b", 8),
+    data=config.Synthetic(batch_size=32),
+    hardware=H100,
+)
+
+
+@pytest.fixture
+def ask(monkeypatch, tmp_path, capsys):
+    """A function that examines a request in an empty directory: (exit code, the JSON printed)."""
+    monkeypatch.chdir(tmp_path)
+
+    def examine(request=REQUEST):
+        code = doctor.doctor(request, as_json=True)
+        assert list(tmp_path.iterdir()) == []
+        return code, json.loads(capsys.readouterr().out)
+
+    return examine
+
+
+def texts(found):
+    return {finding["what"]: finding["text"] for finding in found["findings"]}
+
+
+def test_what_can_be_told_from_here_is_told(ask):
+    code, found = ask()
+    said = texts(found)
+    assert (code, found["ok"], found["described"], found["links"]) == (0, True, "h100", [])
+    assert said["devices"] == "8 x h100 (described), 2 hosts: pp over 2"
+    assert said["memory"].startswith("fits: ")
+    assert "75% of the 79.1 GiB of hardware=h100" in said["memory"]
+    assert "hardware=h100" in said["step"]
+    assert "mesh=1x4x2, 1f1b: a state takes " in said["request"]
+    assert {"versions", "data", "compiler"} <= set(said)
+    assert said["unknown"].startswith("processes, links, run.dir")
+
+
+def test_what_would_not_fit_there_is_a_no_with_its_remedy(ask):
+    small = replace(REQUEST, hardware=replace(H100, memory_gib=1e-5))
+    code, found = ask(small)
+    [bad] = [finding for finding in found["findings"] if not finding["is_ok"]]
+    assert (code, found["ok"], bad["what"]) == (1, False, "memory")
+    assert bad["text"].startswith("does not fit: ")
+
+
+def test_what_cannot_be_is_a_no_wherever_it_would_run(ask):
+    code, found = ask(replace(REQUEST, schedule=config.Schedule("1f1b", 5)))
+    assert code == 1
+    assert "5" in texts(found)["request"]
+    held_out = config.Run(eval_every=1, eval_batches=10**6)
+    code, found = ask(replace(REQUEST, run=held_out))
+    assert (code, "held out" in texts(found)["request"]) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "has_plugin", "said"),
+    [
+        ("h100", config.Mesh(1, 4, 2), False, "not here: all of it is predicted. With XLA's plugin for CUDA"),
+        ("h100", config.Mesh(1, 4, 2), True, "plan.topology=h100:1x8"),
+        ("h100", config.Mesh(1, 2, 2), True, "plan.topology=h100:1x4"),
+        ("v5e", config.Mesh(1, 4, 2), False, "With libtpu (ppctl[tpu])"),
+        ("host", config.Mesh(1, 4, 2), False, "none that is asked without the devices"),
+    ],
+)
+def test_the_compiler_is_found_or_named(name, mesh, has_plugin, said, monkeypatch):
+    monkeypatch.setattr(doctor_described, "has_plugin", lambda: has_plugin)
+    monkeypatch.setattr(doctor_described, "find_spec", lambda name: None)
+    assert said in doctor_described.compiler_text(replace(REQUEST, mesh=mesh), known()[name])
+
+
+def test_hardware_that_is_here_is_asked_itself(monkeypatch):
+    assert doctor_described.described(config.AutoHardware()) is None
+    assert doctor_described.described(known()["host"]) is None
+    assert doctor_described.described(H100) == H100
+
+
+def test_it_says_in_a_last_line_that_nothing_speaks_against_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["doctor", "recipes=tiny", "hardware=h100", "model.d_model=16", "model.num_heads=2"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == "from here, nothing speaks against this request on hardware=h100, which is not here"
+    assert all(line.startswith("ok  ") for line in out[:-1])

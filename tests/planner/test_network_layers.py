@@ -1,0 +1,64 @@
+"""`ppctl plan` lists what stands in each layer of a network, by its author's names."""
+
+import json
+
+from ppctl import cli
+from ppctl.planner.network_layers import COLUMNS, MOST_LAYERS, layer_rows
+from ppctl.planner.prediction import LayerPart
+
+NET = """
+import jax, jax.numpy as jnp, ppctl
+
+def network():
+    def init(key):
+        return {"first": jnp.ones((6, 32)), "last": {"w": jnp.ones((32, 3)), "bias": jnp.zeros(3)}}
+    def apply(params, x):
+        x = ppctl.stage_boundary(jax.nn.relu(x @ params["first"]))
+        return x @ params["last"]["w"] + params["last"]["bias"]
+    def loss(outputs, targets):
+        return jnp.square(outputs - targets).sum(), jnp.asarray(float(outputs.size))
+    return ppctl.Network(init, apply, loss)
+"""
+WORDS = [
+    *(
+        "plan",
+        "--config-dir",
+        ".",
+        "model=custom",
+        "model.target=listed_net.network",
+        "model.num_layers=2",
+        "mesh=1x2",
+        "schedule=1f1b",
+    ),
+    *("data=regression", "data.num_features=6", "data.num_targets=3", "data.batch_size=8", "run.platform=cpu"),
+]
+
+
+def test_a_plan_lists_what_stands_in_each_layer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "listed_net.py").write_text(NET)
+    assert cli.main([*WORDS, "--json"]) == 0
+    layers = {each.pop("name"): each for each in json.loads(capsys.readouterr().out)["layers"]}
+    assert list(layers) == ["embedding", "0", "1", "head"]
+    assert (layers["0"]["stage"], layers["0"]["params"]) == (0, {"first": [6, 32]})
+    assert layers["0"]["operations"] == {"dot_general": 1, "relu": 1}
+    assert (layers["1"]["stage"], layers["1"]["params"]) == (1, {"last/bias": [3], "last/w": [32, 3]})
+    assert layers["1"]["operations"] == {"dot_general": 1, "add": 1}
+    assert (layers["embedding"]["params"], layers["head"]["params"]) == ({}, {})
+    # forward and gradients of weights each a product; of the first layer's inputs there is no gradient to make
+    assert layers["0"]["cost"] + layers["1"]["cost"] == 2
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(WORDS) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [row] = [line for line in lines if "last/w [32, 3]" in line]
+    assert row.split()[:2] == ["1", "1"]
+
+
+def test_of_many_layers_the_first_and_the_head_are_shown():
+    parts = [LayerPart(str(k), 0, 1.0, {f"w{i}": (2,) for i in range(9)}, {}) for k in range(40)]
+    rows = layer_rows(parts)
+    assert [row[0] for row in rows] == [*map(str, range(MOST_LAYERS - 1)), "39"]
+    assert {len(row) for row in rows} == {len(COLUMNS)}
+    assert rows[0][3] == "w0 [2], w1 [2], w2 [2], w3 [2], 5 more"
+    assert len(layer_rows(parts[:MOST_LAYERS])) == MOST_LAYERS
