@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, replace
 
 from ppctl.config import Config
-from ppctl.errors import ConfigError
+from ppctl.errors import ConfigError, DataError
 from ppctl.launch.sweep.finished import has_ended
 from ppctl.launch.sweep.jobs import Job, Sweep
 
@@ -48,7 +48,7 @@ def _request(config: Config) -> str:
 
 
 def _with_refusal(job: Job, reason: str | None) -> Job:
-    return job if reason is None else replace(job, config=None, refusal=reason)
+    return job if reason is None else replace(job, config=None, refusal=reason, refusal_kind=DataError.kind)
 
 
 def _refusals(requests: list[str]) -> dict[str, str | None]:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from ppctl.cli.faults import check_keys
 from ppctl.cli.plugins import Composed, load_job
 from ppctl.config import Config
-from ppctl.errors import PpctlError
+from ppctl.errors import ConfigError, PpctlError
 from ppctl.launch.sweep.jobs import Job
 
 Check = Callable[[Composed], Config]
@@ -55,14 +55,14 @@ class SweepRequest:
         has_own_dir = any(each.key_or_group == "run.dir" for each in swept)
         top = Path(composed.config.run.dir if has_own_dir else self.common.run.dir)
         run_dir = top if has_own_dir else top / _directory_name(texts)
-        config = refusal = None
+        config, refusal, kind = None, None, ConfigError.kind
         try:
             config = self.check(composed)
             config.run.dir = str(run_dir)
         except PpctlError as error:
-            refusal = " ".join(str(error).split())
+            refusal, kind = " ".join(str(error).split()), error.kind
         values = {each.key_or_group: each.value() for each in swept}
-        return Job(index, tuple(texts), values, (*self.words, *overrides), run_dir, config, refusal)
+        return Job(index, tuple(texts), values, (*self.words, *overrides), run_dir, config, refusal, kind)
 
 
 def one_value(key: str, override: Override) -> str:

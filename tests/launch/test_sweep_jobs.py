@@ -85,6 +85,16 @@ def test_finished_jobs_are_skipped_and_broken_ones_started_again(monkeypatch, ca
     assert documents == [{"status": "finished", "run_dir": "runs/s/run.seed=0", "step": NUM_STEPS}, {}, {}]
 
 
+def test_a_refused_job_is_a_document_too(monkeypatch, capfd):
+    sweep = sweep_of(2, as_json=True)
+    programs(monkeypatch, "print('{}')")
+    sweep.jobs[0] = replace(sweep.jobs[0], config=None, refusal="x=1 is odd. Use x=2.", refusal_kind="schedule")
+    outcomes, _, _ = told(sweep)
+    assert [outcome.status for outcome in outcomes] == ["failed", "finished"]
+    error = {"kind": "schedule", "message": "x=1 is odd. Use x=2.", "remedy": "Use x=2."}
+    assert [json.loads(line) for line in capfd.readouterr().out.splitlines()] == [{"error": error}, {}]
+
+
 @pytest.mark.parametrize("name", [f"{NUM_STEPS}.damaged", f"{NUM_STEPS}.orbax-checkpoint-tmp", str(NUM_STEPS - 1)])
 def test_only_the_last_step_saved_whole_is_an_end(name):
     job = sweep_of(1).jobs[0]
@@ -347,6 +357,7 @@ def test_data_are_looked_at_once_for_each_request_before_any_job_starts(monkeypa
             job.config.run.seed = 1  # two jobs of the same data
     found = sweep_data.with_data_checked(sweep)
     assert [job.refusal for job in found.jobs] == [None, "too few", "too few"]
+    assert [job.refusal_kind for job in found.jobs] == ["config", "data", "data"]
     saved(sweep.jobs[1])  # finished: its data may be gone
     assert [job.refusal for job in sweep_data.with_data_checked(sweep).jobs] == [None, None, "too few"]
     assert asked == [2, 2]

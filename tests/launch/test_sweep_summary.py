@@ -12,6 +12,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,24 @@ def test_the_page_has_a_line_a_schedule_its_theory_and_every_job(directory):
     assert not re.search(r"(src|href)=|url\(|@import", text)
 
 
+def test_what_only_repeats_a_job_is_no_line_and_only_what_is_dashed_is_called_so():
+    jobs = [
+        left(job_of(4 * k + i, size=size, **{"run.seed": seed, "optim.lr": rate}), (4.0, seconds))
+        for k, (rate, seed) in enumerate(product((1e-3, 2e-3), (0, 1)))
+        for i, (size, seconds) in enumerate(((4, 1 / (1 + k)), (8, 0.5)))
+    ]
+    text = page_of(*jobs)
+    [speed] = [svg for svg in re.findall(r'<svg class="lines".*?</svg>', text) if "tokens/s, by microbatches" in svg]
+    assert re.findall(r"<title>([^<]*)</title>", speed) == ["gpipe, 4: 250", "gpipe, 8: 200"]
+    assert "dashed: as predicted before the run; marks: means of jobs that differ in seed or optimizer alone" in text
+    for job in jobs:
+        file = job.run_dir / "metrics.jsonl"
+        file.write_text(file.read_text().replace('"predicted_step_time_s"', '"other"'))
+    assert "as predicted before the run" not in page_of(*jobs)
+    assert "dashed: the theory" in page_of(*jobs)
+    assert "means of jobs" not in page_of(*jobs[:2])
+
+
 def test_one_number_of_microbatches_has_no_figure_and_a_failure_is_explained():
     jobs = [left(job_of(0), (4.0, 1.0)), job_of(1, "<b>")]
     outcomes = [FINISHED, Outcome("failed", 1, 2.0, "x < y & z")]
@@ -273,7 +292,7 @@ def test_one_number_of_microbatches_has_no_figure_and_a_failure_is_explained():
 
 def test_more_lines_than_can_be_told_apart_are_left_to_the_table():
     jobs = [
-        left(job_of(2 * i + j, size=size, **{"optim.b1": i}), (4.0, 1.0))
+        left(job_of(2 * i + j, size=size, **{"model.d_model": i}), (4.0, 1.0))
         for i in range(MOST_LINES + 2)
         for j, size in enumerate((4, 8))
     ]

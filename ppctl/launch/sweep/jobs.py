@@ -35,7 +35,8 @@ class Job:
     words: tuple[str, ...]  # of its command line, without the program's name and run.dir
     run_dir: Path
     config: Config | None  # None: refused
-    refusal: str | None = None  # why its settings are impossible together
+    refusal: str | None = None  # why its settings are impossible together, or its data are too few
+    refusal_kind: str = ConfigError.kind  # of error, as `--json` names it
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ppctl.errors import error_document
 from ppctl.launch.local import newest_checkpoint
 from ppctl.launch.supervise import LEFT, Events, Exit, Stop, how, shell_code, stop_requests
 from ppctl.launch.sweep.finished import has_ended
@@ -96,6 +97,8 @@ class _Runner:
         """Start a job, or say why there is nothing to start."""
         if job.refusal is not None:
             self.set(job, Outcome("failed", code=2, error=job.refusal))
+            if self.sweep.as_json:  # what the job itself would say
+                print(json.dumps(error_document(job.refusal_kind, job.refusal)), flush=True)
             return
         if self.sweep.trains and job.config is not None and has_ended(job.run_dir, job.config):
             self.set(job, Outcome("skipped", code=0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +27,7 @@ from ppctl.reports.terminal import size_text
 
 MICROBATCHES = "schedule.num_microbatches"
 RATE, SEED = "optim.lr", "run.seed"
+REPEATS = (SEED, "run.num_steps")  # and those of the optimizer: jobs that differ in these alone are as fast
 SPEEDS = {"tokens_per_s": "tokens/s", "rows_per_s": "rows/s"}
 SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {  # of a record: column, how it is written
     "steps": ("steps", "{:,}".format),
@@ -79,7 +80,10 @@ def _best(sweep: Sweep, records: Records) -> str:
 
 
 def _figures(sweep: Sweep, records: Records) -> str:
-    """Return the figures of speed and bubble over microbatches, where the sweep has several numbers of these."""
+    """Return the figures of speed and bubble over microbatches, where the sweep has several numbers of these.
+
+    A line for each combination of the other settings that a step takes longer or shorter for.
+    """
     by_line: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
     for job, record in zip(sweep.jobs, records, strict=True):
         if record["status"] in DONE and job.config is not None and job.config.executor.IS_PIPELINED:
@@ -88,19 +92,22 @@ def _figures(sweep: Sweep, records: Records) -> str:
         return ""
     drawn = dict(list(by_line.items())[:MOST_LINES])
     names = "".join(f"<li>{line_sample(number)}{escape(name)}</li>" for number, name in enumerate(drawn))
-    figures = []
+    figures, sizes = [], [(name, _size(job)) for name, jobs in by_line.items() for job, _ in jobs]
+    means = ["marks: means of jobs that differ in seed or optimizer alone"] * (len({*sizes}) < len(sizes))
     for speed, unit in SPEEDS.items():
         lines = [_line(name, jobs, speed, _predicted_speed(jobs, speed)) for name, jobs in drawn.items()]
         if any(line.points for line in lines):
-            figures.append(_figure(lines, unit, "dashed: as predicted before the run", "{:,.0f}".format))
+            about = ["dashed: as predicted before the run"] * any(line.predicted for line in lines)
+            figures.append(_figure(lines, unit, about + means, "{:,.0f}".format))
     lines = [
         _line(name, jobs, "ideal_bubble_fraction", _theory(jobs), "measured_bubble_fraction")
         for name, jobs in drawn.items()
     ]
     if any(line.points for line in lines):
-        about = "dashed: the theory, on ranks that run freely; marks: the executor's own order"
-        about += "; hollow: measured" if any(line.measured for line in lines) else ""
-        figures.append(_figure(lines, "bubble", about, "{:.0%}".format))
+        about = ["dashed: the theory, on ranks that run freely"] * any(line.predicted for line in lines)
+        about += ["marks: the executor's own order"]
+        about += ["hollow: measured"] * any(line.measured for line in lines)
+        figures.append(_figure(lines, "bubble", about + means, "{:.0%}".format))
     left_out = len(by_line) - len(drawn)
     few = f"<p class='soft'>The first {MOST_LINES} lines; {left_out} more are in the table.</p>" if left_out else ""
     body = f'<ul class="keys">{names}</ul>{few}<div class="figures">{"".join(figures)}</div>'
@@ -150,9 +157,10 @@ def _history(search: Search, records: Records) -> str:
 
 
 def _line_name(job: Job) -> str:
-    """Return the name of a line: all settings that the sweep varies but the number of microbatches."""
+    """Return the name of a line: the settings that the sweep varies, those aside that only repeat a job."""
     assert job.config is not None
-    others = {name: value for name, value in job.values.items() if name != MICROBATCHES}
+    is_repeat = lambda name: name in (MICROBATCHES, *REPEATS) or name.startswith("optim.")  # noqa: E731
+    others = {name: value for name, value in job.values.items() if not is_repeat(name)}
     parts = [str(value) if name == "schedule" else f"{name}={value}" for name, value in others.items()]
     return " ".join(parts) or job.config.schedule.name
 
@@ -170,7 +178,7 @@ def _line(
     other: str | None = None,
 ) -> Line:
     def points(of: str) -> list[tuple[float, float]]:
-        return sorted((float(_size(job)), record[of]) for job, record in jobs if record[of] is not None)
+        return _means((float(_size(job)), record[of]) for job, record in jobs if record[of] is not None)
 
     return Line(name, points(number), expected, points(other) if other else ())
 
@@ -182,7 +190,15 @@ def _predicted_speed(jobs: Sequence[tuple[Job, Mapping[str, Any]]], speed: str) 
         predicted_s = record["predicted_step_time_s"]
         if predicted_s and record[speed] is not None and record["step_time_s"]:
             found.append((float(_size(job)), record[speed] * record["step_time_s"] / predicted_s))
-    return sorted(found)
+    return _means(found)
+
+
+def _means(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the mean of the values at each place, ascending."""
+    found: dict[float, list[float]] = defaultdict(list)
+    for x, value in points:
+        found[x].append(value)
+    return [(x, mean(values)) for x, values in sorted(found.items())]
 
 
 def _theory(jobs: Sequence[tuple[Job, Mapping[str, Any]]]) -> list[tuple[float, float]]:
@@ -191,9 +207,9 @@ def _theory(jobs: Sequence[tuple[Job, Mapping[str, Any]]]) -> list[tuple[float, 
     return bubble_curve(config, [_size(job) for job, _ in jobs])
 
 
-def _figure(lines: Sequence[Line], name: str, about: str, y_text: Callable[[float], str]) -> str:
+def _figure(lines: Sequence[Line], name: str, about: Sequence[str], y_text: Callable[[float], str]) -> str:
     drawn = lines_svg(lines, title=name, x_name="microbatches", y_text=y_text)
-    return f"<figure><figcaption>{name}</figcaption>{drawn}<p class='soft'>{about}</p></figure>"
+    return f"<figure><figcaption>{name}</figcaption>{drawn}<p class='soft'>{'; '.join(about)}</p></figure>"
 
 
 def _jobs(sweep: Sweep, outcomes: Sequence[Outcome], records: Records) -> str:
