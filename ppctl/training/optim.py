@@ -1,7 +1,8 @@
-"""The optimizers of optax, clipping by the global norm, and a warm-up and cosine lr_schedule."""
+"""The optimizers of optax, clipping by the global norm, and learning rates that warm up and fall as a cosine."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,12 +14,51 @@ from ppctl.errors import ConfigError
 from ppctl.model.stack import NO_DECAY
 
 
+@dataclass(frozen=True)
+class LrSchedule:
+    """Learning rate of update k = 0, 1, ...: linear up to `lr`, then a cosine to min_lr_fraction*lr at num_steps.
+
+    A train step takes its numbers as arguments, so that runs which differ in them alone share a compiled program.
+    """
+
+    lr: float
+    min_lr_fraction: float
+    warmup_steps: int
+    num_steps: int
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The numbers that `at` takes, float [4]."""
+        warmup_steps = min(self.warmup_steps, self.num_steps - 1)  # a short run still reaches its peak
+        numbers = self.lr, self.min_lr_fraction, warmup_steps, max(1, self.num_steps - warmup_steps)
+        return np.asarray(numbers, jnp.result_type(float))
+
+    def __call__(self, k: Any) -> jax.Array:
+        return self.at(self.numbers, k)
+
+    @staticmethod
+    def at(numbers: Any, k: Any) -> jax.Array:
+        """Return the learning rate of update k by these numbers."""
+        lr, min_fraction, warmup_steps, decay_steps = numbers
+        rising = lr * (k + 1) / (warmup_steps + 1)  # the first update is not lost on a rate of 0
+        done = jnp.minimum(k - warmup_steps, decay_steps) / decay_steps
+        falling = lr * (min_fraction + (1 - min_fraction) * (1 + jnp.cos(jnp.pi * done)) / 2)
+        return jnp.where(k < warmup_steps, rising, falling)
+
+
 def lr_schedule(*, lr: float, min_lr_fraction: float, warmup_steps: int, num_steps: int) -> optax.Schedule:
-    """Learning rate of update k = 0, 1, ...: linear up to `lr`, then a cosine to min_lr_fraction*lr at num_steps."""
-    warmup_steps = min(warmup_steps, num_steps - 1)  # a short run still reaches its peak
-    warmup = lambda k: lr * (k + 1) / (warmup_steps + 1)  # noqa: E731  the first update is not lost on a rate of 0
-    cosine = optax.cosine_decay_schedule(lr, max(1, num_steps - warmup_steps), alpha=min_lr_fraction)
-    return optax.join_schedules([warmup, cosine], [warmup_steps])
+    """Return the learning rates that a config asks for."""
+    return LrSchedule(lr, min_lr_fraction, warmup_steps, num_steps)
+
+
+def lr_numbers(schedule: optax.Schedule | None) -> np.ndarray | None:
+    """Return the numbers of a schedule that a train step takes as an argument; None: it has none."""
+    return schedule.numbers if isinstance(schedule, LrSchedule) else None
+
+
+def lr_of(schedule: optax.Schedule, numbers: Any, step: jax.Array) -> jax.Array:
+    """Return the learning rate of a step, by `numbers` where they are not None."""
+    return jnp.asarray(schedule(step)) if numbers is None else LrSchedule.at(numbers, step)
 
 
 def adamw(
@@ -29,13 +69,31 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> optax.GradientTransformation:
-    """Return AdamW (Loshchilov and Hutter 2019) with decay on matrices only."""
-    return optax.adamw(schedule, b1, b2, eps, weight_decay=weight_decay, mask=decays)
+    """Return AdamW (Loshchilov and Hutter 2019) with decay on matrices only; its state is that of optax.adamw."""
+    decay = optax.add_decayed_weights(weight_decay, decays)
+    return optax.chain(optax.scale_by_adam(b1, b2, eps), decay, scale_by_lr(schedule))
 
 
 def sgd(schedule: optax.Schedule, *, momentum: float | None) -> optax.GradientTransformation:
     """Return w <- w - lr*g, or w - lr*v with v <- momentum*v + g (Polyak 1964); None keeps no v."""
-    return optax.sgd(schedule, momentum)
+    return optax.chain(optax.identity() if momentum is None else optax.trace(momentum), scale_by_lr(schedule))
+
+
+def scale_by_lr(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+    """optax.scale_by_learning_rate, of which `update(..., lr=rate)` takes a rate that is known."""
+
+    def init(params: Any) -> optax.ScaleByScheduleState:
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None, *, lr: Any = None, **_: Any) -> tuple[Any, Any]:
+        del params
+        rate = lr_of(schedule, None, state.count) if lr is None else lr
+        scaled = jax.tree.map(lambda g: (-rate).astype(g.dtype) * g, updates)
+        return scaled, optax.ScaleByScheduleState(optax.safe_increment(state.count))
+
+    # optax's types know of no extra arguments
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}

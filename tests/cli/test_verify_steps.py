@@ -177,10 +177,10 @@ def begun_from_the_wrong_state(monkeypatch):
 def a_rank_that_updates_twice(monkeypatch):
     right = mpmd.apply_gradients
 
-    def changed(optimizer, state, grads, norm):
-        once = right(optimizer, state, grads, norm)
+    def changed(optimizer, state, grads, *rest):
+        once = right(optimizer, state, grads, *rest)
         is_first = "embed" in state["params"]["ends"]
-        return once | {"params": right(optimizer, once, grads, norm)["params"]} if is_first else once
+        return once | {"params": right(optimizer, once, grads, *rest)["params"]} if is_first else once
 
     monkeypatch.setattr(mpmd, "apply_gradients", changed)
 

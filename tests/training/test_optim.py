@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 
+from ppctl import config
+from ppctl.config.optim import AdamW
 from ppctl.executors.layout import Layout
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.reference import reference
@@ -21,6 +23,7 @@ from ppctl.schedule.costs import Costs
 from ppctl.schedule.partition.partition import uniform
 from ppctl.schedule.ticks import ticks
 from ppctl.training import optim
+from ppctl.training.job import assemble
 from ppctl.training.train_step import init_state, train_step
 
 CLIP_NORM = 0.05
@@ -189,6 +192,40 @@ def test_a_run_shorter_than_its_warm_up_still_reaches_the_peak():
     assert [float(rate(k)) for k in range(4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     one = optim.lr_schedule(lr=0.4, min_lr_fraction=0.1, warmup_steps=20, num_steps=1)
     assert float(one(0)) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("executor", [config.Spmd(), config.Mpmd(), config.Mpmd(post_validation=True)], ids=repr)
+def test_runs_that_differ_in_the_learning_rate_alone_share_their_programs(executor):
+    def programs(**changes):
+        asked = config.Config(
+            model=config.MLP(num_layers=2, d_model=8),
+            mesh=config.Mesh(1, 2, 1),
+            schedule=config.Schedule("gpipe", 2),
+            executor=executor,
+            data=config.Regression(batch_size=8, num_rows=512),
+            optim=AdamW(**changes),
+        )
+        return [program.text("stablehlo") for program in assemble(asked).pipe.engine.programs().programs]
+
+    first = programs()
+    assert first == programs(lr=0.123, warmup_steps=1, min_lr_fraction=0.5)
+    assert first != programs(b1=0.5)
+
+
+def test_the_rate_that_a_step_is_given_is_the_one_that_counts():
+    params, grads = {"w": jnp.ones(3)}, {"w": jnp.array([1.0, -2.0, 3.0])}
+    constant = lambda k: 0.125  # noqa: E731
+    for ours, theirs in (
+        (optim.adamw(LR_SCHEDULE, **SETTINGS), optax.adamw(constant, **SETTINGS, mask=optim.decays)),
+        *((optim.sgd(LR_SCHEDULE, momentum=each), optax.sgd(constant, each)) for each in (0.9, None)),
+    ):
+        state, expected = ours.init(params), theirs.init(params)
+        for _ in range(2):
+            updates, state = optax.with_extra_args_support(ours).update(grads, state, params, lr=jnp.asarray(0.125))
+            wanted, expected = theirs.update(grads, expected, params)
+            assert jax.tree.structure(state) == jax.tree.structure(expected)  # as older checkpoints hold it
+            np.testing.assert_allclose(updates["w"], wanted["w"], rtol=1e-14)
+            np.testing.assert_allclose(*(jax.tree.leaves(each)[-1] for each in (state, expected)))
 
 
 # --- stochastic gradient descent -------------------------------------------------------------------------------------

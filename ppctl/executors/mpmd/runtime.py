@@ -138,11 +138,15 @@ class Runtime:
         self.connected: set[tuple[int, ...]] = set()  # senders and receivers
 
     def number(self, value: int, rank: int) -> jax.Array | None:
-        """Return an int32 on a rank; None where this process has no device of it."""
+        """Return an int32 that a whole rank has; None where this process has no device of it."""
+        return self.numbers(np.asarray(value, np.int32), rank)
+
+    def numbers(self, values: np.ndarray, rank: int) -> jax.Array | None:
+        """Return an array that a whole rank has; None where this process has no device of it."""
         if self.is_described or not self.is_mine[rank]:
             return None
         sharding = NamedSharding(self.submeshes[rank], P())
-        return jax.make_array_from_callback((), sharding, lambda _: np.int32(value), dtype=np.int32)
+        return jax.make_array_from_callback(values.shape, sharding, values.__getitem__, dtype=values.dtype)
 
     def pass_turn(self, rank: int, turn: jax.Array | None) -> None:
         """Set the turn that the next program of a rank takes; wait while too many of the rank are under way."""

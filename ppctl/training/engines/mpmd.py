@@ -32,7 +32,7 @@ from ppctl.training.engines.examples import examples_of, put_examples
 from ppctl.training.engines.memory import by_part
 from ppctl.training.engines.programs import Choose, StepPrograms, dispatched_programs
 from ppctl.training.engines.states import States
-from ppctl.training.optim import sum_of_squares
+from ppctl.training.optim import lr_numbers, lr_of, sum_of_squares
 from ppctl.training.train_step import apply_gradients
 
 Tree = Any
@@ -56,6 +56,7 @@ class Mpmd:
         self.states, self.batch_shapes, self.model, self.layout = states, batch_shapes, model, layout
         self.training, self.evaluation = schedules
         self.metric_names = ("loss", "grad_norm", *(("lr",) if lr_schedule is not None else ()))
+        self.lr_numbers = lr_numbers(lr_schedule)
         self.stage_roles = roles(layout.partition, are_alike=model.stack.are_alike)
         self.roles = rank_roles(model, layout, self.stage_roles)
         self.ranks = range(len(self.roles))
@@ -235,7 +236,7 @@ class Mpmd:
             transfer_entry(r, ("squares", r), self.last, ("squares_there", r)) for r in self.ranks if r != self.last
         ]
         squares = [("squares" if r == self.last else "squares_there", r) for r in self.ranks]
-        reads = [("loss",), ("number",), ("step", self.last), *squares]
+        reads = [("loss",), ("number",), ("step", self.last), *self._rates(self.last), *squares]
         return [*ops, self._op("combine", self.last, reads, [("numbers",)])]
 
     def _updates(self, kind: str, numbers: str) -> list[PlanEntry]:
@@ -243,8 +244,13 @@ class Mpmd:
         for r in self.ranks:
             state = [(name, r) for name in STATE]
             writes = [(f"next_{name}", r) for name in STATE] if kind == "try" else state
-            ops.append(self._op(kind, r, [*state, *self._grads(r), (numbers, r)], writes))
+            rates = self._rates(r) if kind == "try" else []  # which goes on before the step's numbers are there
+            ops.append(self._op(kind, r, [*state, *self._grads(r), *rates, (numbers, r)], writes))
         return ops
+
+    def _rates(self, rank: int) -> list[Key]:
+        """Return the key of the learning rate's numbers on a rank, if it has any."""
+        return [] if self.lr_numbers is None else [("rates", rank)]
 
     def _op(self, kind: str, rank: int, reads: list[Key], writes: list[Key]) -> PlanEntry:
         return rank_entry(kind, self.roles[rank], rank, reads, writes)
@@ -261,9 +267,12 @@ class Mpmd:
 
     @cached_property
     def _numbers(self) -> dict[Key, jax.Array | None]:
-        """The number of each microbatch, on the ranks that look it up."""
-        many = range(self.model.num_microbatches)
-        return {("m", r, m): self.runtime.number(m, r) for r in {self.first, self.last} for m in many}
+        """The number of each microbatch, on the ranks that look it up; those of the learning rate, on all ranks."""
+        many, rates = range(self.model.num_microbatches), self.lr_numbers
+        found: dict[Key, jax.Array | None] = {
+            ("m", r, m): self.runtime.number(m, r) for r in {self.first, self.last} for m in many
+        }
+        return found if rates is None else found | {("rates", r): self.runtime.numbers(rates, r) for r in self.ranks}
 
     def given(self, state: Tree, batch: Tree) -> dict[Key, Tree]:
         """Return the values that plans start from."""
@@ -278,7 +287,8 @@ class Mpmd:
         for name, tree in self.states.staged.items():
             path = (jax.tree_util.DictKey(name),)
             shapes |= {(name, r): shape(*self.division.described(tree, r, path)) for r in self.ranks}
-        return shapes | dict.fromkeys(self._numbers, shape(jax.ShapeDtypeStruct((), np.int32), P()))
+        of_all = {"m": np.zeros((), np.int32), "rates": self.lr_numbers}
+        return shapes | {key: shape(of_all[key[0]], P()) for key in self._numbers}
 
 
 class _Programs:
@@ -308,7 +318,7 @@ class _Programs:
         name = name.removeprefix("next_")
         if name in ("optimizer", "step"):
             return self.of_state[program.shape][name]
-        if name in ("loss", "number", "squares", "squares_there", "numbers"):
+        if name in ("loss", "number", "squares", "squares_there", "numbers", "rates"):
             return P()
         return self.library.specs(program, "params" if name == "mean_grads" else name)
 
@@ -346,22 +356,26 @@ class _Programs:
             shards[any(spec)].append(leaf)
         return (jax.lax.psum(sum_of_squares(shards[True]), "fsdp") + sum_of_squares(shards[False]),)
 
-    def _combine(self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *squares: jax.Array) -> tuple:
+    def _combine(self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *rest: jax.Array) -> tuple:
+        rates, squares = (None, rest) if self.engine.lr_numbers is None else (rest[0], rest[1:])
         norm = jnp.sqrt(sum(squares)) / number
-        numbers = {"loss": loss, "grad_norm": norm, "number": number}
-        return (numbers if self.lr_schedule is None else numbers | {"lr": self.lr_schedule(step)},)
+        return ({"loss": loss, "grad_norm": norm, "number": number} | self._lr(rates, step),)
+
+    def _lr(self, rates: Any, step: jax.Array) -> dict[str, jax.Array]:
+        return {} if self.lr_schedule is None else {"lr": lr_of(self.lr_schedule, rates, step)}
 
     def _update(self, _: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
         *tied, numbers = rest
         state = {"params": params, "optimizer": optimizer, "step": step}
         grads = self._scaled(grads, numbers["number"], tied)
-        state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"])
+        state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"], numbers.get("lr"))
         return state["params"], state["optimizer"], state["step"]
 
     def _try(
         self, program: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree
     ) -> tuple:
         """Return the update that holds where the norm turns out to need no clipping."""
-        *tied, number = rest
-        numbers = {"number": number, "grad_norm": jnp.zeros_like(number)}
+        *given, number = rest
+        tied, rates = (given, None) if self.engine.lr_numbers is None else (given[:-1], given[-1])
+        numbers = {"number": number, "grad_norm": jnp.zeros_like(number)} | self._lr(rates, step)
         return self._update(program, params, optimizer, step, grads, *tied, numbers)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,6 +21,7 @@ from ppctl.training.engines import Footprint, Temporaries
 from ppctl.training.engines.examples import examples_of, put_examples
 from ppctl.training.engines.programs import Choose, StepPrograms, one_program
 from ppctl.training.engines.states import States, shardings_of
+from ppctl.training.optim import lr_numbers
 from ppctl.training.train_step import train_step
 
 Tree = Any
@@ -83,14 +85,26 @@ class OneProgram:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), self.batch_shapes)
 
     @property
-    def train_step(self) -> Callable[[Tree, Tree], tuple[Tree, dict[str, jax.Array]]]:
+    def train_step(self) -> Callable[..., tuple[Tree, dict[str, jax.Array]]]:
         return train_step(self.loss_and_grads_of, self.optimizer, self.lr_schedule)
 
     def trace_train_step(self) -> jax.stages.Traced:
-        """Trace the train step (state, batch) -> (state, metrics), state donated."""
-        out = (shardings_of(self.states.staged), NamedSharding(self.states.layout.mesh, P()))
-        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
-        return step.trace(self.states.staged, self.placed_batch)
+        """Trace the train step (state, batch, numbers of the learning rate) -> (state, metrics), state donated."""
+        everywhere = NamedSharding(self.states.layout.mesh, P())
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings_of(self.states.staged), everywhere))
+        numbers = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for a in self._numbers]
+        return step.trace(self.states.staged, self.placed_batch, *numbers)
+
+    @property
+    def _numbers(self) -> tuple[np.ndarray, ...]:
+        """The numbers of the learning rate that the train step takes, if it does."""
+        numbers = lr_numbers(self.lr_schedule)
+        return () if numbers is None else (numbers,)
+
+    @cached_property
+    def _placed_numbers(self) -> tuple[jax.Array, ...]:
+        everywhere = NamedSharding(self.states.layout.mesh, P())
+        return tuple(jax.make_array_from_callback(a.shape, everywhere, a.__getitem__) for a in self._numbers)
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """Return the train step lowered, ready to compile."""
@@ -128,7 +142,7 @@ class OneProgram:
         return one_program(self.trace_train_step(), self.states.layout.mesh.shape["pp"], self.compile_program)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        return self.compiled["step"](state, batch)
+        return self.compiled["step"](state, batch, *self._placed_numbers)
 
     def loss(self, state: Tree, batch: Tree) -> jax.Array:
         return self.compiled["loss"](state["params"], batch)
