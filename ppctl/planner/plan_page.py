@@ -183,7 +183,9 @@ def _stages(found: Prediction, config: Config) -> str:
     listed = f'<div class="stages">{table("stages of each rank", columns, rows)}</div>{_stage_seconds(found)}'
     if not found.layers:
         return listed
-    return listed + table(LAYERS_TITLE, LAYERS_COLUMNS, [list(map(escape, row)) for row in layer_rows(found.layers)])
+    of_layers = table(LAYERS_TITLE, LAYERS_COLUMNS, [list(map(escape, row)) for row in layer_rows(found.layers)])
+    about = escape(LAYERS_TITLE[0].upper() + LAYERS_TITLE[1:])
+    return f"{listed}<p class='soft'>{about}.</p><div class=\"stages\">{of_layers}</div>"
 
 
 def _stage_seconds(found: Prediction) -> str:

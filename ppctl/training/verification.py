@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
@@ -46,7 +46,7 @@ class Leaf:
     max_abs: float  # of the reference: of a gradient its largest entry, of a state its largest change in all steps
     max_difference: float  # largest |difference|
     error: float
-    layer: int | None  # None: not a stack of layers
+    layer: int | None  # of a stack of layers the worst, of a network the one that uses it; None: it is of neither
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def compare_gradients(job: TrainingJob, plain: PlainModel, state: Tree) -> Gradi
     expected_loss, expected = jax.device_get(plain.loss_and_grads(plain.params, batch))
     least = float(rounding_of(expected)) / tolerance_of(job)
     expected, grads = (of_author(job.pipe.stack, tree) for tree in (expected, grads))
-    return GradientComparison(compared(loss, expected_loss), tuple(compare_trees(expected, grads, least=least)))
+    leaves = in_layers(job.pipe.stack, compare_trees(expected, grads, least=least))
+    return GradientComparison(compared(loss, expected_loss), leaves)
 
 
 def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree, requested: Config) -> TrainingComparison:
@@ -125,7 +126,7 @@ def compare_training(job: TrainingJob, plain: PlainSteps, state: Tree, requested
     before, after = plain.before | {"step": np.int32(0)}, plain.after | {"step": np.int32(num_steps)}
     slack = plain.slack | {"step": np.int32(0)}
     trees = (after, engine.to_natural(state), before, slack)
-    leaves = tuple(compare_trees(*(of_author(job.pipe.stack, tree) for tree in trees)))
+    leaves = in_layers(job.pipe.stack, compare_trees(*(of_author(job.pipe.stack, tree) for tree in trees)))
     rates_error, rates_tolerance = _compare_rates(job)
     is_requested = plain.clip_norm == requested.optim.clip_norm
     return TrainingComparison(
@@ -144,6 +145,17 @@ def of_author(stack: Stack, tree: Tree) -> Tree:
     is_form = lambda node: isinstance(node, dict) and {*node} == {"ends", "layers"}  # noqa: E731
     whole = lambda node: export(jax.tree.map(jnp.asarray, node)) if is_form(node) else node  # noqa: E731
     return jax.tree.map(whole, tree, is_leaf=is_form)
+
+
+def in_layers(stack: Stack, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
+    """Return the leaves with the layers that a network's parameters are of; those of other models as they are."""
+    layer_of = {f"/{name}": int(held.name) for held in stack.contents[1:-1] for name in held.params}
+
+    def placed(leaf: Leaf) -> Leaf:
+        endings = [ending for ending in layer_of if f"/{leaf.name}".endswith(ending)]
+        return replace(leaf, layer=layer_of[max(endings, key=len)]) if endings else leaf
+
+    return tuple(map(placed, leaves))
 
 
 def compare_trees(

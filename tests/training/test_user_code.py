@@ -96,8 +96,8 @@ def test_the_starter_network_trains_is_verified_and_predicts(here, capsys, monke
     assert losses[-1] < 0.5 < 1 < losses[0]
     capsys.readouterr()
     assert cli.main(["verify", *asked, "verify.steps=1", "--json"]) == 0
-    names = [leaf["name"] for leaf in json.loads(capsys.readouterr().out)["gradients"]]
-    assert names == ["conv/0/bias", "conv/0/w", "conv/1/bias", "conv/1/w", "head/w"]  # the author's own
+    found = {leaf["name"]: leaf["layer"] for leaf in json.loads(capsys.readouterr().out)["gradients"]}
+    assert found == {"conv/0/bias": 0, "conv/0/w": 0, "conv/1/bias": 1, "conv/1/w": 1, "head/w": 2}  # the author's own
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_ENABLE_X64": "0"}
     done = subprocess.run([sys.executable, "predict.py"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from support.networks import widths
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.mlp import mlp
 from ppctl.model.stack import init
-from ppctl.training.verification import compare_trees, of_author
+from ppctl.training.verification import compare_trees, in_layers, of_author
 
 
 def test_arrays_of_a_network_have_the_authors_names():
@@ -20,11 +20,11 @@ def test_arrays_of_a_network_have_the_authors_names():
     jax.tree.map(np.testing.assert_array_equal, wanted["params"], network.init(jax.random.key(0)))
     params = network.init(jax.random.key(0))
     params[2]["w"] = params[2]["w"] + 1.0
-    found = {leaf.name: leaf for leaf in compare_trees(wanted, wanted | {"params": params})}
+    found = {leaf.name: leaf for leaf in in_layers(stack, compare_trees(wanted, wanted | {"params": params}))}
     assert found["params/2/w"].error > 0.1
     assert {name for name, leaf in found.items() if leaf.error} == {"params/2/w"}
-    assert found["params/2/w"].layer is None
-    assert "optimizer/0/mu/4/bias" in found
+    assert (found["params/0/w"].layer, found["params/1/w"].layer, found["params/2/w"].layer) == (0, 0, 1)
+    assert (found["optimizer/0/mu/4/bias"].layer, found["optimizer/1"].layer) == (3, None)
     assert found["optimizer/1"].shape == ()
 
 

@@ -42,6 +42,7 @@ def doctor_described(config: Config, hardware: Hardware, *, as_json: bool) -> in
                 "ok": not bad,
                 "described": hardware.name,
                 "findings": [asdict(finding) for finding in findings],
+                "unknown": UNKNOWN_HERE,
                 "links": [],
                 "all_reduces": [],
                 "costs": None,
@@ -50,6 +51,7 @@ def doctor_described(config: Config, hardware: Hardware, *, as_json: bool) -> in
         return int(bool(bad))
     console = Console()
     show_findings(console, findings)
+    console.print(f"--  {'unknown':10}{UNKNOWN_HERE}", markup=False, highlight=False, soft_wrap=True)
     name = f"hardware={hardware.name}, which is not here"
     text = f"from here, nothing speaks against this request on {name}"
     if bad:
@@ -75,7 +77,6 @@ def _request(config: Config, hardware: Hardware) -> Iterator[Finding]:
     yield Finding("request", True, f"mesh={config.mesh.text}, {found.schedule}: a state takes {state}{tried}")
     yield Finding("step", True, time_text(found))
     yield Finding("compiler", True, compiler_text(config, hardware))
-    yield Finding("unknown", True, UNKNOWN_HERE)
 
 
 def compiler_text(config: Config, hardware: Hardware) -> str:
