@@ -114,7 +114,7 @@ FAULTS = [
     ("train run.num_steps=0", "run.num_steps=0 must be"),
     (
         "verify hardware=h100",
-        "hardware=h100: applies to `ppctl train`, `ppctl plan`, `ppctl rehearse` and `ppctl tune` only. Leave it out",
+        "hardware=h100: applies to `ppctl train`, .* and `ppctl doctor` only. Leave it out, or use hardware=auto",
     ),
     ("train hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: add --multirun for a sweep, or leave it out"),
     ("doctor launch.processes=2 launch.max_restarts=1", "launch.max_restarts=1: only `ppctl train` is started again"),
