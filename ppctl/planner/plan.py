@@ -72,7 +72,7 @@ def predicted(job: TrainingJob) -> Prediction:
         costs=config.costs.name,
         step_time_s=step_s,
         step_time_by_measured_costs_s=known.by_measured_costs_s,
-        transfer_s=None if costs is None else costs.hop_s,
+        transfer_s=costs.hop_s if costs is not None and pipe.execution.is_pipelined else None,
         per_step_overhead_s=None if time_ is None else time_.overhead_s,
         unknown=known.unknown,
         unit=unit,

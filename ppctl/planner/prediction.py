@@ -52,7 +52,9 @@ class Prediction:
     costs: str  # where seconds come from: analytic | measure
     step_time_s: float | None
     step_time_by_measured_costs_s: float | None  # where costs=measure has timed this request before
-    transfer_s: float | None  # from the end of a task until its value can be read on the next rank
+    transfer_s: (
+        float | None
+    )  # from the end of a task until its value can be read on the next rank; None without a pipeline
     per_step_overhead_s: float | None  # of it: gathering parameters, reducing gradients, the optimizer
     unknown: str | None  # why the step time is not known
     unit: str  # tokens_per_s | rows_per_s

@@ -91,6 +91,29 @@ def test_the_console_script_and_the_module_are_the_same_program():
         assert done.stderr.startswith("ppctl: mesh=2x is not a mesh")
 
 
+ENDING = """
+import atexit, sys, types
+from ppctl.cli import entry
+
+class Loud:
+    def __del__(self):
+        print("torn down")
+
+loud = Loud()
+entry.main = lambda: 7
+entry.end_with_starter = lambda: atexit.register(print, "a handler of others")
+if sys.argv[1:]:
+    sys.modules["jax"] = types.SimpleNamespace(distributed=types.SimpleNamespace(is_initialized=lambda: False))
+entry.console_script()
+"""
+
+
+def test_where_jax_was_handlers_run_at_the_end_and_the_interpreter_is_not_torn_down():
+    for words, said in (((), ["a handler of others", "torn down"]), (("jax",), ["a handler of others"])):
+        done = subprocess.run([sys.executable, "-c", ENDING, *words], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.splitlines(), done.stderr) == (7, said, "")
+
+
 def test_info_shows_where_the_config_comes_from():
     done = subprocess.run([PPCTL, "train", "--info", "searchpath"], capture_output=True, text=True, check=True)
     assert re.search(r"main +\| file://.*conf", done.stdout)  # a process of its own: Hydra adds a log handler

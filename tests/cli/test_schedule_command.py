@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -293,7 +294,10 @@ def test_help_says_what_there_is(line, capsys):
 
 
 @pytest.mark.full
-def test_the_examples_of_the_help_run(capsys):
+def test_the_examples_of_the_help_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "mesh=1x4", "schedule=1f1b", "--json"]) == 0
+    Path("plan.json").write_text(capsys.readouterr().out)
     for line in EXAMPLES:
         assert cli.main(line.split()[1:]) == 0, line
 
