@@ -72,12 +72,14 @@ def test_a_sweep_runs_each_job_in_its_own_process_and_directory(jobs_environment
     assert left == {"multirun.yaml", "sweep.csv", "sweep.json", "sweep.html"}
 
 
+@pytest.mark.full
 def test_a_sweep_over_run_dir_leaves_it_alone(jobs_environment):
     done = sweep(jobs_environment, "run.dir=x,y")
     assert [json.loads(line)["dir"] for line in done.stdout.splitlines()] == ["x", "y"]
     assert done.returncode == 0
 
 
+@pytest.mark.full
 def test_a_sweeps_directories_have_names_that_are_one_path_component(jobs_environment):
     done = sweep(jobs_environment, "data=text", "data.path=/a/b,/a_b", "run.dir='it\\'s, here'")
     found = [json.loads(line)["dir"] for line in done.stdout.splitlines()]

@@ -405,6 +405,7 @@ def test_what_auto_and_csv_cannot_do_is_said_in_a_line(line, what, empty_directo
 LARGE = "mesh=1x1024 schedule.num_microbatches=4096"
 
 
+@pytest.mark.full
 def test_a_thousand_ranks_are_extrapolated_and_say_so(capsys):
     text = ask(capsys, f"show schedule=zb_v {LARGE}")
     assert re.search(r"zb_v +12800 +12800 +12800 +12288 +12288 +4.0% +1024 +1024", text)

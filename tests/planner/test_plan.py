@@ -130,6 +130,7 @@ def test_each_rank_of_mpmd_holds_its_own(remat):
         assert kept == [stash * n for n in (4, 3, 2, 1)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("post_validation", few([True, False], 1))
 def test_the_parts_of_mpmd_add_up_too_once_compiled(post_validation):
     asked = as_transformer(request("zb_h1", executor="mpmd", remat="none", mesh=SMALL, plan=COMPILE))
@@ -241,6 +242,7 @@ def test_over_the_limit_of_the_hardware_plan_ends_with_1_and_names_the_limit(dty
     assert "it fits" not in last
 
 
+@pytest.mark.full
 def test_where_a_larger_share_of_a_gpus_memory_would_do_plan_says_so(capsys):
     words = ["run.dtype=bfloat16", "schedule.num_microbatches=16"]
     need = max(json_of(capsys, *OVER.split(), *words, "hardware.memory_gib=500")["total_bytes"]) / 2**30

@@ -105,6 +105,7 @@ def test_lines_for_people():
     )
 
 
+@pytest.mark.full
 def test_what_was_measured_before_is_named_next_to_what_is_counted(monkeypatch):
     job = assemble(composed())
     counted = predict.predict_step(job)

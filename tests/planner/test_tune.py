@@ -97,6 +97,7 @@ def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path)
         assert step_s(assemble(asked)) == pytest.approx(layout["step_time_s"], rel=1e-9)
 
 
+@pytest.mark.full
 def test_speeds_are_printed_in_tokens_for_text_alone(tuned, capsys):
     words = ["mesh=1x2", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[gpipe]", "tune.best=2"]
     text = "model.num_layers=4 model.d_model=32 model.seq_len=16 data=synthetic data.batch_size=32 run.platform=cpu"

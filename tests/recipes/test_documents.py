@@ -101,7 +101,7 @@ def test_the_gradients_of_a_nabla_example_are_those_of_plain_jax(recipe, others)
         assert np.linalg.norm(ours) == pytest.approx(norms[name], rel=1e-8)
 
 
-@pytest.mark.parametrize("recipe", NABLA)
+@pytest.mark.parametrize("recipe", few(NABLA, 1))
 def test_verify_finds_the_numbers_of_a_nabla_example(recipe, capsys):
     _, loss, _, norms = NABLA[recipe]
     found = answer(capsys, "verify", f"recipes={recipe}", "run.dtype=float32")
@@ -257,6 +257,7 @@ def test_the_notebooks_tables(capsys):
     assert [f"{share:.1%}" for share in guide] == ["88.9%", "84.2%", "82.1%", "81.0%"]
 
 
+@pytest.mark.full
 def test_the_series_of_the_notebooks_figures(capsys):
     """Item 14."""
     bubble = cells(capsys, "--microbatches", "1-64")

@@ -255,7 +255,7 @@ def test_a_signal_before_the_first_step_ends_the_process_without_a_traceback(tmp
     assert records(tmp_path / "run") == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_whose_reader_has_gone_saves_its_last_step(tmp_path):
     run_dir, words = tmp_path / "run", [*WORDS, "run.num_steps=100000", "run.checkpoint.every=null", "run.log_every=1"]
     train = shlex.join([sys.executable, "-m", "ppctl.cli", "train", *words, f"run.dir={run_dir}"])

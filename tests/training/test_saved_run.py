@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from support.selection import few
 
 import ppctl
 from ppctl.config import MLP, Config, CustomData, CustomModel, Mesh, Regression, Run, Schedule, Synthetic, Transformer
@@ -121,7 +122,7 @@ def test_code_that_is_not_here_is_said_to_be_where_the_run_was_started(network_r
         _ = ppctl.load_run(away).data
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", few(["float32", "float64"], 1))
 def test_a_transformer_predicts_logits_of_which_the_loss_is_that_of_the_run(tmp_path, dtype):
     config = Config(
         model=Transformer(num_layers=2, d_model=8, num_heads=2, seq_len=6),
