@@ -13,7 +13,7 @@ from ppctl.planner.network_layers import TITLE as LAYERS_TITLE
 from ppctl.planner.network_layers import layer_rows
 from ppctl.planner.prediction import Prediction, StagePart
 from ppctl.reports.bubbles import bubble_text
-from ppctl.reports.terminal import show_table, size_text
+from ppctl.reports.terminal import OutputConsole, show_table, size_text
 from ppctl.schedule.partition.partition import ranks_text, stages_text
 from ppctl.training.engines.memory import PARTS
 from ppctl.training.prediction import by_measured_text
@@ -48,7 +48,7 @@ MOST_DEVICES = 8
 
 def show_plan(found: Prediction, config: Config) -> None:
     """Print a prediction for people."""
-    console = Console()
+    console = OutputConsole()
     bubble = bubble_text(found.ideal_bubble_fraction, found.predicted_bubble_fraction)
     lines = [
         f"model     {config.model.name}, {config.model.num_layers} layers, {found.num_parameters:,} parameters, "

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from rich.console import Console
-
 from ppctl.config import Config
 from ppctl.planner.plan_page import MOST_BARS, parts_legend
 from ppctl.planner.plan_terminal import overhead_text, speed_text
@@ -15,7 +13,7 @@ from ppctl.reports.charts.drawing import drawing_of_timeline
 from ppctl.reports.charts.elements import section, table
 from ppctl.reports.charts.html import charts_html, html_page
 from ppctl.reports.charts.plots import stacked_bars
-from ppctl.reports.terminal import show_table, size_text
+from ppctl.reports.terminal import OutputConsole, show_table, size_text
 from ppctl.schedule.search.extrapolate import MOST_TASKS
 from ppctl.schedule.simulate import Timeline
 from ppctl.training.engines.memory import PARTS
@@ -26,7 +24,7 @@ COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "
 
 def show_rehearsal(found: Rehearsal, config: Config) -> None:
     """Print a rehearsal for people."""
-    console = Console()
+    console = OutputConsole()
     for name, text in _lines(found, config):
         console.print(f"{name:<10}{text}", markup=False, highlight=False, soft_wrap=True)
     ranks = _shown(found.ranks)

@@ -8,8 +8,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ppctl import config as settings
 from ppctl.config import Config, Explicit
 from ppctl.config.schedule_from_config import label
@@ -21,7 +19,7 @@ from ppctl.planner.prediction import StagePart
 from ppctl.planner.recipe import command_of
 from ppctl.planner.search import Found
 from ppctl.planner.token_budget import TokenBudget
-from ppctl.reports.terminal import show_json, show_table, size_text
+from ppctl.reports.terminal import OutputConsole, show_json, show_table, size_text
 from ppctl.schedule.partition.partition import LETTERS, layout_text
 
 
@@ -71,7 +69,7 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
     if as_json:
         show_json(_document(tuned, configs))
         return
-    console = Console()
+    console = OutputConsole()
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -27,7 +27,7 @@ from ppctl.reports.run_files import (
 )
 from ppctl.reports.run_status import FINISHED
 from ppctl.reports.runs_columns import Column, steps_text
-from ppctl.reports.terminal import age_text, iso_text, show_json, show_table, size_text
+from ppctl.reports.terminal import OutputConsole, age_text, iso_text, show_json, show_table, size_text
 
 MOST_NAMED = 10  # runs in an error
 
@@ -38,7 +38,7 @@ def list_runs(runs: Sequence[RunSummary], title: str, columns: Sequence[Column],
     if as_json:
         show_json({"runs": [_document(run, now_s) for run in runs]})
         return 0
-    console = Console()
+    console = OutputConsole()
     heads = [column.name.replace("eval_loss", "eval loss") for column in columns]
     rows = [[escape(_printable(column.text(run, now_s))) for column in columns] for run in runs]
     show_table(console, title, heads, rows)
@@ -129,7 +129,7 @@ def show_run(name: str, path: Path, words: Sequence[str], command: str, notes: S
         *([("note", hint)] if (hint := _hint(found)) else []),
         *([("resume", command)] if command else []),
     ]
-    console = Console()
+    console = OutputConsole()
     for label, text in lines:
         _say(console, f"{label:9} {text}")
     return 0

@@ -20,10 +20,11 @@ from rich.table import Table
 from ppctl.errors import ConfigError
 
 
-class RunConsole(Console):
-    """The console of a run, which may go on where the reader of its output has gone.
+class OutputConsole(Console):
+    """The console of a command, for which the reader of its output may go, as that of `ppctl runs | head` does.
 
-    rich itself would end the process at once, and what was trained since the last checkpoint would be lost.
+    rich itself would end the process at once with exit code 1: what a run trained since the last checkpoint would be
+    lost.
     """
 
     when_reader_gone: Callable[[], None] | None = None  # None: BrokenPipeError is raised

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ppctl.errors import ConfigError
-from ppctl.reports.terminal import replace_file
+from ppctl.reports.terminal import OutputConsole, replace_file
 from ppctl.training.tensorboard import TensorBoardLog
 
 Record = Mapping[str, float | int | None]
@@ -55,7 +55,7 @@ class Metrics:
         self._num_steps = num_steps
         self._first_step = start_step + 1
         self._log_every = log_every
-        self._console = console or Console()
+        self._console = console or OutputConsole()
         self._unshown_s: list[float] = []  # step times since the last line
         try:
             run_dir.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ from ppctl.reports.run_status import (
     RunStatus,
     held_by,
 )
-from ppctl.reports.terminal import RunConsole, replace_file
+from ppctl.reports.terminal import OutputConsole, replace_file
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.schedule.timeline import timeline_at
@@ -88,7 +88,7 @@ def _train(
     config: Config, overrides: Sequence[str], heartbeat: Heartbeat, predict: Predict, note: str | None, *, as_json: bool
 ) -> int:
     is_lead, run_dir = distributed.is_lead(), Path(config.run.dir)
-    console = RunConsole(stderr=as_json, quiet=not is_lead)
+    console = OutputConsole(stderr=as_json, quiet=not is_lead)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     job = assemble(config)
     for each in filter(None, (note, *check_job(job))):
@@ -325,7 +325,7 @@ def _alive(console: Console, what: str, every_s: float = 15.0) -> Iterator[None]
 
 
 @contextmanager
-def _stop_requests(console: RunConsole) -> Iterator[Callable[[int], int | None]]:
+def _stop_requests(console: OutputConsole) -> Iterator[Callable[[int], int | None]]:
     """Yield a function of the finished step that returns the signal that requests the run to end, or None.
 
     The second signal of a kind ends the process at once. In a run of several processes JAX hears SIGTERM and brings all

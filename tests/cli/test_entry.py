@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,16 @@ def test_the_console_script_and_the_module_are_the_same_program():
         done = subprocess.run([*program, "train", "mesh=2x"], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("ppctl: mesh=2x is not a mesh")
+
+
+@pytest.mark.parametrize("words", [("schedule", "list", "mesh=1x4"), ("schedule", "show"), ("train", "--help")])
+def test_a_reader_that_has_gone_ends_a_command_as_it_ends_others(words):
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([PPCTL, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (128 + signal.SIGPIPE, b"")
 
 
 ENDING = """

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from ppctl.config import Config, Schedule, Spmd, Uniform
-from ppctl.reports.terminal import show_json, show_table
+from ppctl.reports.terminal import OutputConsole, show_json, show_table
 from ppctl.schedule import LOOPED_WHOLE
 from ppctl.training.checks import check_room
 from ppctl.training.engines import Engine
@@ -56,7 +55,7 @@ def bench(config: Config, *, as_json: bool) -> int:
     if as_json:
         show_json({"steps": steps, "growth": growth, "rounds": ROUNDS, "device": jax.devices()[0].device_kind})
         return 0
-    console = Console()
+    console = OutputConsole()
     what = f"{config.schedule.name}, {config.schedule.num_microbatches} microbatches, mesh={config.mesh.text}"
     show_table(
         console,

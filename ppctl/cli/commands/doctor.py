@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
 
 from ppctl.cli.commands.doctor_described import described, doctor_described
 from ppctl.cli.commands.findings import Finding, of_versions, show_findings
@@ -32,7 +31,7 @@ from ppctl.config import Config
 from ppctl.errors import PpctlError
 from ppctl.executors.links import AllReduce, MeasuredLink, device_pairs, measure_all_reduce, measure_link, probe_devices
 from ppctl.launch import distributed
-from ppctl.reports.terminal import show_json, show_table
+from ppctl.reports.terminal import OutputConsole, show_json, show_table
 from ppctl.training.checks import check_job
 from ppctl.training.gpu_memory import is_gpu, memory_share
 from ppctl.training.job import DEFAULT_DTYPE, assemble, state_bytes
@@ -283,7 +282,7 @@ def _answering(what: str) -> Iterator[None]:
 
 
 def _show(findings: Sequence[Finding], links: Sequence[MeasuredLink], mesh: Mesh | None) -> None:
-    console = Console()
+    console = OutputConsole()
     say: Callable[[str], None] = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     show_findings(console, findings)
     if len(links) > 1:

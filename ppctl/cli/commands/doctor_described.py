@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from rich.console import Console
-
 from ppctl.cli.commands.findings import Finding, of_versions, show_findings
 from ppctl.config import AutoHardware, Config, Hardware
 from ppctl.errors import PpctlError
@@ -16,7 +14,7 @@ from ppctl.executors.topology import has_plugin
 from ppctl.launch import distributed
 from ppctl.planner.plan import predicted
 from ppctl.planner.plan_terminal import fit_text, time_text
-from ppctl.reports.terminal import show_json, size_text
+from ppctl.reports.terminal import OutputConsole, show_json, size_text
 from ppctl.training.checks import check_evaluations, check_examples
 from ppctl.training.job import assemble, state_bytes
 from ppctl.training.known_hardware import described_device, described_only
@@ -49,7 +47,7 @@ def doctor_described(config: Config, hardware: Hardware, *, as_json: bool) -> in
             }
         )
         return int(bool(bad))
-    console = Console()
+    console = OutputConsole()
     show_findings(console, findings)
     console.print(f"--  {'unknown':10}{UNKNOWN_HERE}", markup=False, highlight=False, soft_wrap=True)
     name = f"hardware={hardware.name}, which is not here"

@@ -20,7 +20,7 @@ from ppctl.config import Config, Spmd
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.listing import listing
 from ppctl.executors.placement import runs_text
-from ppctl.reports.terminal import show_json, show_table, size_text, write_files
+from ppctl.reports.terminal import OutputConsole, show_json, show_table, size_text, write_files
 from ppctl.schedule.tick_text import tick_tasks, tick_text
 from ppctl.training.engines.programs import FORMS, StepProgram, StepPrograms, compile_all
 from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble
@@ -52,7 +52,7 @@ def inspect(config: Config, *, as_json: bool) -> int:
         for what in wanted:
             _show(what, job, found)
     elif "summary" in wanted:
-        show_summary(Console(), job, found)
+        show_summary(OutputConsole(), job, found)
     return 0
 
 
@@ -101,7 +101,7 @@ def _ticks(job: TrainingJob) -> dict[str, Any]:
 
 def _show(what: str, job: TrainingJob, found: StepPrograms) -> None:
     if what == "summary":
-        show_summary(Console(), job, found)
+        show_summary(OutputConsole(), job, found)
     elif what == "program":
         print(program_text(job, found), end="")
     else:

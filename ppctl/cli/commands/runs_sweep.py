@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
 from ppctl.cli.overrides import resumption
 from ppctl.launch.sweep.recorded import RecordedJob, RecordedSweep, is_sweep, read_sweep
 from ppctl.reports.foreign import printable
 from ppctl.reports.run_files import is_run
-from ppctl.reports.terminal import show_json, show_table
+from ppctl.reports.terminal import OutputConsole, show_json, show_table
 
 NUMBERS = {  # of a job: how its column is called, and the number written
     "final_loss": ("loss", ".4f"),
@@ -37,7 +36,7 @@ def show_sweep(directory: Path, *, as_json: bool) -> int:
     if as_json:
         show_json(_document(sweep))
         return 0
-    console, many = Console(), "s" * (len(sweep.jobs) != 1)
+    console, many = OutputConsole(), "s" * (len(sweep.jobs) != 1)
     counts = ", ".join(f"{number} {status}" for status, number in sweep.counts.items()) or "none has left anything"
     lines = [("sweep", str(directory)), ("jobs", f"{len(sweep.jobs)} job{many}: {counts}")]
     lines += [("axis", f"{name}: {', '.join(values)}") for name, values in sweep.axes.items()]

@@ -24,7 +24,7 @@ from ppctl.reports.charts.html import schedules_page
 from ppctl.reports.charts.image import FORMS, image
 from ppctl.reports.charts.perfetto import trace
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
-from ppctl.reports.terminal import write_file
+from ppctl.reports.terminal import OutputConsole, write_file
 from ppctl.schedule.bounds import split_makespan_bound_s, whole_makespan_bound_s
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import FAMILIES, advice, build, makespan_formula_s, peak_formula
@@ -274,7 +274,7 @@ def _size(schedule: Schedule) -> str:
 def print_on(draw_on: Callable[[Console], None], out: Path | None) -> int:
     """Call `draw_on(console)`, on the terminal or in a text file."""
     if out is None:
-        draw_on(Console())
+        draw_on(OutputConsole())
         return 0
     text = io.StringIO()
     draw_on(Console(file=text, width=FILE_WIDTH, color_system=None))

@@ -7,10 +7,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
 from ppctl.config import Config
-from ppctl.reports.terminal import show_json, show_table
+from ppctl.reports.terminal import OutputConsole, show_json, show_table
 from ppctl.training.checks import check_job
 from ppctl.training.compilation_cache import keep_compiled
 from ppctl.training.job import TrainingJob, assemble, partition_text
@@ -102,7 +100,7 @@ def _show(
     ok: bool,
 ) -> None:
     """Print two tables, what was compared beside them, and the verdict."""
-    console, tolerance = Console(), tolerance_of(job)
+    console, tolerance = OutputConsole(), tolerance_of(job)
     line = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     rows = (
         (
