@@ -165,6 +165,7 @@ sys.modules["ppctl.cli.commands.train"].train = train
 """
 
 
+@pytest.mark.full
 def test_one_document_is_said_of_a_run_of_two_processes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(STAND_IN)
     env = BY_USER | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}

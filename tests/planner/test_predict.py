@@ -57,6 +57,7 @@ def composed(*words):
     return config
 
 
+@pytest.mark.full
 def test_every_record_holds_prediction_and_compiled_memory_and_the_last_line_compares(train):
     out, records = train()
     job = assemble(composed())

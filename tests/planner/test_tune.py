@@ -118,6 +118,7 @@ def test_speeds_are_printed_in_tokens_for_text_alone(tuned, capsys):
 # --- none fits, none is needed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_where_none_fits_it_says_what_the_smallest_needs(tuned, tmp_path):
     small = ("mesh=2x2", "--json", "tune.memory_gib=0.0001")
     code, out, _ = tuned(*small)

@@ -113,6 +113,7 @@ def test_verify_finds_the_numbers_of_a_nabla_example(recipe, capsys):
         assert leaf["norm"] == pytest.approx(norms[leaf["name"].rpartition("/")[2]], rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_nabla_example_trains_and_its_loss_is_that_of_the_document(capsys, tmp_path):
     assert cli.main(["train", "recipes=nabla_gpipe", "run.dtype=float32", f"run.dir={tmp_path}"]) == 0
     printed = re.search(r"step 1/1  loss ([\d.]+)  grad_norm 5937.03", capsys.readouterr().out)

@@ -267,7 +267,7 @@ def test_a_run_whose_reader_has_gone_saves_its_last_step(tmp_path):
     assert last["step"] == latest(run_dir) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path):
     run_dir = tmp_path / "run"
     with Process(run_dir, "run.checkpoint.every=null", "run.num_steps=100000", program=("-c", SLOW_TO_SAVE)) as process:

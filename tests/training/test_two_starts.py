@@ -33,7 +33,7 @@ def pair(run_dir, num_steps, delay_s):
     return sorted(ends)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("delay_s", "starts"), few([(0.0, 1), *((delay_s, 2) for delay_s in DELAYS_S)], 1))
 def test_of_two_starts_one_trains_and_the_other_is_refused(tmp_path, delay_s, starts):
     run_dir = tmp_path / "run"
