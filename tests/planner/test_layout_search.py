@@ -193,6 +193,7 @@ def test_partitions_by_simulation_are_no_slower_and_fit(seed):
     assert better.without_pipeline == found.without_pipeline
 
 
+@pytest.mark.full
 def test_some_partitions_by_simulation_are_faster():
     gained = 0
     for seed in range(12):

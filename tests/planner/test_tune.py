@@ -167,6 +167,7 @@ def test_a_line_says_whether_a_pipeline_is_faster():
 H100 = ("mesh=1x4", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[1f1b]")
 
 
+@pytest.mark.full
 def test_what_a_larger_share_of_the_gpus_memory_would_buy_is_said(tuned):
     def at(gib, *words):
         return tuned(*H100, f"hardware.memory_gib={gib}", *words)[1]

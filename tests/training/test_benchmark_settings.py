@@ -32,6 +32,7 @@ def steps(run_dir):
     return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_without_checkpoints_nothing_is_saved_and_a_run_begins_again(train, tmp_path):
     for _ in range(2):
         code, out, _ = train("run.checkpoint.enabled=false")

@@ -86,6 +86,7 @@ def test_gradients_and_steps_equal_those_without_a_pipeline(model, request_):
     np.testing.assert_allclose(float(pipe.loss(states[0], batch)), float(plain.loss(states[1], batch)), rtol=1e-9)
 
 
+@pytest.mark.full
 def test_the_command_line_trains_by_the_same_call():
     config = Config(
         model=Transformer(num_layers=2, d_model=8, num_heads=2, seq_len=4),
