@@ -163,8 +163,8 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
     """
     if group == "mesh":
         return (
-            f"mesh={option} is not a mesh. Write DPxPP or DPxPPxFSDP with sizes of at least 1, for example mesh=2x4 or "
-            "mesh=2x4x2, or set mesh.dp, mesh.pp and mesh.fsdp."
+            f"mesh={option} is not a mesh. Write DPxPP, DPxPPxFSDP or DPxPPxFSDPxTPxCP with sizes of at least 1, for "
+            "example mesh=2x4 or mesh=2x4x2, or set mesh.dp, mesh.pp, mesh.fsdp, mesh.tp and mesh.cp."
         )
     near = nearest(option, names := list(names))
     ordered = near + [name for name in names if name not in near]
@@ -178,7 +178,7 @@ def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     """Return the message on a key that no chosen part has; `chosen` maps a part to its option and dataclass.
 
     >>> unknown_key("mesh.pq", {"mesh": ("2x4", Mesh)})
-    'mesh.pq is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, fsdp, order)'
+    'mesh.pq is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, fsdp, tp, cp, order)'
     """
     part = key.split(".")[0]
     if part == "hydra":

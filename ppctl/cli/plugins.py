@@ -33,8 +33,9 @@ from ppctl.cli.choices import MESH_EXAMPLES, PARTS, schemas
 from ppctl.cli.launchers import LAUNCHERS, SWEEPERS
 from ppctl.config import Config, Mesh
 from ppctl.config.files import ROOT
+from ppctl.config.mesh import AXES
 
-MESH_CHOICE = re.compile(r"mesh/[1-9]\d*x[1-9]\d*(x[1-9]\d*)?")
+MESH_CHOICE = re.compile(r"mesh/[1-9]\d*(x[1-9]\d*){1,4}")
 CONFIG = "config"  # conf/config.yaml, where every composition starts
 
 
@@ -63,8 +64,8 @@ class PpctlSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         if _is_recipe(config_path):
             return self.files.load_config(config_path)
-        dp, pp, fsdp = map(int, f"{config_path.removeprefix('mesh/')}x1".split("x")[:3])
-        mesh = OmegaConf.structured(Mesh(dp, pp, fsdp))
+        sizes = map(int, config_path.removeprefix("mesh/").split("x"))
+        mesh = OmegaConf.structured(Mesh(**dict(zip(AXES, sizes, strict=False))))
         return ConfigResult(self.provider, self.full_path(), mesh, {"package": None})
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:

@@ -37,14 +37,28 @@ class Reference:
 
 
 @dataclass
-class Spmd(Reference):
+class Pipelined(Reference):
+    """What all executors of a pipeline have: how the devices of a rank divide its stages."""
+
+    sequence_parallel: bool = True  # with mesh.tp: devices divide the tokens between layers too, or all hold all
+    context: str = "gather"  # with mesh.cp: keys and values of other devices are gathered | go round a ring
+
+    IS_PIPELINED: ClassVar[bool] = True
+    CONTEXT: ClassVar[tuple[str, ...]] = ("gather", "ring")
+
+    def check(self) -> None:
+        super().check()
+        choice("executor.context", self.context, self.CONTEXT)
+
+
+@dataclass
+class Spmd(Pipelined):
     """One XLA program: a scan over ticks, one ring permute each way a tick."""
 
     name: str = "spmd"
     idle: str = "skip"  # in a tick without a task: skip | compute (and mask the result)
     gather: str = "step"  # when parameters are gathered over fsdp: once a step | each tick (less memory, more traffic)
 
-    IS_PIPELINED: ClassVar[bool] = True
     IN_TICKS: ClassVar[bool] = True
     IDLE: ClassVar[tuple[str, ...]] = ("skip", "compute")
     GATHER: ClassVar[tuple[str, ...]] = ("step", "tick")
@@ -56,11 +70,10 @@ class Spmd(Reference):
 
 
 @dataclass
-class Mpmd(Reference):
+class Mpmd(Pipelined):
     """One compiled function for each stage and kind of task, dispatched by the host in the order of the schedule."""
 
     name: str = "mpmd"
     post_validation: bool = False  # a rank updates before the global norm is known, and again if that was wrong
 
-    IS_PIPELINED: ClassVar[bool] = True
     DISPATCHES_TASKS: ClassVar[bool] = True

@@ -22,6 +22,8 @@ BOUNDS = {  # of settings by themselves, and why
     "mesh.dp": (2**17, "the largest machines have about 100,000 accelerators"),
     "mesh.pp": (2**17, "the largest machines have about 100,000 accelerators"),
     "mesh.fsdp": (2**17, "the largest machines have about 100,000 accelerators"),
+    "mesh.tp": (2**10, "each head is on one device"),
+    "mesh.cp": (2**17, "the largest machines have about 100,000 accelerators"),
     "tune.devices": (2**17, "the largest machines have about 100,000 accelerators"),
     "tune.best": (1000, "each is built to be predicted"),
     "schedule.num_chunks": (1024, "each is a stage of a rank, with a layer at least"),

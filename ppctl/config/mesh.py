@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
+from math import prod
 
 from ppctl.config.checks import at_least, choice
 
+AXES = ("dp", "pp", "fsdp", "tp", "cp")
 ORDERS = ("auto", *map("-".join, permutations(("dp", "pp", "fsdp"))))
 
 
 @dataclass
 class Mesh:
-    """Devices along each axis: replicas, pipeline ranks, parameter shards. `mesh=2x4x2` is dp x pp x fsdp."""
+    """Devices along each axis. `mesh=2x4x2` is dp x pp x fsdp; two more sizes are tp and cp."""
 
     dp: int = 1  # data-parallel replicas
     pp: int = 1  # pipeline ranks
     fsdp: int = 1  # shards of the parameters
+    tp: int = 1  # shards of each layer's weights, which devices compute with apart; inside a host
+    cp: int = 1  # parts of each sequence
     order: str = "auto"  # which axes go over hosts (slices, of TPUs) first, as pp-dp-fsdp, which is auto's over several
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
     def num_devices(self) -> int:
-        return self.dp * self.pp * self.fsdp
+        return prod(self.sizes)
 
     @property
     def text(self) -> str:
-        return f"{self.dp}x{self.pp}" + (f"x{self.fsdp}" if self.fsdp > 1 else "")
+        """As one types it: the sizes, without those at the end that are 1.
+
+        >>> Mesh(2, 4).text, Mesh(2, 4, 2).text, Mesh(1, 4, cp=2).text
+        ('2x4', '2x4x2', '1x4x1x1x2')
+        """
+        return mesh_text(self.sizes)
+
+    @property
+    def axes_text(self) -> str:
+        """Return the axes with their sizes, tp and cp where they divide anything.
+
+        >>> Mesh(2, 4).axes_text, Mesh(2, 4, tp=2).axes_text
+        ('dp=2 pp=4 fsdp=1', 'dp=2 pp=4 fsdp=1 tp=2')
+        """
+        return axes_text(dict(zip(AXES, self.sizes, strict=True)))
 
     def check(self) -> None:
-        for axis in ("dp", "pp", "fsdp"):
+        for axis in AXES:
             at_least(f"mesh.{axis}", getattr(self, axis), 1)
         choice("mesh.order", self.order, ORDERS)
+
+
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """Return the axes with their sizes, of more than three those that divide anything."""
+    return " ".join(f"{axis}={sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1 or axis in AXES[:3])
+
+
+def mesh_text(sizes: tuple[int, ...]) -> str:
+    """Return sizes of a mesh as one types them.
+
+    >>> mesh_text((2, 4, 1)), mesh_text((2, 4, 1, 2))
+    ('2x4', '2x4x1x2')
+    """
+    used = max((place for place, size in enumerate(sizes) if size > 1 or place < 2), default=0)
+    return "x".join(map(str, sizes[: used + 1]))

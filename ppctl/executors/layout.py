@@ -5,13 +5,16 @@ staged:  leaf [V, P, K, ...]: chunk v of rank p holds K layers, padded with zero
 
 K is the size of the largest stage, so that every device keeps parameters, gradients, optimizer state and stash slots of
 that size. Executors compute no padded layer; what remains is clearing its slots and adding zero gradients.
+
+Where tp divides a dim of a leaf, staged form pads it with zeros to a multiple of tp.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,37 @@ from jax.sharding import PartitionSpec as P
 from ppctl.schedule.partition.partition import Partition
 
 Tree = Any
+
+
+class Shard(NamedTuple):
+    """The dim of a parameter that tp divides; of layers, in one layer."""
+
+    dim: int
+    num_dims: int
+    size: int  # in natural form
+    padded: int
+
+
+def parameter_of(path: tuple) -> tuple[str, ...]:
+    """Return the names of a parameter, from "ends" or "layers" on, to which a path leads, also in a state like it."""
+    names = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
+    start = next((i for i, name in enumerate(names) if name in ("ends", "layers")), len(names))
+    return tuple(map(str, names[start:]))
+
+
+def shards_of(params: Tree, sharding: Tree, tp: int) -> dict[tuple[str, ...], Shard]:
+    """Return the parameters that tp divides.
+
+    params: shapes {"ends", "layers"}, natural; sharding: their PartitionSpecs, of one layer.
+    """
+    found = {}
+    specs = jax.tree.leaves(sharding, is_leaf=lambda a: isinstance(a, P))
+    for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(params)[0], specs, strict=True):
+        if "tp" in spec:
+            dim, first = tuple(spec).index("tp"), int(is_layer(path))
+            size = leaf.shape[first + dim]
+            found[parameter_of(path)] = Shard(dim, leaf.ndim - first, size, -(-size // tp) * tp)
+    return found
 
 
 def is_layer(path: tuple) -> bool:
@@ -36,6 +70,9 @@ class Layout:
     mesh: Mesh
     partition: Partition
     rank_of: tuple[int, ...]
+    shards: Mapping[tuple[str, ...], Shard] = field(
+        default_factory=dict, hash=False
+    )  # of the parameters that tp divides
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -95,12 +132,22 @@ class Layout:
         chunks, ranks, layer_slots = np.unravel_index(place, layer.shape)
         return list(zip(chunks.tolist(), ranks.tolist(), layer_slots.tolist(), strict=True))
 
+    def shard(self, path: tuple, num_dims: int) -> Shard | None:
+        """Return how tp divides a leaf of so many dims (of a layer's, in one layer), or None where it does not."""
+        shard = self.shards.get(parameter_of(path))
+        return shard if shard is not None and shard.num_dims == num_dims else None
+
     def to_staged(self, tree: Tree) -> Tree:
-        """Return the staged form of a tree in natural order; other leaves unchanged."""
+        """Return the staged form of a tree in natural order."""
         layer, _ = self._index
         valid = np.arange(layer.shape[2]) < self.counts[..., None]
 
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
+            first = int(is_layer(path))
+            shard = self.shard(path, leaf.ndim - first)
+            if shard is not None and shard.padded > shard.size:
+                widths = [(0, shard.padded - shard.size if d == first + shard.dim else 0) for d in range(leaf.ndim)]
+                leaf = jnp.pad(leaf, widths)
             if not is_layer(path):
                 return leaf
             if self._is_in_order:
@@ -111,47 +158,75 @@ class Layout:
         return jax.tree_util.tree_map_with_path(convert, tree)
 
     def to_natural(self, tree: Tree) -> Tree:
-        """Return the natural form of a staged tree; other leaves unchanged."""
+        """Return the natural form of a staged tree."""
         _, place = self._index
 
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
-            if not is_layer(path):
-                return leaf
-            layers = leaf.reshape(-1, *leaf.shape[3:])
-            return layers if self._is_in_order else layers[place]
+            if is_layer(path):
+                layers = leaf.reshape(-1, *leaf.shape[3:])
+                leaf = layers if self._is_in_order else layers[place]
+            first = int(is_layer(path))
+            shard = self.shard(path, leaf.ndim - first)
+            if shard is not None and shard.padded > shard.size:
+                leaf = jax.lax.slice_in_dim(leaf, 0, shard.size, axis=first + shard.dim)
+            return leaf
 
         return jax.tree_util.tree_map_with_path(convert, tree)
 
+    def of_tp(self, params: Tree) -> Tree:
+        """Return the shapes of one device's shards over tp of natural parameters {"ends", "layers"}."""
+
+        def convert(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            shard = self.shards.get(parameter_of(path))
+            if shard is None:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            shape = list(leaf.shape)
+            shape[is_layer(path) + shard.dim] = shard.padded // self.mesh.shape["tp"]
+            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(convert, params)
+
     def staged_specs(self, tree: Tree) -> Tree:
-        """Return the PartitionSpecs of a staged tree: layers over pp and fsdp, others over both together."""
+        """Return the PartitionSpecs of a staged tree: layers over pp and fsdp, others over both, shards over tp."""
 
         def spec(path: tuple, leaf: jax.Array) -> P:
             if is_layer(path):
-                return P(None, "pp", None, *self.over(leaf.shape[3:], ("fsdp",)))
-            return P(*self.over(leaf.shape, ("pp", "fsdp")))
+                return P(None, "pp", None, *self.over(leaf.shape[3:], ("fsdp",), self.shard(path, leaf.ndim - 3)))
+            return P(*self.over(leaf.shape, ("pp", "fsdp"), self.shard(path, leaf.ndim)))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
     def natural_specs(self, tree: Tree) -> Tree:
-        """Return each natural leaf's PartitionSpec: layers over pp where L is a multiple of it."""
+        """Return each natural leaf's PartitionSpec: layers over pp where L is a multiple of it, shards over tp."""
 
         def spec(path: tuple, leaf: jax.Array) -> P:
+            shard = self.shard(path, leaf.ndim - is_layer(path))
+            if shard is not None and shard.padded > shard.size:
+                shard = None
             if is_layer(path):
                 over_pp = "pp" if leaf.shape[0] % self.mesh.shape["pp"] == 0 else None
-                return P(over_pp, *self.over(leaf.shape[1:], ("fsdp",)))
-            return P(*self.over(leaf.shape, ("pp", "fsdp")))
+                return P(over_pp, *self.over(leaf.shape[1:], ("fsdp",), shard))
+            return P(*self.over(leaf.shape, ("pp", "fsdp"), shard))
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
-    def over(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple:
-        """Return axis names for each dim of `shape`: the largest that divides takes `axes`, or the last one alone."""
-        for names in (axes, axes[-1:]):
-            size = int(np.prod([self.mesh.shape[name] for name in names]))
-            fits = [d for d, n in enumerate(shape) if n % size == 0]
+    def over(self, shape: tuple[int, ...], axes: tuple[str, ...], shard: Shard | None = None) -> tuple:
+        """Return axis names for each dim of `shape`: the largest that divides takes `axes`, or the last one alone.
+
+        shard: the dim that tp takes before.
+        """
+        of_tp = -1 if shard is None else shard.dim
+        left = [n // self.mesh.shape["tp"] if d == of_tp else n for d, n in enumerate(shape)]
+        names: list[tuple[str, ...]] = [("tp",) if d == of_tp else () for d in range(len(shape))]
+        for those in (axes, axes[-1:]):
+            size = int(np.prod([self.mesh.shape[name] for name in those]))
+            fits = [d for d, n in enumerate(left) if n % size == 0]
             if fits and size > 1:
-                dim = max(fits, key=lambda d: shape[d])
-                return (*(None,) * dim, names)
-        return ()
+                names[max(fits, key=lambda d: left[d])] += those
+                break
+        while names and not names[-1]:
+            names.pop()
+        return tuple(each or None for each in names)
 
     def shardings(self, specs: Tree) -> Tree:
         """Return the NamedSharding of each PartitionSpec."""
@@ -159,27 +234,44 @@ class Layout:
 
 
 def gather_shards(tree: Tree, specs: Tree) -> Tree:
-    """Return, inside shard_map, every leaf whole along the dims that its spec shards over fsdp or (pp, fsdp)."""
-    return _over_shards(lambda leaf, axes, dim: jax.lax.all_gather(leaf, axes, axis=dim, tiled=True), tree, specs)
+    """Return, inside shard_map, every leaf whole along the dims that its spec shards over fsdp or (pp, fsdp).
+
+    Shards over tp stay.
+    """
+
+    def whole(leaf: jax.Array, spec: P) -> jax.Array:
+        dim, axes = _fsdp(spec)
+        return leaf if dim is None else jax.lax.all_gather(leaf, axes, axis=dim, tiled=True)
+
+    return jax.tree.map(whole, tree, specs)
 
 
 def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
-    """Return, inside shard_map, the sum of every leaf over `replicated`, each device keeping its shard of the spec."""
+    """Return, inside shard_map, the sum of every leaf over `replicated`, each device keeping its shard of the spec.
 
-    def reduce(leaf: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-        rest = tuple(name for name in replicated if name not in axes)
+    Shards over tp are sums of their own.
+    """
+
+    def reduce(leaf: jax.Array, spec: P) -> jax.Array:
+        dim, axes = _fsdp(spec)
+        names = tuple(name for name in replicated if name != "tp" or name not in sharded_over(spec))
+        if dim is None:
+            return jax.lax.psum(leaf, names)
         leaf = jax.lax.psum_scatter(leaf, axes, scatter_dimension=dim, tiled=True)
-        return jax.lax.psum(leaf, rest)
+        return jax.lax.psum(leaf, tuple(name for name in names if name not in axes))
 
-    return _over_shards(reduce, tree, specs, lambda leaf: jax.lax.psum(leaf, replicated))
+    return jax.tree.map(reduce, tree, specs)
 
 
-def _over_shards(sharded: Any, tree: Tree, specs: Tree, whole: Any = lambda leaf: leaf) -> Tree:
-    def apply(leaf: jax.Array, spec: P) -> jax.Array:
-        for dim, names in enumerate(spec):
-            axes = names if isinstance(names, tuple) else (names,)
-            if "fsdp" in axes:
-                return sharded(leaf, axes, dim)
-        return whole(leaf)
+def sharded_over(spec: P) -> tuple[str, ...]:
+    """Return all axes of a spec."""
+    return tuple(name for names in spec if names for name in ((names,) if isinstance(names, str) else names))
 
-    return jax.tree.map(apply, tree, specs)
+
+def _fsdp(spec: P) -> tuple[int | None, tuple[str, ...]]:
+    """Return the dim that a spec shards over fsdp and the axes there, without tp; None where none."""
+    for dim, names in enumerate(spec):
+        axes = names if isinstance(names, tuple) else (names,)
+        if "fsdp" in axes:
+            return dim, tuple(name for name in axes if name != "tp")
+    return None, ()

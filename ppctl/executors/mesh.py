@@ -1,9 +1,10 @@
-"""The device mesh: axes dp (replicas), pp (pipeline ranks), fsdp (parameter shards)."""
+"""The device mesh: axes dp (replicas), pp (pipeline ranks), fsdp (parameter shards), tp and cp (inside a stage)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -14,26 +15,24 @@ from jax.sharding import AxisType, Mesh
 from ppctl.errors import ConfigError
 from ppctl.executors.hosts import axes_in, over_hosts
 
-AXES = ("dp", "pp", "fsdp")
+AXES = ("dp", "pp", "fsdp", "tp", "cp")
 DATA_AXES = ("dp", "fsdp")  # the batch is divided over both
+RANK_AXES = ("dp", "fsdp", "tp", "cp")  # of the devices of one rank
 
 
-def make_mesh(dp: int, pp: int, fsdp: int, order: str = "auto") -> Mesh:
-    """Return a mesh of dp * pp * fsdp devices, with axes of these names, in an order that suits the hardware.
+def make_mesh(dp: int, pp: int, fsdp: int, tp: int = 1, cp: int = 1, order: str = "auto") -> Mesh:
+    """Return a mesh of dp * pp * fsdp * tp * cp devices, with axes of these names, in an order that suits the hardware.
 
     dp: replicas, which divide the batch; pp: pipeline ranks; fsdp: shards of each rank's parameters, which divide the
-    batch too. One process takes the first devices. Several take all devices of all of them. order: which axes go over
-    hosts first, see `laid_out`.
+    batch too; tp: shards of each layer's weights, computed with apart; cp: parts of each sequence. One process takes
+    the first devices. Several take all devices of all of them. order: which axes go over hosts first, see `laid_out`.
 
     ConfigError where there are fewer devices, where several processes would leave some out, where hosts have different
-    numbers of them, or where JAX cannot start.
+    numbers of them, where tp would go over several, or where JAX cannot start.
     """
-    need, devices = dp * pp * fsdp, all_devices()
-    request, kind, num_processes = (
-        f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need}",
-        devices[0].platform,
-        jax.process_count(),
-    )
+    sizes, devices = (dp, pp, fsdp, tp, cp), all_devices()
+    need, kind, num_processes = prod(sizes), devices[0].platform, jax.process_count()
+    request = f"mesh {equation(sizes)}"
     if num_processes > 1 and need != len(devices):
         raise ConfigError(
             f"{request} needs {need} devices, but {num_processes} processes have {len(devices)} ({kind}), and none may "
@@ -44,33 +43,43 @@ def make_mesh(dp: int, pp: int, fsdp: int, order: str = "auto") -> Mesh:
             f"{request} needs {need} devices, but there are {len(devices)} ({kind}). "
             f"Use a smaller mesh, such as mesh=1x{len(devices)}, or run.platform=cpu, which simulates devices."
         )
-    return mesh_of(laid_out(devices[:need], (dp, pp, fsdp), order))
+    return mesh_of(laid_out(devices[:need], sizes, order))
 
 
-def repeated_mesh(dp: int, pp: int, fsdp: int) -> Mesh:
+def equation(sizes: Sequence[int]) -> str:
+    """Return the number of devices of a mesh as a product.
+
+    >>> equation((2, 4, 1, 1, 1)), equation((2, 2, 1, 2, 1))
+    ('dp*pp*fsdp = 2*4*1 = 8', 'dp*pp*fsdp*tp*cp = 2*2*1*2*1 = 8')
+    """
+    named = len(AXES) if prod(sizes[3:]) > 1 else 3
+    return f"{'*'.join(AXES[:named])} = {'*'.join(map(str, sizes[:named]))} = {prod(sizes)}"
+
+
+def repeated_mesh(dp: int, pp: int, fsdp: int, tp: int = 1, cp: int = 1) -> Mesh:
     """Return a mesh that is one device of this process all over: for shapes, and for programs of one device.
 
     No program that spans it runs.
     """
-    devices = np.empty((dp, pp, fsdp), object)
+    devices = np.empty((dp, pp, fsdp, tp, cp), object)
     devices[:] = all_devices()[0]
     return mesh_of(devices)
 
 
 def mesh_of(devices: np.ndarray) -> Mesh:
-    """Return the mesh of devices that are laid out as [dp, pp, fsdp]."""
+    """Return the mesh of devices that are laid out as [dp, pp, fsdp, tp, cp]."""
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def laid_out(devices: Sequence[Any], shape: tuple[int, ...], order: str = "auto") -> np.ndarray:
     """Return the devices as an array of this shape, with the axes of `AXES`.
 
-    order: the axes, joined by "-", from the slowest links to the fastest. The first goes over as many hosts (slices, of
-    TPUs) as its size allows, then the next; the last joins neighbours of a host. "auto": pp-dp-fsdp over several hosts;
-    within one all links are alike, or JAX knows the torus of the TPUs.
+    order: the axes, joined by "-", from the slowest links to the fastest; cp and tp come last. The first goes over as
+    many hosts (slices, of TPUs) as its size allows, then the next; the last joins neighbours of a host. "auto":
+    pp-dp-fsdp over several hosts; within one all links are alike, or JAX knows the torus of the TPUs.
 
     Raises:
-        ConfigError: Hosts have different numbers of devices.
+        ConfigError: Hosts have different numbers of devices, or tp would go over several.
     """
     groups = hosts_of(devices)
     if len(groups) == 1 and order == "auto":
@@ -84,12 +93,29 @@ def laid_out(devices: Sequence[Any], shape: tuple[int, ...], order: str = "auto"
         )
     over = over_hosts(sizes, order, len(groups))
     axes = axes_in(order)
+    if _kind(devices) != "processes":
+        check_tp(sizes["tp"], over["tp"], _kind(devices), counts[0])
     inner = [sizes[axis] // over[axis] for axis in axes]
     blocks = np.stack([_within(group, inner) for group in groups])
     whole = blocks.reshape([over[axis] for axis in axes] + inner)  # [hosts along each axis..., within each...]
     # [dp over hosts, dp within, pp over hosts, ...], then each pair as one axis
     places = [place for axis in AXES for place in (axes.index(axis), len(axes) + axes.index(axis))]
     return whole.transpose(places).reshape(shape)
+
+
+def check_tp(tp: int, over: int, kind: str, of_each: int) -> None:
+    """Raise ConfigError where tp would go over several hosts (or slices) of so many devices each."""
+    if over > 1:
+        raise ConfigError(
+            f"mesh.tp={tp} would go over {over} {kind} of {of_each} devices: what tp sends in every layer needs the "
+            f"links inside one. Use mesh.tp={tp // over}, and more ranks (mesh.pp)."
+        )
+
+
+def check_tp_of_hosts(sizes: Mapping[str, int], order: str, number: int, of_each: int) -> None:
+    """Raise ConfigError where tp would go over several of the hosts of `number` devices, with so many in each."""
+    if number % of_each == 0:
+        check_tp(sizes["tp"], over_hosts(sizes, order, number // of_each)["tp"], "hosts", of_each)
 
 
 def hosts_of(devices: Sequence[Any]) -> list[list[Any]]:

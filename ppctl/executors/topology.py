@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from ppctl.errors import ConfigError
-from ppctl.executors.mesh import laid_out, mesh_of
+from ppctl.executors.mesh import AXES, check_tp_of_hosts, equation, laid_out, mesh_of
 
 AWAY_FROM_TPU = {  # libtpu queries a metadata server for these and complains of each
     "TPU_SKIP_MDS_QUERY": "1",
@@ -47,7 +48,7 @@ class GpuTarget:
 
 
 def described_mesh(
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, ...],
     topology: str,
     gpu: GpuTarget | None,
     gpu_names: Sequence[str] = (),
@@ -55,23 +56,23 @@ def described_mesh(
 ) -> Mesh:
     """Return a mesh of all devices of a topology: "v5e:4x4" of TPUs, "h100:2x8" (hosts x GPUs) of GPUs.
 
-    sizes: dp, pp, fsdp. gpu: the GPU that the topology names; None: it is of TPUs. gpu_names: those that a message may
+    sizes: of AXES. gpu: the GPU that the topology names; None: it is of TPUs. gpu_names: those that a message may
     name. order: as of `make_mesh`.
     ConfigError where the compiler for the devices is missing, where it knows no such topology, or where that has
-    another number of devices than dp*pp*fsdp.
+    another number of devices than the mesh.
     """
     devices = _tpus(topology, gpu_names) if gpu is None else _gpus(topology, gpu)
     check_size(sizes, topology, len(devices))
+    if gpu is not None:
+        check_tp_of_hosts(dict(zip(AXES, sizes, strict=True)), order, len(devices), int(topology.split("x")[-1]))
     return mesh_of(laid_out(devices, sizes, order))
 
 
-def check_size(sizes: tuple[int, int, int], topology: str, number: int) -> None:
-    """Raise ConfigError where a mesh of these sizes (dp, pp, fsdp) is not of all `number` devices of a topology."""
-    dp, pp, fsdp = sizes
-    need = dp * pp * fsdp
-    if need != number:
+def check_size(sizes: Sequence[int], topology: str, number: int) -> None:
+    """Raise ConfigError where a mesh of these sizes is not of all `number` devices of a topology."""
+    if prod(sizes) != number:
         raise ConfigError(
-            f"mesh dp*pp*fsdp = {dp}*{pp}*{fsdp} = {need}, but plan.topology={topology} has {number} devices. "
+            f"mesh {equation(sizes)}, but plan.topology={topology} has {number} devices. "
             f"Use a mesh of {number}, such as mesh={number}x1, or another topology."
         )
 

@@ -28,6 +28,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ppctl.errors import ConfigError
 from ppctl.model import cudnn_attention
+from ppctl.model.context_attention import PairKernel, context_functions
+from ppctl.model.parallel import WHOLE, StageAxes
 
 BLOCK = 256  # tokens of a block of `chunked`
 # tokens from which auto takes `chunked` where the device has no kernel: it takes 0.57 of the CPU seconds of `xla` there
@@ -39,18 +41,21 @@ NEVER = -1e30  # score of a token that comes later
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q [B, T, N, H], k and v [B, S, G, H] -> [B, T, N, H]
 
 
-def choose(wanted: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int) -> str:
+def choose(wanted: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int, cp: int = 1) -> str:
     """Return the kernel that `wanted` (auto, or a kernel) means on a device, which need not be here.
 
-    device: has platform, and on GPUs compute_capability, as jax.Device; dtype: of compute; num_tokens: of a sequence.
-    ConfigError where the device, the dtype or the sizes do not allow a kernel that was asked for by name.
+    device: has platform, and on GPUs compute_capability, as jax.Device; dtype: of compute; num_tokens: of a sequence,
+    or where devices along cp divide it, of a piece. ConfigError where the device, the dtype or the sizes do not allow a
+    kernel that was asked for by name.
     """
     if wanted != "auto":
         reason = _refusal(wanted, device, dtype, head_dim, num_tokens)
+        if wanted not in PAIR_KERNELS and cp > 1:
+            reason = f"mesh.cp={cp} merges parts of a softmax, which {wanted} does not give"
         if reason is not None:
             raise ConfigError(f"model.attention={wanted}: {reason}. Use model.attention=auto, which chooses one.")
         return wanted
-    for kernel in ("cudnn", "pallas"):
+    for kernel in ("cudnn", "pallas") if cp == 1 else ("cudnn",):
         if _refusal(kernel, device, dtype, head_dim, num_tokens) is None:
             return kernel
     return "chunked" if num_tokens >= LONG else "xla"
@@ -86,16 +91,19 @@ def _refusal(kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_toke
     return None
 
 
-def attention(wanted: str, device: Any = None) -> Kernel:
+def attention(wanted: str, device: Any = None, axes: StageAxes = WHOLE) -> Kernel:
     """Return causal softmax attention, scaled by 1/sqrt(H), softmax in at least float32, by what `choose` chooses.
 
-    device: where it is to run; None: on the first that is here.
+    device: where it is to run; None: on the first that is here. axes: with cp, T are the tokens of one device.
     """
 
     def mix(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
         place = jax.devices()[0] if device is None else device
-        kernel = choose(wanted, place, q_BTNH.dtype, q_BTNH.shape[3], q_BTNH.shape[1])
-        return KERNELS[kernel](q_BTNH, k_BSGH, v_BSGH)
+        sizes = q_BTNH.dtype, q_BTNH.shape[3]
+        if axes.cp == 1:
+            return KERNELS[choose(wanted, place, *sizes, q_BTNH.shape[1])](q_BTNH, k_BSGH, v_BSGH)
+        pair = PAIR_KERNELS[choose(wanted, place, *sizes, q_BTNH.shape[1] // 2, axes.cp)]
+        return kernel_of(*context_functions(pair, axes))(q_BTNH, k_BSGH, v_BSGH)
 
     return mix
 
@@ -132,18 +140,78 @@ def _softmax_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple[jax
     return weights, (wide * (change - jnp.sum(wide * change, -1, keepdims=True))).astype(dtype)
 
 
+def _plain_forward(
+    q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    scores_BGMS = _plain_scores(q_BTNH, k_BSGH, causal)
+    log_sums_BGM = jax.nn.logsumexp(scores_BGMS, axis=-1)
+    weights_BGMS = jnp.exp(scores_BGMS - log_sums_BGM[..., None]).astype(v_BSGH.dtype)
+    mix_BGMH = jnp.einsum("BGMS,BSGH->BGMH", weights_BGMS, v_BSGH)
+    B, T, N, _ = q_BTNH.shape
+    return _from_groups(mix_BGMH, q_BTNH.shape), log_sums_BGM.reshape(B, N, T)
+
+
+def _plain_backward(
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    out_BTNH: jax.Array,
+    log_sums_BNT: jax.Array,
+    g_BTNH: jax.Array,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scores_BGMS = _plain_scores(q_BTNH, k_BSGH, causal)
+    wide, scale, G = scores_BGMS.dtype, q_BTNH.shape[3] ** -0.5, k_BSGH.shape[2]
+    weights_BGMS = jnp.exp(scores_BGMS - log_sums_BNT.reshape(*scores_BGMS.shape[:3], 1))
+    q_BGMH, g_BGMH, out_BGMH = (_to_groups(a, G) for a in (q_BTNH, g_BTNH, out_BTNH))
+    drift_BGM = jnp.sum(g_BGMH.astype(wide) * out_BGMH.astype(wide), -1)  # of each query: its gradient times its output
+    product = partial(jnp.einsum, preferred_element_type=wide)
+    change = weights_BGMS * (product("BGMH,BSGH->BGMS", g_BGMH, v_BSGH) - drift_BGM[..., None]) * scale
+    change = change.astype(q_BTNH.dtype)
+    dq = _from_groups(product("BGMS,BSGH->BGMH", change, k_BSGH), q_BTNH.shape)
+    dk = product("BGMS,BGMH->BSGH", change, q_BGMH)
+    return dq, dk, product("BGMS,BGMH->BSGH", weights_BGMS.astype(g_BTNH.dtype), g_BGMH)
+
+
+def _plain_scores(q_BTNH: jax.Array, k_BSGH: jax.Array, causal: bool) -> jax.Array:
+    """Return [B, G, M, S] in at least float32."""
+    _, T, N, H = q_BTNH.shape
+    S, G = k_BSGH.shape[1:3]
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    q_BGMH = _to_groups(q_BTNH, G)
+    scores_BGMS = jnp.einsum("BGMH,BSGH->BGMS", q_BGMH, k_BSGH, preferred_element_type=wide) * H**-0.5
+    if not causal:
+        return scores_BGMS
+    causal_MS = jnp.tile(jnp.tril(jnp.ones((T, S), bool)), (N // G, 1))
+    return jnp.where(causal_MS, scores_BGMS, NEVER)
+
+
+def _to_groups(a_BTNH: jax.Array, G: int) -> jax.Array:
+    """Return [B, G, M, H]."""
+    B, T, N, H = a_BTNH.shape
+    return a_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
+
+
+def _from_groups(a_BGMH: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    B, T, N, H = shape
+    return a_BGMH.reshape(B, N, T, H).transpose(0, 2, 1, 3)
+
+
 # --- chunked ---------------------------------------------------------------------------------------------------------
 
 
-def _chunked_forward(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (output, logarithms of the sums of exponentials [K, B, G, R, C])."""
+def _chunked_forward(
+    q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, causal: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """Return (output, logarithms of the sums of exponentials [B, N, T])."""
+    num_keys = k_BSGH.shape[1]
     q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
     scale, wide = q.shape[-1] ** -0.5, jnp.promote_types(q.dtype, jnp.float32)
 
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         mix, total, largest = carry
         i, j = pair
-        scores = _scores(q, k, i, j, scale, wide)
+        scores = _scores(q, k, i, j, scale, wide, causal, num_keys)
         before, own = largest[i], scores.max(-1)
         now = jnp.maximum(before, own)
         weights, shrink = jnp.exp(scores - now[..., None]), jnp.exp(before - now)
@@ -152,8 +220,11 @@ def _chunked_forward(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) ->
         return (mix, total.at[i].set(total[i] * shrink + weights.sum(-1)), largest.at[i].set(now)), None
 
     start = jnp.zeros(q.shape, wide), jnp.zeros(q.shape[:-1], wide), jnp.full(q.shape[:-1], NEVER, wide)
-    (mix, total, largest), _ = jax.lax.scan(one_pair, start, _pairs(len(q)))
-    return _from_query_blocks((mix / total[..., None]).astype(q.dtype), q_BTNH.shape), largest + jnp.log(total)
+    (mix, total, largest), _ = jax.lax.scan(one_pair, start, _pairs(len(q), len(k), causal))
+    log_sums_BTN1 = _from_query_blocks((largest + jnp.log(total))[..., None], (*q_BTNH.shape[:3], 1))
+    return _from_query_blocks((mix / total[..., None]).astype(q.dtype), q_BTNH.shape), log_sums_BTN1[..., 0].swapaxes(
+        1, 2
+    )
 
 
 def _chunked_backward(
@@ -161,9 +232,12 @@ def _chunked_backward(
     k_BSGH: jax.Array,
     v_BSGH: jax.Array,
     out_BTNH: jax.Array,
-    log_sums: jax.Array,
+    log_sums_BNT: jax.Array,
     g_BTNH: jax.Array,
+    causal: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    num_keys = k_BSGH.shape[1]
+    log_sums = _query_blocks(log_sums_BNT.swapaxes(1, 2)[..., None], k_BSGH)[..., 0]
     q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
     g, out = _query_blocks(g_BTNH, k_BSGH), _query_blocks(out_BTNH, k_BSGH)
     scale, wide = q.shape[-1] ** -0.5, log_sums.dtype
@@ -173,7 +247,7 @@ def _chunked_backward(
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         dq, dk, dv = carry
         i, j = pair
-        weights = jnp.exp(_scores(q, k, i, j, scale, wide) - log_sums[i][..., None])
+        weights = jnp.exp(_scores(q, k, i, j, scale, wide, causal, num_keys) - log_sums[i][..., None])
         dv = dv.at[j].add(product("BGRCS,BGRCH->BSGH", weights.astype(g.dtype), g[i]))
         change = weights * (product("BGRCH,BSGH->BGRCS", g[i], v[j]) - drift[i][..., None]) * scale
         change = change.astype(q.dtype)
@@ -181,22 +255,35 @@ def _chunked_backward(
         return (dq.at[i].add(product("BGRCS,BSGH->BGRCH", change, k[j])), dk, dv), None
 
     start = tuple(jnp.zeros(a.shape, wide) for a in (q, k, v))
-    (dq, dk, dv), _ = jax.lax.scan(one_pair, start, _pairs(len(q)))
+    (dq, dk, dv), _ = jax.lax.scan(one_pair, start, _pairs(len(q), len(k), causal))
     of_keys = lambda a: _from_key_blocks(a.astype(k.dtype), k_BSGH.shape)  # noqa: E731
     return _from_query_blocks(dq.astype(q.dtype), q_BTNH.shape), of_keys(dk), of_keys(dv)
 
 
-def _scores(q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array, scale: float, dtype: jnp.dtype) -> jax.Array:
+def _scores(
+    q: jax.Array,
+    k: jax.Array,
+    i: jax.Array,
+    j: jax.Array,
+    scale: float,
+    dtype: jnp.dtype,
+    causal: bool,
+    num_keys: int,
+) -> jax.Array:
     """Return the scores [B, G, R, C, C] of the queries of block i and the keys of block j."""
     scores = jnp.einsum("BGRCH,BSGH->BGRCS", q[i], k[j], preferred_element_type=dtype) * scale
+    if not causal:
+        block = k.shape[2]
+        is_padding = j * block + jnp.arange(block) >= num_keys  # causal queries come before it
+        return jnp.where(is_padding, NEVER, scores) if num_keys % block else scores
     here = np.arange(q.shape[-2])
     comes_later = here[:, None] < here  # of the tokens of one block
     return jnp.where((i == j) & comes_later, NEVER, scores)
 
 
-def _pairs(number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (i, j) of every block i of queries and every block j <= i of keys; those of a block i are neighbours."""
-    i, j = np.tril_indices(number)
+def _pairs(num_queries: int, num_keys: int, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return (i, j) of blocks of queries and of keys, causal: j <= i; those of a block i are neighbours."""
+    i, j = np.tril_indices(num_queries) if causal else np.indices((num_queries, num_keys)).reshape(2, -1)
     return i.astype(np.int32), j.astype(np.int32)
 
 
@@ -274,6 +361,11 @@ def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kern
     return kernel
 
 
+PAIR_KERNELS = {
+    "xla": PairKernel(_plain_forward, _plain_backward),
+    "chunked": PairKernel(_chunked_forward, _chunked_backward),
+    "cudnn": PairKernel(cudnn_attention.forward, cudnn_attention.backward),
+}
 KERNELS: dict[str, Kernel] = {
     "xla": plain,
     "chunked": kernel_of(_chunked_forward, _chunked_backward),

@@ -12,32 +12,81 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from ppctl.model.parallel import shard_of
+
 FEW_LOGITS = 2**25  # up to here all at once, as JAX differentiates it: 128 MiB in float32
 MOST_LOGITS = 2**27  # of a chunk: 512 MiB. Each chunk reads the whole matrix and adds to its whole gradient
 LEAST_TOKENS = 1024  # of a chunk all the same
+NO_TOKEN = -1  # a target that is none
+NEVER = -1e30  # logit of an id that is padding
+Vocabulary = tuple[int, int]  # its ids, and over how many devices along tp it is divided
 
 
-def cross_entropy(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, *, is_tied: bool) -> jax.Array:
+def cross_entropy(
+    x_MD: jax.Array,
+    w: jax.Array,
+    targets_M: jax.Array,
+    *,
+    is_tied: bool,
+    vocabulary: Vocabulary | None = None,
+) -> jax.Array:
     """Return the sum over tokens of -log softmax(logits)[target] in nats, in at least float32.
 
     w: the head's matrix [D, V], or the embedding's [V, D] where it is tied. logits are x @ w in at least float32.
+    vocabulary: where devices along tp have parts of it, w is this device's, and the result its part of the sum, which
+    is the sum over devices; targets may be NO_TOKEN. None: no device has but a part, and all targets are tokens.
     """
     num_tokens, vocab_size = x_MD.shape[0], w.shape[0 if is_tied else 1]
     if num_tokens * vocab_size <= FEW_LOGITS:
-        return _losses(x_MD, w, targets_M, is_tied).sum()
+        losses_M = _losses(x_MD, w, targets_M, is_tied, vocabulary)
+        return (losses_M if vocabulary is None else jnp.where(targets_M == NO_TOKEN, 0, losses_M)).sum()
     size = max(LEAST_TOKENS, MOST_LOGITS // vocab_size)
     num_chunks = -(-num_tokens // size)
     size = -(-num_tokens // num_chunks)
     padding = num_chunks * size - num_tokens
     x_KCD = jnp.pad(x_MD, ((0, padding), (0, 0))).reshape(num_chunks, size, -1)
-    targets_KC = jnp.pad(targets_M, (0, padding), constant_values=-1).reshape(num_chunks, size)  # -1: no token
-    return _chunked(x_KCD, w, targets_KC, is_tied)
+    targets_KC = jnp.pad(targets_M, (0, padding), constant_values=NO_TOKEN).reshape(num_chunks, size)
+    return _chunked(x_KCD, w, targets_KC, is_tied, vocabulary)
 
 
-def _losses(x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, is_tied: bool) -> jax.Array:
+def _losses(
+    x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, is_tied: bool, vocabulary: Vocabulary | None
+) -> jax.Array:
+    logits_MV, first = _own_logits(x_MD, w, is_tied, vocabulary)
+    if vocabulary is None:
+        picked_M = jnp.take_along_axis(logits_MV, targets_M[:, None], axis=-1)[:, 0]
+        return jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
+    picked_M = jnp.where(_is_target(logits_MV, targets_M - first), logits_MV, 0).sum(-1)
+    return _log_sums(logits_MV, vocabulary) / vocabulary[1] - picked_M
+
+
+def _own_logits(
+    x_MD: jax.Array, w: jax.Array, is_tied: bool, vocabulary: Vocabulary | None
+) -> tuple[jax.Array, jax.Array | int]:
+    """Return (logits of this device's part of the vocabulary, the first id of it). Padding is never likely."""
     logits_MV = logits(x_MD, w, is_tied=is_tied)
-    picked_M = jnp.take_along_axis(logits_MV, targets_M[:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
+    if vocabulary is None:
+        return logits_MV, 0
+    vocab_size, tp = vocabulary
+    held = logits_MV.shape[1]
+    first = shard_of(held, "tp", tp)
+    if held * tp == vocab_size:
+        return logits_MV, first
+    is_padding_V = first + jnp.arange(held) >= vocab_size
+    return jnp.where(is_padding_V, NEVER, logits_MV), first
+
+
+def _log_sums(logits_MV: jax.Array, vocabulary: Vocabulary | None) -> jax.Array:
+    """Return logarithms of the sums of exponentials over the whole vocabulary."""
+    if vocabulary is None or vocabulary[1] == 1:
+        return jax.nn.logsumexp(logits_MV, axis=-1)
+    largest_M = jax.lax.pmax(jax.lax.stop_gradient(logits_MV.max(-1)), "tp")
+    return jnp.log(jax.lax.psum(jnp.exp(logits_MV - largest_M[:, None]).sum(-1), "tp")) + largest_M
+
+
+def _is_target(logits_MV: jax.Array, targets_M: jax.Array) -> jax.Array:
+    """Return [M, V] where a column is a token's target; targets count from this device's first id."""
+    return targets_M[:, None] == jax.lax.broadcasted_iota(targets_M.dtype, logits_MV.shape, 1)
 
 
 def logits(x_MD: jax.Array, w: jax.Array, *, is_tied: bool) -> jax.Array:
@@ -46,32 +95,35 @@ def logits(x_MD: jax.Array, w: jax.Array, *, is_tied: bool) -> jax.Array:
     return jax.lax.dot_general(x_MD, w, (((1,), (1 if is_tied else 0,)), ((), ())), preferred_element_type=dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _chunked(x_KCD: jax.Array, w: jax.Array, targets_KC: jax.Array, is_tied: bool) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _chunked(
+    x_KCD: jax.Array, w: jax.Array, targets_KC: jax.Array, is_tied: bool, vocabulary: Vocabulary | None
+) -> jax.Array:
     def add(loss: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x_CD, targets_C = chunk
-        losses_C = _losses(x_CD, w, targets_C, is_tied)
-        return loss + jnp.where(targets_C >= 0, losses_C, 0).sum(), None
+        losses_C = _losses(x_CD, w, targets_C, is_tied, vocabulary)
+        return loss + jnp.where(targets_C == NO_TOKEN, 0, losses_C).sum(), None
 
     zero = jnp.zeros((), jnp.promote_types(x_KCD.dtype, jnp.float32))
     return jax.lax.scan(add, zero, (x_KCD, targets_KC))[0]
 
 
 def _there(
-    x_KCD: jax.Array, w: jax.Array, targets_KC: jax.Array, is_tied: bool
+    x_KCD: jax.Array, w: jax.Array, targets_KC: jax.Array, is_tied: bool, vocabulary: Vocabulary | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Return the loss, and its gradients in x and w: they need nothing that is not known by now."""
     dtype = jnp.promote_types(x_KCD.dtype, jnp.float32)
+    parts = 1 if vocabulary is None else vocabulary[1]
 
     def add(
         sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         (loss, gw), (x_CD, targets_C) = sums, chunk
-        logits_CV = logits(x_CD, w, is_tied=is_tied)
-        is_token_C = targets_C >= 0
-        lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
-        is_target_CV = targets_C[:, None] == jax.lax.broadcasted_iota(targets_C.dtype, logits_CV.shape, 1)
-        losses_C = lse_C - jnp.where(is_target_CV, logits_CV, 0).sum(-1)
+        logits_CV, first = _own_logits(x_CD, w, is_tied, vocabulary)
+        is_token_C = targets_C != NO_TOKEN
+        lse_C = _log_sums(logits_CV, vocabulary)
+        is_target_CV = _is_target(logits_CV, targets_C - first)
+        losses_C = lse_C / parts - jnp.where(is_target_CV, logits_CV, 0).sum(-1)
         g_CV = jnp.where(is_token_C[:, None], jnp.exp(logits_CV - lse_C[:, None]) - is_target_CV, 0).astype(x_CD.dtype)
         gx_CD = jax.lax.dot_general(g_CV, w, (((1,), (0 if is_tied else 1,)), ((), ())))
         left, right = (g_CV, x_CD) if is_tied else (x_CD, g_CV)
@@ -83,8 +135,10 @@ def _there(
     return loss, (gx_KCD, gw.astype(w.dtype))
 
 
-def _back(is_tied: bool, grads: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    gx_KCD, gw = grads
+def _back(
+    is_tied: bool, vocabulary: Vocabulary | None, grads: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    gx_KCD, gw = grads  # of the sum over devices, each of which is handed the same g
     return (g * gx_KCD).astype(gx_KCD.dtype), (g * gw).astype(gw.dtype), None
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.model.parallel import StageAxes
+
 Tree = Any  # a pytree of arrays
 NO_DECAY = ("scale", "bias")  # last names of parameters that no optimizer decays: norms and biases
 
@@ -45,6 +47,10 @@ class Stack:
     outputs(ends, x) -> tree: what the head makes of x before it is compared with targets, such as logits; for whoever
     uses the model once it is trained.
     contents: of a network what stands in its embedding, its layers and its head, in this order.
+    divided(axes) -> Stack: the same model as one device computes it whose stage is divided over tp and cp: its
+    functions take this device's shards of parameters, and communicate as `ppctl.parallel` says; x is what it holds of
+    activations. ConfigError where sizes do not fit. None: the model's stages are not divided.
+    sharding: of a divided one, the PartitionSpec over tp of each parameter (of one layer), like the parameters' tree.
     mixes_examples: None: a run tries on a few examples whether the loss of one depends on those beside it, and refuses
     such a model, of which microbatches make another function. True: so it is meant. False: it is known not to.
 
@@ -61,6 +67,8 @@ class Stack:
     export: Callable[[Tree], Tree] | None = None  # parameters in the form that the model's author knows
     mixes_examples: bool | None = None  # None: not known
     outputs: Callable[[Tree, jax.Array], Tree] | None = None  # of the head, before the loss
+    divided: Callable[[StageAxes], Stack] | None = None  # as one device computes it, where tp or cp divide stages
+    sharding: Tree = field(default=None, compare=False)  # of parameters over tp
     contents: tuple[Contents, ...] = field(default=(), compare=False)  # of a network, which is cut into layers
 
     @property

@@ -24,6 +24,7 @@ from ppctl.config import Config, CustomModel
 from ppctl.config.sources import sources
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_preset import cpu_options
+from ppctl.executors.mesh import RANK_AXES
 from ppctl.planner.calibrate import corrected, small_request, small_step
 from ppctl.planner.op_times import OpTimes, PieceTimes
 from ppctl.planner.step_runs import examples_of_device, run_steps
@@ -122,8 +123,8 @@ def _of_mesh(job: TrainingJob) -> Times:
     if pipe.ticks is not None and pp > 1:
         times["tick"] = turn(*tick_body(pipe.model.x, pp), pipe.mesh)
     if pipe.execution.dispatches_tasks and pp > 1:
-        devices, axes, kinds = pipe.mesh.devices, ("dp", "fsdp"), pipe.mesh.axis_types[:2]
-        here, there = (Mesh(devices[:, r, :], axes, axis_types=kinds) for r in (0, 1))
+        devices, kinds = pipe.mesh.devices, pipe.mesh.axis_types[: len(RANK_AXES)]
+        here, there = (Mesh(devices[:, r], RANK_AXES, axis_types=kinds) for r in (0, 1))
         times["task"] = dispatched(pipe.model, here, there)
     return times
 

@@ -114,7 +114,7 @@ def _numbers(found: Prediction, config: Config) -> str:
         ("Bubble", *_bubble(found)),
         ("Parameters", exact(found.num_parameters, f"{found.num_parameters:,}"), ""),
         ("Work of a step", exact(found.step_flops, f"{found.step_flops / 1e12:,.3g} TFLOP"), "nothing recomputed"),
-        ("Devices", devices, f"dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp}, {microbatches}"),
+        ("Devices", devices, f"{config.mesh.axes_text}, {microbatches}"),
         ("Op times", f"costs={escape(found.costs)}", f"hardware={hardware}"),
     ]
     if (budget := found.token_budget) is not None:

@@ -53,7 +53,7 @@ def show_plan(found: Prediction, config: Config) -> None:
     lines = [
         f"model     {config.model.name}, {config.model.num_layers} layers, {found.num_parameters:,} parameters, "
         f"{found.step_flops / 1e12:,.3g} TFLOP a step",
-        f"mesh      dp={config.mesh.dp} pp={config.mesh.pp} fsdp={config.mesh.fsdp} on {found.devices}",
+        f"mesh      {config.mesh.axes_text} on {found.devices}",
     ]
     microbatches = f"{config.schedule.num_microbatches} microbatches"
     if not config.executor.IS_PIPELINED:

@@ -56,7 +56,7 @@ def rehearsal_page(found: Rehearsal, timeline: Timeline, config: Config) -> str:
 
 def _lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str]]:
     mesh, number = config.mesh, len({each.ran_as for each in found.ranks})
-    yield "mesh", f"dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp}, links as of hardware={found.hardware}"
+    yield "mesh", f"{mesh.axes_text}, links as of hardware={found.hardware}"
     yield "ran here", f"{number} of {len(found.ranks)} ranks on one {found.device}; the others are like these"
     yield "schedule", f"{found.schedule}, {config.schedule.num_microbatches} microbatches, {config.executor.name}"
     yield "step", _step_text(found)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.layout import Layout, gather_shards, scatter_sums
-from ppctl.executors.mesh import AXES, DATA_AXES
+from ppctl.executors.mesh import AXES, RANK_AXES
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees, read_slot, write_arrival, write_slot
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
@@ -254,7 +254,7 @@ def without_tasks(layout: Layout, dtype: Any) -> Callable[[Tree, Tree], tuple[ja
             loss = jax.lax.psum(jnp.float32(1), AXES)
             grads = {
                 "ends": scatter_sums(grads["ends"], specs["ends"], AXES),
-                "layers": scatter_sums(grads["layers"], specs["layers"], DATA_AXES),
+                "layers": scatter_sums(grads["layers"], specs["layers"], RANK_AXES),
             }
             return loss, grads
 

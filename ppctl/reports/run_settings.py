@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ppctl.config.mesh import AXES, mesh_text
+
 OWN = ("run.name", "run.dir", "run.resume", "run.distributed", "run.coordinator", "run.process_id")  # of every run
 
 
@@ -17,7 +19,7 @@ def setting_names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for word, value in config.items():
         name = f"{prefix}{word}"
         if name == "mesh" and isinstance(value, dict):
-            yield from (name, *(f"{name}.{axis}" for axis in value if axis not in ("dp", "pp", "fsdp")))
+            yield from (name, *(f"{name}.{axis}" for axis in value if axis not in AXES))
         elif isinstance(value, dict):
             yield from setting_names(value, f"{name}.")
         else:
@@ -40,8 +42,7 @@ def setting_value(config: Mapping[str, Any], name: str) -> Any:
         return value
     if name != "mesh":
         return value["name"]
-    sizes = [str(value[axis]) for axis in ("dp", "pp", "fsdp") if axis in value]
-    return "x".join(sizes[:2] if sizes[2:] == ["1"] else sizes)
+    return mesh_text(tuple(value[axis] for axis in AXES if axis in value))
 
 
 def value_text(value: Any) -> str:

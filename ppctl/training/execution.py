@@ -10,6 +10,7 @@ from ppctl.config import Mpmd, Reference, Spmd
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import AXES
 from ppctl.executors.xla_flags import Flags
+from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.ticks import Ticks
 
@@ -33,6 +34,7 @@ class Execution:
     gather: str
     post_validation: bool
     xla_flags: Flags = ()
+    axes: StageAxes = WHOLE  # how the devices of a rank divide its stages
 
     @property
     def is_pipelined(self) -> bool:
@@ -55,10 +57,12 @@ def check_execution(execution: Execution, mesh: Mesh) -> None:
         "executor": tuple(EXECUTORS),
         "idle": Spmd.IDLE,
         "gather": Spmd.GATHER,
+        "context": Spmd.CONTEXT,
     }
     for name, allowed in choices.items():
-        if getattr(execution, name) not in allowed:
-            raise ConfigError(f"{name}={getattr(execution, name)} is not one of {', '.join(allowed)}.")
+        value = execution.axes.context if name == "context" else getattr(execution, name)
+        if value not in allowed:
+            raise ConfigError(f"{name}={value} is not one of {', '.join(allowed)}.")
     of_spmd = [f"{name}={value}" for name, value in (("idle", execution.idle), ("gather", execution.gather))]
     ignored = [each for each in of_spmd if each not in ("idle=skip", "gather=step") and not execution.in_ticks]
     if execution.post_validation and not execution.dispatches_tasks:
@@ -66,11 +70,21 @@ def check_execution(execution: Execution, mesh: Mesh) -> None:
     if ignored:
         raise ConfigError(f"{', '.join(ignored)} does not apply to executor={execution.executor}. Leave it out.")
     if tuple(mesh.axis_names) != AXES:
-        raise ConfigError(f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with ppctl.mesh(dp=, pp=, fsdp=).")
+        raise ConfigError(
+            f"The mesh has axes {mesh.axis_names}, not {AXES}. Make it with ppctl.mesh(dp=, pp=, fsdp=, tp=, cp=)."
+        )
     if not execution.is_pipelined and mesh.size > 1:
         raise ConfigError(
             f"executor=reference is the un-pipelined model on one device, but the mesh has {mesh.size}. Use "
             "ppctl.mesh(), executor=spmd or executor=mpmd."
+        )
+
+    on_ring = execution.axes.cp > 1 and execution.axes.context == "ring"
+    if on_ring and execution.in_ticks and mesh.shape["pp"] > 1 and execution.idle == "skip":
+        raise ConfigError(
+            f"context=ring with cp={execution.axes.cp} sends by collective-permutes, and all devices of a program take "
+            "part in one; but executor=spmd is one program of all ranks, and idle=skip lets a rank pass over what it "
+            "has no task for. Use context=gather, executor=mpmd, or idle=compute."
         )
 
 

@@ -93,11 +93,11 @@ def stack_for(hardware: settings.Hardware, config: Config, data: DataSet, dtype:
 
 def _mesh_of(config: Config, *, on_one_device: bool) -> Mesh:
     """Return the mesh of a config: of devices here, or of a topology. ConfigError where these are not as many."""
-    axes, order, topology = (config.mesh.dp, config.mesh.pp, config.mesh.fsdp), config.mesh.order, config.plan.topology
+    axes, order, topology = config.mesh.sizes, config.mesh.order, config.plan.topology
     if on_one_device:
         return repeated_mesh(*axes)
     if topology is None:
-        return make_mesh(*axes, order)
+        return make_mesh(*axes, order=order)
     gpu = gpu_target(of_topology(config.hardware, topology))
     if not config.plan.only_predicts_topology:
         return described_mesh(axes, topology, gpu, gpu_names(), order)

@@ -32,8 +32,8 @@ def transformer(*, vocab_size: int, dtype: Any = jnp.float32, **sizes: Any) -> S
         ConfigError: A size is unknown or does not fit the others.
     """
     checked = _checked(settings.Transformer, {**sizes, "vocab_size": vocab_size}, drop=("name", "seq_len"))
-    mix = attention(checked.pop("attention"))
-    return transformer_model.transformer(**checked, dtype=dtype, mix=mix)
+    wanted = checked.pop("attention")
+    return transformer_model.transformer(**checked, dtype=dtype, mix=lambda axes: attention(wanted, axes=axes))
 
 
 def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
@@ -90,7 +90,8 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
             f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of data={data.name}. "
             f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
         )
-    mix = attention(attention_kernel(config, compute, device), device)
+    kernel = attention_kernel(config, compute, device)
+    mix = lambda axes: attention(kernel, device, axes)  # noqa: E731
     return transformer_model.transformer(**sizes, vocab_size=vocab_size, dtype=dtype, mix=mix, rotate=rotation(device))
 
 
@@ -98,4 +99,6 @@ def attention_kernel(config: Config, compute: jnp.dtype, device: Any) -> str:
     """Return the attention kernel that the config's transformer has on a device. ConfigError where it cannot run."""
     model = config.model
     assert isinstance(model, settings.Transformer), "other models have no attention of ours"
-    return choose(model.attention, device, compute, model.d_model // model.num_heads, model.seq_len)
+    cp = config.mesh.cp
+    length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
+    return choose(model.attention, device, compute, model.d_model // model.num_heads, length, cp)

@@ -18,11 +18,12 @@ import optax
 from jax.sharding import Mesh
 
 from ppctl.errors import ConfigError
-from ppctl.executors.layout import Layout
+from ppctl.executors.layout import Layout, shards_of
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.stage.flops import RelativeCosts, relative_costs
 from ppctl.executors.xla_flags import flags_for
 from ppctl.model.network import Network
+from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, init
 from ppctl.reports.terminal import size_text
 from ppctl.schedule.costs import Costs, task_costs
@@ -43,6 +44,7 @@ from ppctl.training.request import (
     check_batch,
     check_batch_size,
     check_split,
+    divided_stack,
     in_arguments,
     partition_for,
     schedule_for,
@@ -235,6 +237,8 @@ def pipeline(
     gather: str = "step",
     post_validation: bool = False,
     xla_flags: str | Sequence[str] = "auto",
+    sequence_parallel: bool = True,
+    context: str = "gather",
     **knobs: float,
 ) -> Pipeline:
     """Return a model pipelined over a mesh.
@@ -242,7 +246,7 @@ def pipeline(
     Args:
         stack: A `Stack`, a built-in model (`ppctl.transformer`, `ppctl.mlp`), or a `Network`, any function of a batch,
             which is cut into `num_layers` layers at its marks (layers="marks") or by clustering (layers="auto").
-        mesh: Axes dp, pp and fsdp, as `ppctl.mesh` makes it.
+        mesh: Axes dp, pp, fsdp, tp and cp, as `ppctl.mesh` makes it.
         schedule: The name of a family, with its knobs (num_chunks=2, ...) as further arguments; or a `Schedule` of
             one's own, validated here; or `Ticks`, a schedule lowered before.
         num_microbatches: Of a step; needed with a name, otherwise that of the schedule.
@@ -256,6 +260,8 @@ def pipeline(
         idle: What a rank without a task does in a tick of spmd: skip (default) | compute.
         gather: How often spmd gathers parameters over fsdp: step (default) | tick.
         post_validation: In mpmd a rank updates before the global norm is known, and again if that was wrong.
+        sequence_parallel: Devices along tp divide the rows of activations between layers (default), or all hold all.
+        context: How attention gets keys and values of devices along cp: gather (default) | ring.
         xla_flags: Options of XLA's compiler: auto (those that suit the devices; the default) | none | texts NAME=VALUE.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
         dtype: Of compute. Parameters have the model's.
@@ -266,7 +272,8 @@ def pipeline(
         ConfigError, ScheduleError: The request is impossible, with values, equation and remedy; before any compiling.
     """
     flags = flags_for(xla_flags, mesh.devices.flat[0])
-    execution = Execution(executor, Remat.of(remat), unroll, idle, gather, post_validation, flags)
+    axes = StageAxes(mesh.shape.get("tp", 1), mesh.shape.get("cp", 1), sequence_parallel, context)
+    execution = Execution(executor, Remat.of(remat), unroll, idle, gather, post_validation, flags, axes)
     check_execution(execution, mesh)
     shapes = shapes_of(batch)
     lowered = schedule if isinstance(schedule, Ticks) else None
@@ -282,14 +289,19 @@ def pipeline(
     if execution.in_ticks and lowered is None:
         lowered = ticks(plan, task_costs(execution.remat), execution.remat)
     costs = lambda: relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)  # noqa: E731
-    layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of)
+    with in_arguments():
+        divided = divided_stack(stack, axes, shapes) if execution.is_pipelined else stack
+    shards = {}
+    if divided.sharding is not None:
+        shards = shards_of(jax.eval_shape(lambda: init(stack, seed)), divided.sharding, axes.tp)
+    layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of, shards)
     optimizer = optim.clipped(optimizer, clip_norm)
     states = States(layout, lambda seed: init_state(init(stack, seed), optimizer), seed)
     optim.check_separable(optimizer, states.natural["params"], by_rank=execution.dispatches_tasks)
-    model = model_of(stack, states, shapes, plan.num_microbatches, execution, dtype)
+    model = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype, axes)
     if execution.is_pipelined:
         check_split(stack, plan, layout.partition, model)
-    engine = make_engine(model, states, plan, lowered, shapes, optimizer, lr_schedule, execution, clip_norm)
+    engine = make_engine(stack, model, states, plan, lowered, shapes, optimizer, lr_schedule, execution, clip_norm)
     examples = few_examples(batch, shapes)
     return Pipeline(
         stack, plan, lowered, states, optimizer, dtype, shapes, execution, engine, model, lr_schedule, examples

@@ -16,6 +16,7 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.stage.flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
+from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Schedule
@@ -29,6 +30,8 @@ ARGUMENTS = (  # settings of the command line, and the arguments of `ppctl.pipel
     ("model.layers", "layers"),
     ("model.mixes_examples=true", "mixes_examples=True of the Network or Stack"),
     ("partition.layers=", "partition="),
+    ("mesh.tp", "tp"),
+    ("mesh.cp", "cp"),
     ("partition=explicit", "partition=[layers of each stage]"),
 )
 
@@ -118,6 +121,24 @@ def traced_stack(
     return stack_of(traced)
 
 
+def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Stack:
+    """Return the model as one device computes it. ConfigError where its stages cannot be divided."""
+    if axes.num_devices == 1:
+        return stack
+    if stack.divided is None:
+        raise ConfigError(
+            f"mesh.tp={axes.tp} mesh.cp={axes.cp} divide the stages of models that say how (Stack.divided), as "
+            "model=transformer does; this one does not. Use mesh.tp=1 mesh.cp=1, and more of mesh.pp or mesh.fsdp."
+        )
+    num_tokens = shapes["inputs"].shape[1] if len(shapes["inputs"].shape) > 1 else 1
+    if axes.cp > 1 and num_tokens < 2 * axes.cp:
+        raise ConfigError(
+            f"sequences of {num_tokens} tokens are fewer than the 2*mesh.cp = 2*{axes.cp} = {2 * axes.cp} pieces that "
+            f"mesh.cp={axes.cp} divides each into. Use mesh.cp={max(1, num_tokens // 2)} at most, or longer sequences."
+        )
+    return stack.divided(axes)
+
+
 def partition_for(
     partition: str | Sequence[int], num_layers: int, schedule: Schedule, costs: Callable[[], RelativeCosts]
 ) -> Partition:
@@ -141,7 +162,7 @@ def check_split(stack: Stack, schedule: Schedule, partition: Partition, model: M
             continue
         try:
             for l in held:
-                _ = model.stage.layers[0 if stack.are_alike else l].split
+                model.traced(lambda l=l: model.stage.layers[0 if stack.are_alike else l].split)
         except ConfigError as error:
             which = f"layer {held[0]}" if len(held) == 1 else f"layers {held[0]}-{held[-1]}"
             raise ConfigError(f"stage {s} ({which}): {error}") from error

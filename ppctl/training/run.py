@@ -252,8 +252,7 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     yield f"data      {job.data.source}"
     over = hosts_text(pipe.mesh)
     yield (
-        f"mesh      dp={mesh.dp} pp={mesh.pp} fsdp={mesh.fsdp} on {pipe.mesh.size} x {device.device_kind}"
-        f"{'' if over is None else f', {over}'}"
+        f"mesh      {mesh.axes_text} on {pipe.mesh.size} x {device.device_kind}{'' if over is None else f', {over}'}"
     )
     if not pipe.execution.is_pipelined:
         yield f"executor  reference (no pipeline), {schedule.num_microbatches} microbatches"

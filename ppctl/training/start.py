@@ -23,8 +23,11 @@ CPU_FLAGS = (  # XLA aborts the process when one simulated device is 40 s late a
 )
 
 
-def mesh(*, dp: int = 1, pp: int = 1, fsdp: int = 1, order: str = "auto") -> Mesh:
-    """Return a mesh of dp*pp*fsdp devices: copies of the pipeline, its ranks, and shards of parameters.
+def mesh(*, dp: int = 1, pp: int = 1, fsdp: int = 1, tp: int = 1, cp: int = 1, order: str = "auto") -> Mesh:
+    """Return a mesh of dp*pp*fsdp*tp*cp devices.
+
+    They are copies of the pipeline (dp), its ranks (pp) and shards of parameters (fsdp); inside a stage shards of each
+    layer's weights, which are computed with apart (tp), and parts of each sequence (cp).
 
     Where JAX has not started yet, a machine without accelerators simulates as many CPU devices.
 
@@ -34,10 +37,10 @@ def mesh(*, dp: int = 1, pp: int = 1, fsdp: int = 1, order: str = "auto") -> Mes
     Raises:
         ConfigError: There are fewer devices, or no such axes.
     """
-    settings = MeshSettings(dp, pp, fsdp, order)
+    settings = MeshSettings(dp, pp, fsdp, tp, cp, order)
     settings.check()
     _simulate(settings.num_devices)
-    return make_mesh(dp, pp, fsdp, order)
+    return make_mesh(dp, pp, fsdp, tp, cp, order)
 
 
 def start_jax(config: Config, dtype: str, num_devices: int | None = None) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ppctl.executors.hlo import calls, computations, name_of, path_of
+from ppctl.executors.mesh import RANK_AXES
 from ppctl.executors.spmd.body import SCOPES
 from ppctl.reports.timeline_io import TASKS_FILE
 from ppctl.schedule.ir import Task
@@ -44,9 +45,7 @@ def write_tasks(directory: Path, compiled_text: str, ticks: Ticks, mesh: Mesh, n
     axes = " x ".join(mesh.axis_names)
     events: list[dict[str, Any]] = []
     for device, place in _places(mesh).items():
-        name = f"rank {place['pp']}" + "".join(
-            f" {axis}={place[axis]}" for axis in ("dp", "fsdp") if mesh.shape[axis] > 1
-        )
+        name = f"rank {place['pp']}" + "".join(f" {axis}={place[axis]}" for axis in RANK_AXES if mesh.shape[axis] > 1)
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": device, "args": {"name": name}})
     events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"tasks ({axes})"}})
     for span in spans:

@@ -51,25 +51,31 @@ def num_hosts_along(devices):
 )
 def test_axes_go_over_hosts_in_their_order(hosts, shape, order, over):
     devices = gpus(*hosts)
-    found = laid_out(devices, shape, order)
-    assert found.shape == shape
+    found = laid_out(devices, (*shape, 1, 1), order)
+    assert found.shape == (*shape, 1, 1)
     assert sorted(ids(found).flat) == list(range(len(devices)))
-    assert tuple(num_hosts_along(found).values()) == over
+    assert tuple(num_hosts_along(found).values()) == (*over, 1, 1)
     assert prod(over) == hosts[0]
 
 
 def test_neighbours_of_a_host_are_along_the_last_axis_of_the_order():
-    assert ids(laid_out(gpus(2, 4), (2, 2, 2)))[:, 0].tolist() == [[0, 1], [2, 3]]
-    assert ids(laid_out(gpus(2, 4), (2, 2, 2), "pp-fsdp-dp"))[:, 0].tolist() == [[0, 2], [1, 3]]
-    assert ids(laid_out(gpus(1, 8), (2, 2, 2), "pp-dp-fsdp"))[0, :, 0].tolist() == [0, 4]
-    assert ids(laid_out(gpus(1, 8), (2, 2, 2))).tolist() == np.arange(8).reshape(2, 2, 2).tolist()
+    assert ids(laid_out(gpus(2, 4), (2, 2, 2, 1, 1)))[:, 0, :, 0, 0].tolist() == [[0, 1], [2, 3]]
+    assert ids(laid_out(gpus(2, 4), (2, 2, 2, 1, 1), "pp-fsdp-dp"))[:, 0, :, 0, 0].tolist() == [[0, 2], [1, 3]]
+    assert ids(laid_out(gpus(1, 8), (2, 2, 2, 1, 1), "pp-dp-fsdp"))[0, :, 0, 0, 0].tolist() == [0, 4]
+    assert ids(laid_out(gpus(1, 8), (2, 2, 2, 1, 1))).ravel().tolist() == [*range(8)]
+
+
+def test_tp_stays_inside_a_host_and_takes_its_nearest_devices():
+    assert ids(laid_out(gpus(2, 4), (1, 2, 1, 2, 2)))[0, :, 0].tolist() == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    with pytest.raises(ConfigError, match=r"^mesh.tp=8 would go over 2 hosts of 4 devices: .* Use mesh.tp=4, and more"):
+        laid_out(gpus(2, 4), (1, 1, 1, 8, 1))
 
 
 def test_hosts_of_different_sizes_are_refused():
     with pytest.raises(
-        ConfigError, match=r"^2 hosts of 2 to 4 devices make no mesh of \(1, 6, 1\): each must have as m"
+        ConfigError, match=r"^2 hosts of 2 to 4 devices make no mesh of \(1, 6, 1, 1, 1\): each must have as m"
     ):
-        laid_out([*gpus(2, 4)][:6], (1, 6, 1))
+        laid_out([*gpus(2, 4)][:6], (1, 6, 1, 1, 1))
 
 
 def test_slices_of_tpus_are_joined_by_pp():
@@ -77,8 +83,8 @@ def test_slices_of_tpus_are_joined_by_pp():
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2).devices
-    found = laid_out(devices, (2, 4, 2))
-    assert tuple(num_hosts_along(found).values()) == (1, 2, 1)
+    found = laid_out(devices, (2, 4, 2, 1, 1))
+    assert tuple(num_hosts_along(found).values()) == (1, 2, 1, 1, 1)
     assert hosts_text(mesh_of(found)) == "2 slices: pp over 2"
 
 
@@ -87,7 +93,7 @@ def test_slices_of_tpus_are_joined_by_pp():
 def test_a_program_compiled_for_two_hosts_crosses_them_where_the_order_says(order):
     request = config.Config(
         model=config.MLP(num_layers=4, d_model=16),
-        mesh=config.Mesh(2, 2, 2, order),
+        mesh=config.Mesh(2, 2, 2, order=order),
         schedule=config.Schedule("1f1b", 4),
         data=config.Regression(batch_size=64),
         plan=config.Plan(compile=True, topology="h100:2x4"),

@@ -133,7 +133,7 @@ def block_of(kernel, tokens=128):
         tied=True,
         rope_theta=1e4,
         dtype=jnp.bfloat16,
-        mix=KERNELS[kernel],
+        mix=lambda _: KERNELS[kernel],
     )
     w = jax.eval_shape(stack.init_layer, jax.random.key(0), 0)
     return stack.layer_of(0), w, jax.ShapeDtypeStruct((2, tokens, 256), jnp.bfloat16)

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.layout import Layout
-from ppctl.executors.mesh import DATA_AXES
+from ppctl.executors.mesh import RANK_AXES
 from ppctl.executors.mpmd.transfers import from_holder, from_shards, is_mine, local_shards, local_zeros
 
 Tree = Any
@@ -29,9 +29,9 @@ class Division:
     """
 
     def __init__(self, layout: Layout, ends: Tree, holders: Sequence[tuple[int, ...]]):
-        mesh, kinds = layout.mesh, (AxisType.Auto,) * 2
+        mesh, kinds = layout.mesh, (AxisType.Auto,) * len(RANK_AXES)
         self.layout, self.mesh = layout, mesh
-        self.submeshes = [Mesh(mesh.devices[:, r, :], DATA_AXES, axis_types=kinds) for r in range(mesh.shape["pp"])]
+        self.submeshes = [Mesh(mesh.devices[:, r], RANK_AXES, axis_types=kinds) for r in range(mesh.shape["pp"])]
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(ends)[0]]
         self.holders = dict(zip(paths, holders, strict=True))
 
@@ -48,8 +48,8 @@ class Division:
         """Return the spec of a leaf on a rank's submesh."""
         kind, _ = self._place(path)
         if kind == "layers":
-            return P(None, None, None, *self.layout.over(shape[3:], ("fsdp",)))
-        return P(*self.layout.over(shape, ("fsdp",))) if kind == "ends" else P()
+            return P(None, None, None, *self.layout.over(shape[3:], ("fsdp",), self.layout.shard(path, len(shape) - 3)))
+        return P(*self.layout.over(shape, ("fsdp",), self.layout.shard(path, len(shape)))) if kind == "ends" else P()
 
     def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
         """Return (shapes, specs) of a rank's part of a staged tree, or None; above: the tree's path."""

@@ -1,6 +1,6 @@
 """The programs that a rank runs once a step: parameters are made ready before its tasks, gradients reduced after.
 
-These programs communicate over (dp, fsdp) of the rank's submesh; tasks do not.
+These programs communicate over all axes of the rank's submesh; tasks over tp and cp alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_preset import CompilerPreset
 from ppctl.executors.layout import Layout, gather_shards, scatter_sums
-from ppctl.executors.mesh import DATA_AXES
+from ppctl.executors.mesh import DATA_AXES, RANK_AXES
 from ppctl.executors.mpmd.plan import TASKS, Key, PlanEntry, ProgramId, Role, transfer_entry
 from ppctl.executors.mpmd.tasks import Model, drop_device_dim, is_none, run_task
 
@@ -132,8 +132,8 @@ def finish_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, *
         if part is not None:
             ends = jax.tree.map(_plus, ends, drop_device_dim(part), is_leaf=is_none)
     grads = {
-        "ends": scatter_sums(ends, specs["ends"], DATA_AXES),
-        "layers": scatter_sums(layers, specs["layers"], DATA_AXES),
+        "ends": scatter_sums(ends, specs["ends"], RANK_AXES),
+        "layers": scatter_sums(layers, specs["layers"], RANK_AXES),
     }
     if here.tied is None:
         return (grads,)
@@ -187,7 +187,10 @@ class GradientPrograms:
         if name.startswith("tied"):
             specs = _leaves(self.param_specs[program.shape]["ends"])
             return [spec for spec, tied in zip(specs, self.model.tied, strict=True) if tied]
-        return P() if name in ("w", "ends_in", "ends_out", "m") else P(DATA_AXES)
+        if name in ("inputs", "targets"):
+            return P(DATA_AXES)
+        # parameters are gathered: each device has its own shard over tp, or all have the same
+        return P() if name in ("w", "ends_in", "ends_out", "m") else P(RANK_AXES)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
         """Return the function of one device of a program, from values in the order of its reads to those it writes."""

@@ -1,11 +1,12 @@
-"""The programs of tasks on one device, traced inside shard_map over the (dp, fsdp) submesh of a rank.
+"""The programs of tasks on one device, traced inside shard_map over the submesh of a rank.
 
-No task communicates: values are of this device's examples, sums of gradients are its own. Sums, stashes and pendings
-have a leading axis of length 1 here, and one entry a device outside.
+Tasks communicate over tp and cp alone, where these divide the stage: values are of this device's examples, sums of
+gradients are its own. Sums, stashes and pendings have a leading axis of length 1 here, and one entry a device outside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from ppctl.executors.mpmd.plan import Role
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.stage import LayerSlots, Stage
+from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
 from ppctl.schedule.remat import Remat
 
@@ -30,10 +32,10 @@ def is_none(a: Any) -> bool:
 class Model:
     """A model as the programs see it, equal to itself alone.
 
-    Shapes are those of one device's examples; parameters are whole.
+    Shapes are those of one device's examples and of its shards over tp; parameters are whole otherwise.
     """
 
-    stack: Stack
+    stack: Stack  # where tp or cp divide it, as one device computes it
     ends: Tree  # shapes of embedding and head, natural
     layer: Tree  # shapes of one layer
     microbatch: Tree  # shapes of one device's examples of a microbatch: {"inputs", "targets"}
@@ -41,6 +43,7 @@ class Model:
     remat: Remat
     unroll: int
     dtype: Any
+    axes: StageAxes = WHOLE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
@@ -48,7 +51,15 @@ class Model:
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:
         """Shape of the activation that passes between layers."""
-        return jax.eval_shape(self.stack.embed, self._computed(self.ends), self.microbatch["inputs"])
+        return self.traced(
+            lambda: jax.eval_shape(self.stack.embed, self._computed(self.ends), self.microbatch["inputs"])
+        )
+
+    def traced(self, function: Callable[[], Any]) -> Any:
+        """Return function(), of shapes alone, which may trace what the model's layers send over tp and cp."""
+        found: list[Any] = []
+        jax.make_jaxpr(lambda: found.append(function()), axis_env=list(self.axes.sizes))()
+        return found[0]
 
     @cached_property
     def stage(self) -> Stage:
@@ -61,7 +72,7 @@ class Model:
 
         def used(function: Any, *args: Any) -> list[bool]:
             call = lambda leaves, args: function(jax.tree.unflatten(treedef, leaves), *args)  # noqa: E731
-            jaxpr = jax.make_jaxpr(call)(leaves, args).jaxpr
+            jaxpr = jax.make_jaxpr(call, axis_env=list(self.axes.sizes))(leaves, args).jaxpr
             read = {id(v) for equation in jaxpr.eqns for v in equation.invars} | {id(v) for v in jaxpr.outvars}
             return [id(v) in read for v in jaxpr.invars[: len(leaves)]]
 

@@ -21,6 +21,10 @@ Tree = Any
 
 def spmd_bytes(model: Model, layout: Layout, ticks: Ticks) -> dict[str, int]:
     """Return the bytes of each part on one device: "weights", "gradients", "activations", "transfers"."""
+    return model.traced(lambda: _bytes(model, layout, ticks))
+
+
+def _bytes(model: Model, layout: Layout, ticks: Ticks) -> dict[str, int]:
     num_layers = int(layout.counts.max())  # of a chunk, padded
     held = layout.num_chunks * num_layers
     whole = tree_bytes((model.ends, *[model.layer] * held))

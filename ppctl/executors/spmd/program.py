@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
 from ppctl.executors.layout import Layout, scatter_sums
-from ppctl.executors.mesh import AXES, DATA_AXES
+from ppctl.executors.mesh import AXES, DATA_AXES, RANK_AXES
 from ppctl.executors.spmd.body import Device, Options
 from ppctl.executors.spmd.fb_ticks import run_fb_ticks
 from ppctl.executors.spmd.op_ticks import run_op_ticks
@@ -52,7 +52,7 @@ def spmd(
                 return loss / number, None
             grads = {
                 "ends": scatter_sums(grads["ends"], specs["ends"], AXES),
-                "layers": scatter_sums(grads["layers"], specs["layers"], DATA_AXES),
+                "layers": scatter_sums(grads["layers"], specs["layers"], RANK_AXES),
             }
             return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 

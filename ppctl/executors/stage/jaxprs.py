@@ -97,7 +97,7 @@ def demand(jaxpr: core.Jaxpr, outs: Mask, always: frozenset[int] = frozenset()) 
     """Return (by equation the results that the outputs `outs` need, the inputs); equations `always` are needed too."""
     need, masks = select_variables(jaxpr.outvars, outs), {}
     for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
-        whole = bool(eqn.effects) or i in always
+        whole = has_effects(eqn) or i in always
         mask = [whole or v in need for v in eqn.outvars]
         if not any(mask) and not whole:
             continue
@@ -120,7 +120,7 @@ def depending_only(jaxpr: core.Jaxpr, inputs: Mask) -> set[core.Var]:
     """Return the variables that depend on no input but the chosen ones."""
     found = {*jaxpr.constvars, *select_variables(jaxpr.invars, inputs)}
     for eqn in jaxpr.eqns:
-        if not eqn.effects and all(is_literal(v) or v in found for v in eqn.invars):
+        if not has_effects(eqn) and all(is_literal(v) or v in found for v in eqn.invars):
             found |= set(eqn.outvars)
     return found
 
@@ -135,6 +135,11 @@ def env_value(env: dict[Any, Any], v: Any) -> Any:
 
 def is_literal(v: Any) -> bool:
     return isinstance(v, core.Literal)
+
+
+def has_effects(eqn: core.JaxprEqn) -> bool:
+    """Tell whether an equation does more than compute results; that it names an axis of the mesh is none."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def is_scan(eqn: core.JaxprEqn) -> bool:

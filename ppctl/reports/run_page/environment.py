@@ -8,6 +8,7 @@ from html import escape
 from math import nan
 from typing import Any
 
+from ppctl.config.mesh import axes_text
 from ppctl.reports.charts.elements import printable, table
 from ppctl.reports.run_files import setting_changes
 from ppctl.reports.run_page.read import RecordedRun, versions_of
@@ -19,11 +20,11 @@ MOST_CHANGES = 30  # of settings
 def environment_html(run: RecordedRun) -> str:
     """Return versions, settings and starts of the run."""
     rows = [[escape(name), escape(version)] for name, version in run.versions.items()]
-    for part, keys in (("mesh", ("dp", "pp", "fsdp")), ("hardware", ("name",)), ("executor", ("name",))):
+    for part in ("mesh", "hardware", "executor"):
         values = run.config.get(part)
         if isinstance(values, dict):
-            settings = " ".join(f"{key}={values[key]}" for key in keys if key in values)
-            rows.append([part, escape(printable(settings.removeprefix("name=")))])
+            text = axes_text(values) if part == "mesh" else str(values.get("name", ""))
+            rows.append([part, escape(printable(text))])
     if not rows and not run.starts:
         return "<p>Not recorded.</p>"
     listed = f'<div class="stages">{table("versions and settings", [], rows)}</div>' if rows else ""

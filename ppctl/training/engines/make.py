@@ -15,6 +15,7 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.memory import spmd_bytes
 from ppctl.executors.spmd.program import Options, spmd
+from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.ir import Schedule, Task
@@ -34,6 +35,7 @@ LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]  # (params, batch)
 
 
 def make_engine(
+    stack: Stack,
     model: Model,
     states: States,
     schedule: Schedule,
@@ -44,7 +46,11 @@ def make_engine(
     execution: Execution,
     clip_norm: float | None,
 ) -> Engine:
-    """Return the engine that runs a schedule; shapes: of a global batch; clip_norm: of the optimizer's clipping."""
+    """Return the engine that runs a schedule.
+
+    stack: the whole model; model: as one device computes it; shapes: of a global batch; clip_norm: of the optimizer's
+    clipping.
+    """
     if execution.dispatches_tasks:
         training, evaluation = (
             (each, dispatch_order(each, execution.remat)) for each in (schedule, forward_only(schedule))
@@ -54,7 +60,7 @@ def make_engine(
             return engine
         return PostValidated(engine, partial(optim.needs_no_clipping, max_norm=clip_norm))
     if lowered is None:
-        gradients, loss = _by_reference(model, states.layout, execution)
+        gradients, loss = _by_reference(stack, model, states.layout, execution)
         return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, flags=execution.xla_flags)
     gradients, loss = _in_ticks(model, states.layout, schedule, lowered, execution)
     held = spmd_bytes(model, states.layout, lowered)
@@ -62,17 +68,27 @@ def make_engine(
 
 
 def model_of(
-    stack: Stack, states: States, shapes: Tree, num_microbatches: int, execution: Execution, dtype: jnp.dtype
+    stack: Stack,
+    states: States,
+    shapes: Tree,
+    num_microbatches: int,
+    execution: Execution,
+    dtype: jnp.dtype,
+    axes: StageAxes = WHOLE,
 ) -> Model:
-    """Return the model as the tasks of one device see it."""
-    params, mesh = states.natural["params"], states.layout.mesh
+    """Return the model as the tasks of one device see it; stack: divided over `axes`."""
+    params, mesh = states.layout.of_tp(states.natural["params"]), states.layout.mesh
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     size = shapes["inputs"].shape[0] // (mesh.shape["dp"] * mesh.shape["fsdp"] * num_microbatches)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
-    return Model(stack, params["ends"], layer, microbatch, num_microbatches, execution.remat, execution.unroll, dtype)
+    return Model(
+        stack, params["ends"], layer, microbatch, num_microbatches, execution.remat, execution.unroll, dtype, axes
+    )
 
 
-def _by_reference(model: Model, layout: Layout, execution: Execution) -> tuple[LossAndGrads, LossAndGrads]:
+def _by_reference(
+    stack: Stack, model: Model, layout: Layout, execution: Execution
+) -> tuple[LossAndGrads, LossAndGrads]:
     """Return the gradients, and the loss of an evaluation, that devices take without a pipeline."""
 
     def on_staged(loss_and_grads: LossAndGrads) -> LossAndGrads:
@@ -84,7 +100,7 @@ def _by_reference(model: Model, layout: Layout, execution: Execution) -> tuple[L
 
     of = partial(
         reference,
-        model.stack,
+        stack,
         num_microbatches=model.num_microbatches,
         remat=execution.remat,
         unroll=execution.unroll,

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_preset import CompilerPreset
-from ppctl.executors.mesh import DATA_AXES
+from ppctl.executors.layout import sharded_over
+from ppctl.executors.mesh import DATA_AXES, RANK_AXES
 from ppctl.executors.mpmd.division import Division
 from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, roles, task_entries, transfer_entry
 from ppctl.executors.mpmd.rank import GradientPrograms, rank_entries, rank_entry, rank_roles, with_tied
@@ -336,7 +337,7 @@ class _Programs:
         return "once" if program.kind in self.functions else self.library.preset(program)
 
     def _mean(self, _: ProgramId, losses: Tree) -> tuple:
-        loss, number = (jax.lax.psum(a[0], DATA_AXES) for a in losses)
+        loss, number = (jax.lax.psum(a[0], RANK_AXES) for a in losses)
         return loss / number, number
 
     def _scaled(self, grads: Tree, number: jax.Array, tied: Sequence[Tree]) -> Tree:
@@ -351,10 +352,11 @@ class _Programs:
 
     def _squares(self, program: ProgramId, grads: Tree) -> tuple:
         specs = jax.tree.leaves(self.specs(program, "grads"), is_leaf=lambda a: isinstance(a, P))
-        shards: dict[bool, list] = {True: [], False: []}
+        shards: dict[tuple[str, ...], list] = {}
         for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
-            shards[any(spec)].append(leaf)
-        return (jax.lax.psum(sum_of_squares(shards[True]), "fsdp") + sum_of_squares(shards[False]),)
+            shards.setdefault(sharded_over(spec), []).append(leaf)
+        sums = (jax.lax.psum(sum_of_squares(leaves), axes) for axes, leaves in shards.items())
+        return (sum(sums, start=jnp.zeros((), jnp.float32)),)
 
     def _combine(self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *rest: jax.Array) -> tuple:
         rates, squares = (None, rest) if self.engine.lr_numbers is None else (rest[0], rest[1:])

@@ -1,0 +1,146 @@
+"""Stages divided over tp and cp: the same loss and gradients as the reference's, in float64."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ppctl
+from ppctl.errors import ConfigError
+from ppctl.executors.hlo import computations
+from ppctl.executors.mesh import make_mesh
+from ppctl.executors.reference import reference
+from ppctl.model.parallel import StageAxes
+from ppctl.model.stack import init
+
+TOLERANCE = 1e-10
+SMALL = {"num_layers": 4, "d_model": 16, "num_heads": 4, "mlp_ratio": 2.0, "activation": "swiglu", "attention": "xla"}
+
+
+def make(vocab_size=32, **changes):
+    return ppctl.transformer(**(SMALL | changes), vocab_size=vocab_size, dtype=jnp.float64)
+
+
+def make_batch(num_tokens, vocab_size, batch_size=8):
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (2, batch_size, num_tokens), np.int32)
+    return {"inputs": tokens[0], "targets": tokens[1]}
+
+
+def make_pipe(stack, batch, mesh, **how):
+    how = {"schedule": "gpipe", "num_microbatches": 2, "remat": "none", "optimizer": optax.sgd(0.1)} | how
+    sizes = {"dp": 1, "pp": 1, "fsdp": 1} | mesh
+    return ppctl.pipeline(stack, mesh=make_mesh(**sizes), batch=batch, dtype=jnp.float64, **how)
+
+
+def difference(mesh, model=None, num_tokens=16, vocab_size=32, **how):
+    """The largest relative difference of the loss, or of a leaf of the gradients, from the reference's."""
+    stack, batch = make(vocab_size, **(model or {})), make_batch(num_tokens, vocab_size)
+    pipe = make_pipe(stack, batch, mesh, **how)
+    loss, grads = pipe.loss_and_grads(pipe.init(seed=0), batch)
+    plain = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=jnp.float64)
+    expected = jax.jit(plain)(init(stack, 0), batch)
+    pairs = zip(jax.tree.leaves((loss, grads)), jax.tree.leaves(expected), strict=True)
+    return max(float(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b))) for a, b in pairs)
+
+
+ODD = {"num_tokens": 131, "vocab_size": 257}
+CASES = {  # every value of each setting, in both executors, and lengths and vocabularies that nothing divides
+    "tp2 spmd": ({"tp": 2, "pp": 2}, {"schedule": "zb_h1", "num_tokens": 17, "vocab_size": 33}),
+    "tp2 cp2 mpmd odd tied": ({"tp": 2, "cp": 2, "pp": 2}, ODD | {"executor": "mpmd", "model": {"tied": True}}),
+    "tp4 kv2 fsdp2 layer": ({"tp": 4, "fsdp": 2}, {"model": {"num_kv_heads": 2}, "remat": "layer"}),
+    "cp2 ring full": (
+        {"cp": 2, "dp": 2},
+        ODD | {"context": "ring", "remat": "full", "model": {"attention": "chunked"}},
+    ),
+}
+MESHES = [
+    {"pp": pp, "fsdp": fsdp, "tp": tp, "cp": cp}
+    for pp, fsdp, tp, cp in product((1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4))
+    if tp * cp > 1 and pp * fsdp * tp * cp <= 8
+]
+SCHEDULES = (("interleaved", {"num_chunks": 2}), ("zb_v", {}), ("eager_1f1b", {}), ("dualpipe_v", {}), ("zb_h1", {}))
+MODELS = [  # remat, kv heads, tied, attention
+    *(("none", 4, True, "xla"), ("layer", 2, False, "chunked")),
+    *(("full", 1, True, "chunked"), ("none", 2, False, "xla")),
+]
+
+
+def every_mesh():
+    """Each mesh in both executors; schedules, models and ways to divide take turns."""
+    for i, (mesh, executor) in enumerate(product(MESHES, ("spmd", "mpmd"))):
+        schedule, knobs = SCHEDULES[i % 5]
+        remat, kv, tied, attention = MODELS[i % 4]
+        context = "ring" if executor == "mpmd" and i % 3 else "gather"
+        model = {"num_kv_heads": kv, "tied": tied, "num_layers": 8, "attention": attention}
+        how = {"schedule": schedule, "remat": remat, "context": context, "sequence_parallel": i % 7 > 0, "model": model}
+        name = " ".join([*(f"{axis}{size}" for axis, size in mesh.items()), executor, schedule, remat])
+        yield pytest.param(mesh, ODD | how | {"executor": executor, **knobs}, id=name)
+
+
+@pytest.mark.parametrize(("mesh", "how"), CASES.values(), ids=CASES)
+def test_loss_and_gradients_are_the_references(mesh, how):
+    assert difference(mesh, **how) <= TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "how"), [*every_mesh()])
+def test_loss_and_gradients_are_the_references_everywhere(mesh, how):
+    assert difference(mesh, **how) <= TOLERANCE
+
+
+def lines(text, kind):
+    """The instructions of a kind, started asynchronously or not, in all computations of a compiled program."""
+    _, found = computations(text)
+    return [line for body in found.values() for line in body if f" {kind}(" in line or f" {kind}-start(" in line]
+
+
+def test_a_block_gathers_and_scatters_twice_and_no_weight_is_gathered_over_tp():
+    stack, axes = make(d_model=32), StageAxes(tp=2)
+    divided = stack.divided(axes)
+    mesh = make_mesh(1, 1, 1, 2)
+    params = jax.eval_shape(lambda: init(stack, 0))
+    layer = jax.tree.map(lambda a: jnp.zeros(a.shape[1:]), params["layers"])
+    specs = divided.sharding["layers"]
+    rows = jax.sharding.PartitionSpec(None, "tp")
+    forward = jax.shard_map(divided.layer, mesh=mesh, in_specs=(specs, rows), out_specs=rows, check_vma=False)
+    text = jax.jit(forward).lower(layer, jnp.zeros((2, 8, 32))).compile().as_text()
+    assert len(lines(text, "all-gather")) == 2
+    assert len(lines(text, "reduce-scatter")) == 2
+    assert not lines(text, "all-reduce")
+    assert not lines(text, "all-to-all")
+
+    batch = make_batch(24, 32)
+    pipe = make_pipe(make(d_model=32), batch, {"pp": 2, "tp": 2}, remat="full")
+    (program,) = pipe.programs().programs
+    sizes = {a.shape[1:] for a in jax.tree.leaves(params["layers"])} | {
+        a.shape for a in jax.tree.leaves(params["ends"])
+    }
+    for line in lines(program.hlo, "all-gather"):
+        shape = line.split("[", 1)[1].split("]")[0]
+        assert tuple(map(int, filter(None, shape.split(",")))) not in sizes - {(32,)}, line
+
+
+REFUSED = [
+    ({"tp": 3}, {}, "model.num_heads=4 is not a multiple of tp=3"),
+    ({"tp": 4}, {"model": {"num_heads": 12, "d_model": 48, "num_kv_heads": 6}}, "neither is a multiple of the other"),
+    ({"cp": 4}, {"num_tokens": 7}, r"7 tokens are fewer than the 2\*cp = 2\*4 = 8 pieces .* Use cp=3 at most"),
+    ({"cp": 2, "pp": 2}, {"context": "ring"}, "context=ring with cp=2 .* Use context=gather, executor=mpmd, or idle="),
+    ({"cp": 2}, {"context": "rong"}, "context=rong is not one of gather, ring"),
+    ({"cp": 2}, {"model": {"attention": "pallas"}}, "mesh.cp=2 merges parts of a softmax, which pallas does not give"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "how", "message"), REFUSED)
+def test_what_cannot_be_divided_is_refused(mesh, how, message):
+    with pytest.raises(ConfigError, match=message):
+        difference(mesh, **how)
+
+
+def test_a_model_that_says_not_how_is_refused():
+    stack = ppctl.mlp(num_layers=4, input_dim=3, target_dim=2, d_model=8)
+    batch = {"inputs": np.zeros((8, 3)), "targets": np.zeros((8, 2))}
+    with pytest.raises(ConfigError, match="tp=2 cp=1 divide the stages of models that say how"):
+        make_pipe(stack, batch, {"tp": 2})
