@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
+from typing import Any
 
 from ppctl.config.checks import at_least, choice
 
@@ -50,22 +51,32 @@ class Mesh:
         """
         return axes_text(dict(zip(AXES, self.sizes, strict=True)))
 
+    @property
+    def submesh_text(self) -> str:
+        """Return the axes of the devices of one rank.
+
+        >>> Mesh(2, 4).submesh_text
+        'dp=2 fsdp=1'
+        """
+        return " ".join(word for word in self.axes_text.split() if not word.startswith("pp="))
+
     def check(self) -> None:
         for axis in AXES:
             at_least(f"mesh.{axis}", getattr(self, axis), 1)
         choice("mesh.order", self.order, ORDERS)
 
 
-def axes_text(sizes: Mapping[str, int]) -> str:
-    """Return the axes with their sizes, of more than three those that divide anything."""
-    return " ".join(f"{axis}={sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1 or axis in AXES[:3])
+def axes_text(sizes: Mapping[str, Any]) -> str:
+    """Return the axes that there are with their sizes, tp and cp where they divide anything."""
+    shown = (axis for axis in AXES if axis in sizes and (axis in AXES[:3] or sizes[axis] != 1))
+    return " ".join(f"{axis}={sizes[axis]}" for axis in shown)
 
 
-def mesh_text(sizes: tuple[int, ...]) -> str:
+def mesh_text(sizes: tuple[Any, ...]) -> str:
     """Return sizes of a mesh as one types them.
 
     >>> mesh_text((2, 4, 1)), mesh_text((2, 4, 1, 2))
     ('2x4', '2x4x1x2')
     """
-    used = max((place for place, size in enumerate(sizes) if size > 1 or place < 2), default=0)
+    used = max((place for place, size in enumerate(sizes) if size != 1 or place < 2), default=0)
     return "x".join(map(str, sizes[: used + 1]))

@@ -10,7 +10,7 @@ Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv hea
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -54,6 +54,11 @@ def backward(
     arrays = q_BTNH, k_BSGH, v_BSGH, log_sums, g_BTNH, out_BTNH
     dq, dk, dv, _ = _call(BACKWARD, causal, results, [BTNH, BTNH, BTNH, None], products, *arrays)
     return dq.transpose(0, 2, 1, 3), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+def is_unmasked(params: Mapping[str, Any]) -> bool:
+    """Return whether an equation with these parameters is one of CALLS in which all queries attend to all keys."""
+    return params.get("target_name") in CALLS and '"NO_MASK"' in str(params.get("legacy_backend_config"))
 
 
 def flops(call: str, shape: tuple[int, ...], num_keys: int) -> int:

@@ -47,6 +47,8 @@ class PlannedLayout:
     fsdp: int
     rank_layers: int  # of the rank that holds most, with padding
     chunk_layers: int  # of its largest chunk, with padding
+    tp: int = 1
+    cp: int = 1
 
     @property
     def replicas(self) -> int:
@@ -54,9 +56,11 @@ class PlannedLayout:
         return self.dp * self.fsdp
 
     def links(self, machine: Machine) -> dict[str, Link]:
-        """Return the link of each axis, and of fsdp and pp together as "both"."""
-        links = machine.links({"dp": self.dp, "pp": self.pp, "fsdp": self.fsdp})
-        return links | {"both": links["fsdp" if links["pp"] == machine.link else "pp"]}
+        """Return the link of each axis, of pp and fsdp together as "both", and of dp and cp as "replicas"."""
+        sizes = {"dp": self.dp, "pp": self.pp, "fsdp": self.fsdp, "tp": self.tp, "cp": self.cp}
+        links = machine.links(sizes)
+        both = {"both": ("pp", "fsdp"), "replicas": ("dp", "cp")}
+        return links | {name: links[b if links[a] == machine.link else a] for name, (a, b) in both.items()}
 
 
 def adds_in_place(layout: PlannedLayout, *, adds: bool, unroll: float) -> bool:
@@ -69,7 +73,7 @@ def adds_in_place(layout: PlannedLayout, *, adds: bool, unroll: float) -> bool:
 
 @dataclass(frozen=True)
 class ParamBytes:
-    """Sizes of parameters, as the optimizer keeps them."""
+    """Sizes of parameters, as the optimizer keeps them; where tp divides them, of one device's shards."""
 
     layer: int
     embed_head: int  # of embedding and head together
@@ -96,18 +100,21 @@ def op_times(
     in_place = adds_in_place(layout, adds=machine.speed.adds, unroll=machine.unroll)
     speed = replace(machine.speed, adds=in_place)
 
+    links, sizes = layout.links(machine), {"tp": layout.tp, "cp": layout.cp}
+
     def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
-        f, i, w = (
-            speed.seconds(ops, microbatch_examples)
-            for ops in (piece.forward, (*again, *piece.input_grad), piece.weight_grad)
-        )
+        parts = piece.forward, (*again, *piece.input_grad), piece.weight_grad
+        f, i, w = (speed.seconds(ops, microbatch_examples) + sum(map(sent_s, ops)) for ops in parts)
         return PieceTimes(f, i, w)
+
+    def sent_s(op: Op) -> float:
+        """Seconds of what devices that divide a stage send each other: nothing is computed meanwhile."""
+        return 0.0 if op.axis is None else op.sent_s(microbatch_examples, links[op.axis], sizes[op.axis])
 
     setting, layer, again = Remat.of(remat), work.layer, ()
     if setting.recomputes:  # of a stage (remat=full) the input of each layer is recomputed too
         again = layer.forward if layer.redo is None or setting.keeps_input_only else layer.redo
 
-    links = layout.links(machine)
     hop_s = links["pp"].hop_s(microbatch_examples * work.x_bytes) if layout.pp > 1 else 0.0
     gather_s = links["fsdp"].gather_s(layout.chunk_layers * params.layer, layout.fsdp)
     return OpTimes(
@@ -143,7 +150,7 @@ def exchange_s(
     links = layout.links(machine)
     layers_s = links["fsdp"].gather_s(layers, layout.fsdp)  # gathered, or summed and scattered
     embed_head_s = links["both"].gather_s(embed_head, layout.pp * layout.fsdp)
-    sum_s = links["dp"].sum_s(_held(params, layout), layout.dp)
+    sum_s = links["replicas"].sum_s(_held(params, layout), layout.dp * layout.cp)
     cast_s = casts * (layers + embed_head) * (1 + params.compute_ratio) / machine.speed.bytes_per_s
     return layers_s * (1 + gathers_layers) + embed_head_s * 2 + sum_s + cast_s
 

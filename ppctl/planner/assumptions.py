@@ -35,7 +35,14 @@ def assumptions(job: TrainingJob, *, is_timed: bool) -> tuple[str, ...]:
 
 
 def _of_the_layout(job: TrainingJob) -> Iterator[str]:
-    yield "whole layers on each device (no tensor or sequence parallelism)"
+    axes, mesh = job.pipe.execution.axes, job.config.mesh
+    if axes.num_devices == 1:
+        yield "whole layers on each device (no tensor or sequence parallelism)"
+    if mesh.tp > 1:
+        rows = "with" if axes.sequence_parallel else "without"
+        yield f"layers divided over tp={mesh.tp}, {rows} sequence parallelism"
+    if mesh.cp > 1:
+        yield f"sequences divided over cp={mesh.cp}, keys and values by executor.context={axes.context}"
     yield f"equal microbatches ({job.pipe.model.microbatch['inputs'].shape[0]} examples a device)"
     yield "equal layers and devices" if job.pipe.stack.are_alike else "layers by their FLOPs, equal devices"
     if isinstance(job.config.model, Transformer):
@@ -103,6 +110,8 @@ def _overlap(job: TrainingJob) -> Iterator[str]:
     if pipe.execution.in_ticks and pipe.execution.gather == "tick" and mesh.fsdp > 1:
         yield "gathers of layers before each task, sums of gradients and the optimizer after all, no overlap"
     elif mesh.num_devices > 1:
+        if mesh.tp * mesh.cp > 1:
+            yield "nothing computed while devices along tp or cp send"
         yield "gathers of parameters before all tasks, sums of gradients and the optimizer after, no overlap"
     else:
         yield "the optimizer after all tasks"

@@ -42,7 +42,10 @@ def work_of(model: Model) -> ModelWork:
 
 @lru_cache(8)
 def _work_of(of: _Counted) -> ModelWork:
-    model = of.model
+    return of.model.traced(lambda: _counted_work(of.model))
+
+
+def _counted_work(model: Model) -> ModelWork:
     few, many = counted = [CountedModel(model, number) for number in EXAMPLES]
     number = 1 if model.stack.are_alike else model.stack.num_layers
     layers = [_piece(few.layer(l), many.layer(l)) for l in range(number)]
@@ -133,7 +136,7 @@ class CountedModel:
             ops_of(lambda w, x: stage.forward(w, slots, x), w, x),
             ops_of(lambda w, s, gy: stage.input_grad(w, slots, s, lambda _: (gy, None))[:2], w, stash, x),
             ops_of(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, slots, p)), w, pending, [self.model.layer]),
-            [op for op in kept if op.flops],
+            [op for op in kept if op.flops or op.axis is not None],
         )
 
     def embed(self) -> tuple[list[Op], ...]:
@@ -177,8 +180,8 @@ def _affine(few: list[Op], many: list[Op]) -> tuple[Op, ...]:
     for a, b in zip(few, many, strict=True):
         traffic = _extent(a.bytes, b.bytes)
         flops = (b.flops - a.flops) / (high - low)
-        shape = _shape(a.shape, b.shape)
-        grown.append(Op(flops, traffic.each, traffic.fixed, kernel=a.kernel, shape=shape, sum_bytes=a.sum_bytes))
+        shape, times = _shape(a.shape, b.shape), _extent(a.times.fixed, b.times.fixed)
+        grown.append(replace(a, flops=flops, bytes=traffic.each, fixed_bytes=traffic.fixed, shape=shape, times=times))
     return tuple(op for op in grown if not op.is_nothing)
 
 

@@ -15,7 +15,7 @@ from ppctl.executors.mpmd.plan import TASKS, ProgramId
 from ppctl.planner.analytic import adds_in_place
 from ppctl.planner.count import work_of
 from ppctl.planner.sizes import Microbatch, reference_bytes, task_bytes, workspace_bytes
-from ppctl.planner.step_time import hardware_of, layout_of, param_bytes
+from ppctl.planner.step_time import hardware_of, layout_of, param_bytes_of
 from ppctl.reports.terminal import size_text
 from ppctl.training.gpu_memory import JAX_MEMORY_FRACTION, MOST_MEMORY_FRACTION, MemoryShare, is_gpu, memory_share
 from ppctl.training.job import TrainingJob
@@ -27,7 +27,7 @@ GIB = 2**30
 def predicted_memory(job: TrainingJob) -> tuple[Mapping[str, int], ...]:
     """Return for each rank the bytes of one device by part, temporaries as counted; nothing is compiled."""
     pipe, hardware = job.pipe, hardware_of(job)
-    work, params, layout = work_of(job.counted_model), param_bytes(pipe.states.natural, pipe.dtype), layout_of(pipe)
+    work, params, layout = work_of(job.counted_model), param_bytes_of(pipe), layout_of(pipe)
     examples, remat = pipe.model.microbatch["inputs"].shape[0], pipe.execution.remat
     unroll, keeps_input = pipe.execution.unroll, remat.keeps_input_only
     can_add = hardware is not None and hardware.adds_products

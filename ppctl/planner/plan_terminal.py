@@ -78,7 +78,7 @@ def show_plan(found: Prediction, config: Config) -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if found.stages:
-        show_stages(console, found.stages, (config.mesh.dp, config.mesh.fsdp))
+        show_stages(console, found.stages, config.mesh.submesh_text)
     if found.layers:
         show_table(console, LAYERS_TITLE, LAYERS_COLUMNS, layer_rows(found.layers))
     ranks = shown_ranks(found, MOST_COLUMNS)
@@ -110,8 +110,8 @@ def costs_text(found: Prediction) -> str | None:
     return f"{' '.join(words)} for `ppctl schedule`: relative to a forward through 1/p of the model, {forward_s:.3g} s"
 
 
-def show_stages(console: Console, stages: Sequence[StagePart], submesh: tuple[int, int]) -> None:
-    """Print the stages, up to `MOST_STAGES`, else the first, the slowest and the last. submesh: dp, fsdp."""
+def show_stages(console: Console, stages: Sequence[StagePart], submesh: str) -> None:
+    """Print the stages, up to `MOST_STAGES`, else the first, the slowest and the last. submesh: its axes."""
     last = len(stages) - 1
     slowest = max(range(last + 1), key=lambda s: (stages[s].forward_s or 0.0) + (stages[s].backward_s or 0.0))
     which = range(last + 1) if last < MOST_STAGES else sorted({0, slowest, last})
@@ -121,7 +121,7 @@ def show_stages(console: Console, stages: Sequence[StagePart], submesh: tuple[in
             str(s),
             _range(stages[s].first_layer, stages[s].num_layers),
             str(stages[s].rank),
-            f"dp={submesh[0]} fsdp={submesh[1]}",
+            submesh,
             *([_devices(stages[s].devices)] if have_devices else []),
             forward_text(stages[s]),
             seconds_text(stages[s].backward_s),

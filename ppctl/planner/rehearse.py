@@ -34,7 +34,7 @@ from ppctl.planner.step_time import (
     layout_of,
     machine_of,
     mfu_of,
-    param_bytes,
+    param_bytes_of,
     predicted_time,
 )
 from ppctl.schedule.costs import Costs
@@ -101,6 +101,9 @@ def _check(config: Config) -> None:
         refused = f"run.distributed={config.run.distributed} joins processes, but one device runs. Leave it out"
     elif isinstance(config.costs, Measure):
         refused = "costs=measure times pieces of a model, a rehearsal whole ranks. Leave it out"
+    elif config.mesh.tp * config.mesh.cp > 1:
+        axes = f"mesh.tp={config.mesh.tp} mesh.cp={config.mesh.cp}"
+        refused = f"{axes} divide a rank over several. Use mesh.tp=1 mesh.cp=1, or `ppctl plan`"
     if refused is not None:
         raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
 
@@ -239,7 +242,7 @@ class Simulated:
     def _op_times(self) -> OpTimes:
         pipe, times = self.job.pipe, self.ran.values()
         each_tick = pipe.execution.in_ticks and pipe.execution.gather == "tick"
-        params = param_bytes(pipe.states.natural, pipe.dtype)
+        params = param_bytes_of(pipe)
         exchanged_s = exchange_s(params, self.machine, layout_of(pipe), gathers_layers=not each_tick)
         alone = mean(each.tasks.cpu_s / each.tasks.wall_s for each in times)  # cores that a rank keeps busy
         return OpTimes(

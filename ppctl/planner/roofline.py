@@ -15,6 +15,7 @@ TILE = 128, 256  # of a matrix product's result that a core makes at a time, eit
 LEAST_DEPTH = 128  # of the numbers that are summed up, of a core's share where several cores make one tile
 
 Kernel = Literal["product", "attention_forward", "attention_backward"]
+Collective = Literal["gather", "sum", "hop"]  # gather: or a sum that is scattered
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Op:
 
     sum_bytes: of the sum that a product's result is added to, read and written, whatever the examples; a pass of its
     own where the device's products do not add.
+    axis: of the mesh, along which devices that divide a stage send: bytes are then those of the array that is gathered,
+    summed, scattered or handed on, and go by a link, not by memory.
     """
 
     flops: float
@@ -74,6 +77,17 @@ class Op:
     kernel: Kernel = "product"  # what computes the FLOPs, if there are any
     shape: ProductShape | None = None  # of matrix products
     sum_bytes: float = 0.0
+    axis: str | None = None
+    collective: Collective = "gather"
+    times: Extent = Extent(fixed=1.0)  # that it is sent, each time a part of the bytes
+
+    def sent_s(self, examples: float, link: Link, size: int) -> float:
+        """Return the seconds of a collective over `size` devices."""
+        times = self.times.of(examples)
+        num_bytes = (examples * self.bytes + self.fixed_bytes) / times
+        if self.collective == "hop":
+            return times * link.hop_s(num_bytes)
+        return times * (link.gather_s(num_bytes, size) if self.collective == "gather" else link.sum_s(num_bytes, size))
 
     @property
     def is_nothing(self) -> bool:
@@ -101,7 +115,7 @@ class Speed:
         >>> Speed(flops_per_s=100.0, bytes_per_s=10.0).seconds([Op(50.0, 1.0), Op(0.0, 1.0, fixed_bytes=2.0)], 4)
         2.6
         """
-        return sum(self._seconds(op, examples) for op in ops)
+        return sum(self._seconds(op, examples) for op in ops if op.axis is None)
 
     def _seconds(self, op: Op, examples: float) -> float:
         traffic, added = examples * op.bytes + op.fixed_bytes, op.sum_bytes

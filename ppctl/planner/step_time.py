@@ -65,6 +65,11 @@ def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
             f"costs=measure times devices that are here, but plan.topology={config.plan.topology} describes "
             "others. Use costs=analytic."
         )
+    if config.mesh.tp * config.mesh.cp > 1:
+        raise ConfigError(
+            f"costs=measure times pieces of a model on devices by themselves, but mesh.tp={config.mesh.tp} "
+            f"mesh.cp={config.mesh.cp} divide each over several. Use costs=analytic."
+        )
     return measured_op_times(job, cache_dir(request))
 
 
@@ -76,7 +81,7 @@ def counted_op_times(job: TrainingJob, machine: Machine) -> OpTimes:
         casts = job.config.schedule.num_microbatches  # and each casts the parameters
     return analytic.op_times(
         work_of(job.counted_model),
-        param_bytes(pipe.states.natural, pipe.dtype),
+        param_bytes_of(pipe),
         machine,
         layout_of(pipe),
         microbatch_examples=pipe.model.microbatch["inputs"].shape[0],
@@ -92,7 +97,8 @@ def layout_of(pipe: Pipeline) -> PlannedLayout:
     held = [sum(n for n, r in zip(sizes, rank_of, strict=True) if r == rank) for rank in set(rank_of)]
     largest = max(sizes) * pipe.schedule.num_chunks if pipe.execution.in_ticks else max(held)
     axes = pipe.mesh.shape
-    return PlannedLayout(axes["dp"], axes["pp"], axes["fsdp"], largest, chunk_layers=max(sizes))
+    inside = {"tp": axes["tp"], "cp": axes["cp"]}
+    return PlannedLayout(axes["dp"], axes["pp"], axes["fsdp"], largest, chunk_layers=max(sizes), **inside)
 
 
 def device_kind(pipe: Pipeline) -> str:
@@ -172,6 +178,12 @@ def mfu_of(job: TrainingJob, step_s: float | None, flops: ModelFlops) -> Mfu:
         return Mfu(None, None)
     most = step_s * peak * job.pipe.mesh.size
     return Mfu(flops.full / most, flops.causal / most)
+
+
+def param_bytes_of(pipe: Pipeline) -> ParamBytes:
+    """Return the sizes of the parameters of a model, of one device's shards over tp."""
+    whole = param_bytes(pipe.states.natural, pipe.dtype)
+    return replace(whole, layer=tree_bytes(pipe.model.layer), embed_head=tree_bytes(pipe.model.ends))
 
 
 def param_bytes(state: Tree, dtype: Any) -> ParamBytes:

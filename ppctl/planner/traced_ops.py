@@ -20,7 +20,7 @@ from jax.extend import core
 from ppctl.executors.stage.flops import PALLAS, PRODUCTS, equation_flops
 from ppctl.executors.stage.jaxprs import demand, flatten, is_literal, is_scan
 from ppctl.model import cudnn_attention
-from ppctl.planner.roofline import Extent, Kernel, Op, ProductShape
+from ppctl.planner.roofline import Collective, Extent, Kernel, Op, ProductShape
 
 Tree = Any
 SPLASH = "splash_"  # begins the names of JAX's Pallas kernels of attention, such as splash_mha_fwd
@@ -28,6 +28,11 @@ VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "reduce_preci
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
 SCATTER = "scatter"  # begins the names of operations that write whole arrays, and then some places again
 ADDITIONS = ("add", "add_any")
+COLLECTIVES: dict[str, Collective] = {
+    **dict.fromkeys(("all_gather", "reduce_scatter"), "gather"),
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax"), "sum"),
+    "ppermute": "hop",
+}
 EXPENSIVE = ("tanh", "exp", "log", "erf", "logistic", "sin", "cos", "pow", "log1p", "expm1")
 
 
@@ -90,9 +95,13 @@ class Program:
         found, passes = list[Op](), set[tuple]()
         for eqn in self.eqns:
             name = eqn.primitive.name
-            if _is_product(eqn):
+            if name in COLLECTIVES:
+                found += _sent(eqn)
+            elif _is_product(eqn):
                 traffic = sum(map(_size, (*eqn.invars, *eqn.outvars)))
                 flops, shape = float(equation_flops(eqn)), _product_shape(eqn)
+                if cudnn_attention.is_unmasked(eqn.params):
+                    flops *= 2  # the kernels' speed is known of causal attention, of which all pairs count and half run
                 found.append(Op(flops, traffic, kernel=_kernel(eqn), shape=shape, sum_bytes=self.added_bytes(eqn)))
             elif is_scan(eqn):
                 length = eqn.params["length"]  # its iterations run one after the other
@@ -126,7 +135,7 @@ class Program:
         eqn = self.maker.get(id(v))
         if eqn is None or id(v) in self.written or _is_product(eqn) or is_scan(eqn):
             return True
-        return eqn.primitive.name in (*REDUCTIONS, *self.kept)
+        return eqn.primitive.name in (*REDUCTIONS, *COLLECTIVES, *self.kept)
 
     def peak_bytes(self) -> int:
         made = {
@@ -204,7 +213,16 @@ class Program:
 
 
 def _times(length: int, op: Op) -> Op:
-    return replace(op, flops=length * op.flops, bytes=length * op.bytes, sum_bytes=length * op.sum_bytes)
+    times = Extent(fixed=length * op.times.fixed)
+    return replace(op, flops=length * op.flops, bytes=length * op.bytes, sum_bytes=length * op.sum_bytes, times=times)
+
+
+def _sent(eqn: core.JaxprEqn) -> list[Op]:
+    """Return a collective over an axis as an operation for each array: the whole array that devices have parts of."""
+    names = eqn.params.get("axis_name", eqn.params.get("axes"))
+    axis = names[0] if isinstance(names, tuple) else names
+    arrays = eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars
+    return [Op(0.0, _size(v), axis=str(axis), collective=COLLECTIVES[eqn.primitive.name]) for v in arrays]
 
 
 def _is_product(eqn: core.JaxprEqn) -> bool:

@@ -93,7 +93,7 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
     show_table(console, "the fastest, as counted for the hardware", head, rows)
     if any(isinstance(config.partition, Explicit) for config in configs):
         say(f"stages as partition.layers takes them: {LETTERS}")
-    show_stages(console, _stages(found.best[0]), (found.best[0].mesh[0], found.best[0].mesh[2]))
+    show_stages(console, _stages(found.best[0]), configs[0].mesh.submesh_text)
     say(_about_pipelines(tuned, configs[0]))
     if tuned.roomier is not None:
         say(tuned.roomier.text)

@@ -68,7 +68,10 @@ class TrainingJob:
         is_of_ours = isinstance(self.config.model, settings.Transformer)
         if not is_of_ours or isinstance(asked, settings.AutoHardware) or device.device_kind in asked.device_kinds:
             return self.pipe.model
-        return replace(self.pipe.model, stack=stack_for(asked, self.config, self.data, self.pipe.dtype, device))
+        model, stack = self.pipe.model, stack_for(asked, self.config, self.data, self.pipe.dtype, device)
+        if model.axes.num_devices > 1 and stack.divided is not None:
+            stack = stack.divided(model.axes)
+        return replace(model, stack=stack)
 
     @cached_property
     def counted_device(self) -> Any:

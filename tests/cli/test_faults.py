@@ -40,7 +40,8 @@ FAULTS = [
     ("train num_layers=3", "num_layers is not a part of the config. Did you mean model.num_layers"),
     ("train schedule.num_layers=3", "schedule.num_layers is not a setting of .* Did you mean model.num_layers"),
     ("train run.checkpoint.evry=3", "run.checkpoint.evry is not a setting of run. Did you mean run.checkpoint.every"),
-    ("train mesh.tp=2", "mesh.tp is not a setting of mesh=2x4x1.* .settings: dp, pp, fsdp"),
+    ("train mesh.ep=2", "mesh.ep is not a setting of mesh=2x4x1.* .settings: dp, pp, fsdp, tp, cp, order"),
+    ("train mesh.pp=2 mesh.tp=3", "model.num_heads=4 is not a multiple of mesh.tp=3: .* Use mesh.tp=2, or other sizes"),
     ("train mesh.pp.x=2", "mesh.pp.x: mesh.pp is one value, with nothing below it"),
     (
         "train schedule=gpipe schedule.num_chunks=2",
@@ -85,10 +86,10 @@ FAULTS = [
     ("train schedule.name=gpipe", "the choice of schedule sets its name. Use schedule=gpipe"),
     ("train schedule={name:gpipe}", "schedule.name=gpipe, but the choice is schedule=interleaved. Use schedule=gpipe"),
     ("train partition=balancd", "partition=balancd is not an option of .* Did you mean partition=balanced"),
-    ("train mesh=2x", "mesh=2x is not a mesh. Write DPxPP or DPxPPxFSDP"),
+    ("train mesh=2x", "mesh=2x is not a mesh. Write DPxPP, DPxPPxFSDP or DPxPPxFSDPxTPxCP"),
     ("train mesh=foo", "mesh=foo is not a mesh"),
     ("train mesh=0x4", "mesh=0x4 is not a mesh. .*at least 1"),
-    ("train mesh=2x2x2x2", "mesh=2x2x2x2 is not a mesh"),
+    ("train mesh=1x1x1x1x1x1", "mesh=1x1x1x1x1x1 is not a mesh"),
     ("train mesh=4", "mesh=4 is not a mesh"),
     ("train --multirun mesh=1x2,2x", "mesh=2x is not a mesh"),
     # values

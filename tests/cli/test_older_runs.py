@@ -104,7 +104,7 @@ def test_settings_that_no_request_can_have_are_named():
     config = asdict(before)
     config["schedule"] = {"name": "ours", "num_microbatches": 4}
     config["model"]["dropout"] = 0.5
-    config["mesh"]["tp"] = 2
+    config["mesh"]["ep"] = 2
     del config["data"]
     _, notes = reconstructed(config, "runs/tiny")
     assert {

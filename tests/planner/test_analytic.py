@@ -41,7 +41,7 @@ def test_an_axis_has_the_slow_link_where_any_of_its_groups_leaves_a_host(host_de
         devices = [
             SimpleNamespace(platform="gpu", slice_index=k // host_devices, process_index=0) for k in range(number)
         ]
-        hosts = np.vectorize(lambda device: device.slice_index)(laid_out(devices, sizes, order))
+        hosts = np.vectorize(lambda device: device.slice_index)(laid_out(devices, (*sizes, 1, 1), order))[..., 0, 0]
         dp, pp, fsdp = sizes
         lines = {  # the devices of a line communicate
             "dp": hosts.reshape(dp, -1).T,

@@ -46,7 +46,7 @@ def ring_s(found, mesh):
     for name, axes, num_bytes, _ in found:
         size = 1
         for axis in axes:
-            size *= size_of[axis]
+            size *= size_of.get(axis, 1)  # tp and cp are 1
         rounds = {"all_gather": 1, "reduce_scatter": 1, "psum": 2}[name]
         total += rounds * (size - 1) * num_bytes / size / 3.0
     return total

@@ -235,7 +235,7 @@ def test_a_tick_moves_a_value_to_both_neighbours(runs, num_ranks):
         for i in range(1, count):
             if i % 3 > 0:
                 slots[:, i % SLOTS] = np.roll(slots[:, (i + 1) % SLOTS], step)
-        assert (moved == slots[None, :, None, :, None]).all()
+        assert (moved == slots[None, :, None, None, None, :, None]).all()
 
 
 def test_starting_a_task_takes_some_time_and_nothing_is_lost(monkeypatch):
