@@ -22,7 +22,7 @@ from ppctl.config.schedule_from_config import pipeline_of
 from ppctl.config.sources import Sources, sources
 from ppctl.data import BUILDERS, DataSet
 from ppctl.data.sizes import sized
-from ppctl.executors.mesh import make_mesh, repeated_mesh
+from ppctl.executors.mesh import AXES, check_tp_of_hosts, make_mesh, repeated_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.flops import RelativeCosts, matmul_flops
@@ -33,7 +33,7 @@ from ppctl.schedule.partition.partition import Partition, explicit, stages_text,
 from ppctl.schedule.ticks import Ticks
 from ppctl.training import optim
 from ppctl.training.gpu_memory import check_memory_fraction
-from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, of_topology
+from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, host_devices, of_topology
 from ppctl.training.models import make_stack
 from ppctl.training.pipeline import Pipeline, pipeline
 from ppctl.training.start import start_jax
@@ -118,6 +118,14 @@ def _device_of(config: Config, device: Any) -> Any:
     return device if hardware is None else described_device(hardware) or device
 
 
+def _check_hosts(config: Config) -> None:
+    """Raise ConfigError where tp would go over several hosts of the hardware that is described."""
+    hardware, number = config.hardware, config.mesh.num_devices
+    of_host = host_devices(hardware, config.plan.topology) if isinstance(hardware, settings.Hardware) else None
+    if of_host is not None and number > of_host:
+        check_tp_of_hosts(dict(zip(AXES, config.mesh.sizes, strict=True)), config.mesh.order, number, of_host)
+
+
 def assemble(
     config: Config, *, default_dtype: str = DEFAULT_DTYPE, on_one_device: bool = False, only_planned: bool = False
 ) -> TrainingJob:
@@ -128,6 +136,7 @@ def assemble(
     those of the mesh, but it does not train.
     """
     schedule, lowered, partition = plan(config)
+    _check_hosts(config)
     dtype_name = config.run.dtype or default_dtype
     start_jax(config, dtype_name, num_devices=1 if on_one_device else None)
     mesh = _mesh_of(config, on_one_device=on_one_device)

@@ -31,8 +31,9 @@ def make_batch(num_tokens, vocab_size, batch_size=8):
 
 def make_pipe(stack, batch, mesh, **how):
     how = {"schedule": "gpipe", "num_microbatches": 2, "remat": "none", "optimizer": optax.sgd(0.1)} | how
+    how = {"dtype": jnp.float64} | how
     sizes = {"dp": 1, "pp": 1, "fsdp": 1} | mesh
-    return ppctl.pipeline(stack, mesh=make_mesh(**sizes), batch=batch, dtype=jnp.float64, **how)
+    return ppctl.pipeline(stack, mesh=make_mesh(**sizes), batch=batch, **how)
 
 
 def difference(mesh, model=None, num_tokens=16, vocab_size=32, **how):
@@ -144,3 +145,21 @@ def test_a_model_that_says_not_how_is_refused():
     batch = {"inputs": np.zeros((8, 3)), "targets": np.zeros((8, 2))}
     with pytest.raises(ConfigError, match="tp=2 cp=1 divide the stages of models that say how"):
         make_pipe(stack, batch, {"tp": 2})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+def test_ten_steps_in_float32_lose_what_the_reference_loses(executor):
+    stack, batch = ppctl.transformer(**SMALL, vocab_size=33), make_batch(17, 33)
+
+    def losses(**how):
+        pipe = make_pipe(stack, batch, how.pop("mesh"), optimizer=optax.adamw(1e-2), dtype=jnp.float32, **how)
+        state, found = pipe.init(seed=0), []
+        for _ in range(10):
+            state, metrics = pipe.step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    divided = losses(mesh={"pp": 2, "tp": 2, "cp": 2}, executor=executor)
+    np.testing.assert_allclose(divided, losses(mesh={}, executor="reference"), rtol=1e-6)
+    assert divided[-1] < divided[0]
