@@ -177,8 +177,8 @@ def wrong_option(group: str, option: str, names: Iterable[str]) -> str:
 def unknown_key(key: str, chosen: Mapping[str, tuple[str, type]]) -> str:
     """Return the message on a key that no chosen part has; `chosen` maps a part to its option and dataclass.
 
-    >>> unknown_key("mesh.pq", {"mesh": ("2x4", Mesh)})
-    'mesh.pq is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, fsdp, tp, cp, order)'
+    >>> unknown_key("mesh.ppp", {"mesh": ("2x4", Mesh)})
+    'mesh.ppp is not a setting of mesh=2x4. Did you mean mesh.pp? (settings: dp, pp, fsdp, tp, cp, order)'
     """
     part = key.split(".")[0]
     if part == "hydra":
