@@ -250,6 +250,11 @@ def test_a_plan_needs_neither_data_nor_devices():
             ScheduleError,
             r"num_microbatches=3 is not a multiple of num_ranks=2 \(interleaved\)",
         ),
+        (
+            {"mesh": Mesh(1, 2, tp=3)},
+            ConfigError,
+            r"model.num_heads=4 is not a multiple of tp=3: .* Use tp=2, or other sizes of the model",
+        ),
         ({"mesh": Mesh(8, 2)}, ConfigError, r"dp\*pp\*fsdp = 8\*2\*1 = 16 needs 16 devices, but there are \d+ \(cpu\)"),
         (
             {"model": small(vocab_size=8)},
