@@ -55,7 +55,7 @@ EXAMPLES = {
     "tune": (
         "ppctl tune mesh=2x4 data.batch_size=64 tune.measure=3",
         "ppctl tune hardware=h100 tune.devices=64 model.num_layers=64 model.d_model=8192 data.batch_size=512",
-        "ppctl tune executor=mpmd tune.schedules=[1f1b,zb_h1] tune.remat=[none]",
+        "ppctl tune executor=mpmd tune.schedules=[1f1b,zb_h1] tune.remat=[none] tune.tp=[1]",
     ),
     "inspect": (
         "ppctl inspect mesh=1x4 schedule=eager_1f1b",

@@ -21,6 +21,8 @@ class Tune:
     schedules: list[str] | None = None  # families to choose from; None: all that the executor runs
     remat: list[str] | None = None  # settings of executor.remat to choose from; None: all
     max_chunks: int = 4  # stages a rank, at most
+    tp: list[int] | None = None  # sizes of mesh.tp to choose from; None: those that suit the model, inside a host
+    cp: list[int] | None = None  # sizes of mesh.cp to choose from; None: those that leave 4096 tokens a device
     best: int = 10  # how many layouts are shown
     measure: int = 0  # how many of the best are run here for a few steps, and ranked by their measured step time
     recipe: str | None = "tuned"  # the best one is written to ./recipes/NAME.yaml; None: to no file
@@ -34,6 +36,11 @@ class Tune:
         above_zero("tune.memory_gib", self.memory_gib)
         tokens("tune.tokens", self.tokens)
         at_least("tune.max_chunks", self.max_chunks, 1)
+        for name, sizes in (("tp", self.tp), ("cp", self.cp)):
+            if sizes == []:
+                raise ConfigError(f"tune.{name}=[] leaves nothing to choose from. Use null, or sizes such as [1,2,4].")
+            for size in sizes or ():
+                at_least(f"tune.{name}", size, 1)
         at_least("tune.best", self.best, 1)
         at_least("tune.measure", self.measure, 0)
         if self.measure > self.best:

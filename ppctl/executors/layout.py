@@ -173,19 +173,6 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(convert, tree)
 
-    def of_tp(self, params: Tree) -> Tree:
-        """Return the shapes of one device's shards over tp of natural parameters {"ends", "layers"}."""
-
-        def convert(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            shard = self.shards.get(parameter_of(path))
-            if shard is None:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            shape = list(leaf.shape)
-            shape[is_layer(path) + shard.dim] = shard.padded // self.mesh.shape["tp"]
-            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-
-        return jax.tree_util.tree_map_with_path(convert, params)
-
     def staged_specs(self, tree: Tree) -> Tree:
         """Return the PartitionSpecs of a staged tree: layers over pp and fsdp, others over both, shards over tp."""
 
@@ -231,6 +218,20 @@ class Layout:
     def shardings(self, specs: Tree) -> Tree:
         """Return the NamedSharding of each PartitionSpec."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
+
+
+def shapes_on_device(params: Tree, shards: Mapping[tuple[str, ...], Shard], tp: int) -> Tree:
+    """Return the shapes of one device's shards over tp of natural parameters {"ends", "layers"}."""
+
+    def convert(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shard = shards.get(parameter_of(path))
+        if shard is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        shape = list(leaf.shape)
+        shape[is_layer(path) + shard.dim] = shard.padded // tp
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(convert, params)
 
 
 def gather_shards(tree: Tree, specs: Tree) -> Tree:

@@ -30,12 +30,15 @@ class Machine:
 
     def links(self, sizes: Mapping[str, int]) -> dict[str, Link]:
         """Return the slowest link of each axis of a mesh, which goes over as few hosts as hold it."""
+        return {axis: self.network if n > 1 and self.network else self.link for axis, n in self.over(sizes).items()}
+
+    def over(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return over how many hosts each axis of a mesh goes."""
         num_devices = prod(sizes.values())
         if self.network is None or self.host_devices is None or num_devices <= self.host_devices:
-            return dict.fromkeys(sizes, self.link)
+            return dict.fromkeys(sizes, 1)
         num_hosts, left = divmod(num_devices, self.host_devices)
-        over = dict(sizes) if left else over_hosts(sizes, self.order, num_hosts)  # hosts that are not full: the worst
-        return {axis: self.link if number == 1 else self.network for axis, number in over.items()}
+        return dict(sizes) if left else over_hosts(sizes, self.order, num_hosts)  # hosts that are not full: the worst
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,9 @@ class PlannedLayout:
     cp: int = 1
 
     @property
-    def replicas(self) -> int:
-        """How many pipelines run at the same time."""
-        return self.dp * self.fsdp
+    def rank_devices(self) -> int:
+        """The devices of a rank, which do the same at the same time."""
+        return self.dp * self.fsdp * self.tp * self.cp
 
     def links(self, machine: Machine) -> dict[str, Link]:
         """Return the link of each axis, of pp and fsdp together as "both", and of dp and cp as "replicas"."""

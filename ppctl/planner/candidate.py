@@ -15,7 +15,7 @@ from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.analytic import PlannedLayout, adds_in_place
 from ppctl.planner.op_times import StepTime, costs_of_stages, ticking_s
 from ppctl.planner.sizes import held_bytes, task_bytes, workspace_bytes
-from ppctl.planner.space import Bounds
+from ppctl.planner.space import Bounds, MeshSizes
 from ppctl.schedule.activations import peak_activations
 from ppctl.schedule.bounds import makespan_bound_s
 from ppctl.schedule.costs import task_costs
@@ -36,7 +36,7 @@ SAME = 1e-9  # relative
 class Candidate:
     """A layout with its predicted step time and memory."""
 
-    mesh: tuple[int, int, int]  # dp, pp, fsdp
+    mesh: MeshSizes
     family: str
     num_chunks: int
     num_microbatches: int
@@ -83,7 +83,7 @@ class LayoutPredictor:
 
         Cheapest check first: time of its work, memory by its order, time by simulation, memory of its slots.
         """
-        (dp, pp, fsdp), microbatch, is_spmd = bounds.mesh, bounds.microbatch, bounds.space.in_ticks
+        pp, microbatch, is_spmd = bounds.mesh.pp, bounds.microbatch, bounds.space.in_ticks
         peak = peak_formula(family, pp, microbatch.number, **knobs_of(family, chunks))
         share = least_share(bounds, family)
         if peak is not None and not self.has_room(bounds.with_stashes(peak * share)):
@@ -95,7 +95,7 @@ class LayoutPredictor:
             return None
         largest = max(sizes)
         most = largest * chunks if is_spmd else max(_sums(sizes, placed.rank_of))
-        layout = PlannedLayout(dp, pp, fsdp, most, largest)
+        layout = bounds.layout(most, largest)
         op_times = bounds.op_times_at(layout)
         relative = _relative_costs(sizes, bounds.space.layer_costs)
         keeps_input = Remat.of(microbatch.remat).keeps_input_only
@@ -121,10 +121,10 @@ class LayoutPredictor:
         times = list[dict[str, float]]()
         for key, schedule in zip(keys, schedules, strict=True):
             rows = rows_s(_rows(*key)[_shape(*key, microbatch.remat)], costs, chunks) if is_spmd else None
-            times.append(vars(ticking_s(op_times, schedule, rows, costs, layout.replicas)))
+            times.append(vars(ticking_s(op_times, schedule, rows, costs, layout.rank_devices)))
         time = StepTime(**along(numbers, times, microbatch.number))
         again = Remat.of(microbatch.remat).recomputed_layers(sizes)
-        recomputed = again * op_times.layer.forward_s * microbatch.number * layout.replicas / time.tasks_s
+        recomputed = again * op_times.layer.forward_s * microbatch.number * layout.rank_devices / time.tasks_s
         if time.total_s > last_s:
             return None
         if is_spmd:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -20,7 +21,7 @@ from ppctl.planner.traced_ops import bytes_to_make, ops_of, peak_bytes
 from ppctl.schedule.remat import Remat
 
 Tree = Any
-EXAMPLES = (2, 4)  # of a microbatch: all grows by equal steps with them; one alone is traced otherwise
+FEW = 2, 4, 8, 16  # examples of a microbatch, and twice as many: all grows by equal steps; one is traced otherwise
 
 
 @dataclass(frozen=True)
@@ -40,29 +41,27 @@ def work_of(model: Model) -> ModelWork:
     return _work_of(_Counted(model.stack, (*params, *example), str(jnp.dtype(model.dtype)), model))
 
 
-@lru_cache(8)
+@lru_cache(64)
 def _work_of(of: _Counted) -> ModelWork:
     return of.model.traced(lambda: _counted_work(of.model))
 
 
 def _counted_work(model: Model) -> ModelWork:
-    few, many = counted = [CountedModel(model, number) for number in EXAMPLES]
+    few, many = counted = [CountedModel(model, number) for number in (FEW[0], 2 * FEW[0])]
     number = 1 if model.stack.are_alike else model.stack.num_layers
-    layers = [_piece(few.layer(l), many.layer(l)) for l in range(number)]
+    layers = [_piece(model, lambda counted, l=l: counted.layer(l), few, many) for l in range(number)]
     pieces = {
-        "embed": _piece(few.embed(), many.embed()),
+        "embed": _piece(model, CountedModel.embed, few, many),
         "layer": layers[0] if number == 1 else _mean(layers),
-        "head": _piece(few.head(), many.head()),
+        "head": _piece(model, CountedModel.head, few, many),
     }
     stash, pending = {}, {}
     for remat in Remat:
         kept = [each.kept_bytes(remat) for each in counted]
-        stash[remat], pending[remat] = (
-            (high - low) // (EXAMPLES[1] - EXAMPLES[0]) for low, high in zip(*kept, strict=True)
-        )
+        stash[remat], pending[remat] = ((high - low) // FEW[0] for low, high in zip(*kept, strict=True))
     return ModelWork(
         **pieces,
-        x_bytes=tree_bytes(few.model.x) // EXAMPLES[0],
+        x_bytes=tree_bytes(few.model.x) // FEW[0],
         stash_bytes=stash,
         pending_bytes=pending,
         residual_bytes=_extent(few.residual_bytes(), many.residual_bytes()).each,
@@ -70,8 +69,17 @@ def _counted_work(model: Model) -> ModelWork:
     )
 
 
-def _piece(few: tuple[list[Op], ...], many: tuple[list[Op], ...]) -> PieceWork:
-    return PieceWork(*(_affine(a, b) for a, b in zip(few, many, strict=True)))
+def _piece(
+    model: Model, tasks: Callable[[CountedModel], tuple[list[Op], ...]], few: CountedModel, many: CountedModel
+) -> PieceWork:
+    """Return the work of a piece for one example. Where twice the examples run otherwise, such as in parts, of more."""
+    low, high = tasks(few), tasks(many)
+    for number in FEW:
+        if number > FEW[0]:
+            low, high = high, tasks(CountedModel(model, 2 * number))
+        if all(len(a) == len(b) for a, b in zip(low, high, strict=True)):
+            return PieceWork(*(_affine(a, b, number) for a, b in zip(low, high, strict=True)))
+    raise AssertionError(f"a piece runs otherwise at every number of examples up to {2 * FEW[-1]}")
 
 
 def _mean(layers: list[PieceWork]) -> PieceWork:
@@ -117,7 +125,7 @@ class CountedModel:
 
     def residual_bytes(self) -> int:
         """Return the bytes that the backward of a layer, a mean one where they differ, reads of its whole forward."""
-        layers = self.stages[Remat.FULL].layers
+        layers = self.stages[Remat.LAYER].layers  # its programs are those of remat=full
         found = [
             bytes_to_make(lambda w, x, layer=layer: layer.save(w, x)[1], self.weights[0], self.model.x)
             for layer in layers
@@ -174,29 +182,27 @@ class CountedModel:
         return self.model.keep(self.model.ends, self.model.uses[end])
 
 
-def _affine(few: list[Op], many: list[Op]) -> tuple[Op, ...]:
-    """Return the operations of one example, from those of few examples and of many."""
-    (low, high), grown = EXAMPLES, list[Op]()
+def _affine(few: list[Op], many: list[Op], number: int) -> tuple[Op, ...]:
+    """Return the operations of one example, from those of so many and of twice as many."""
+    grown = list[Op]()
     for a, b in zip(few, many, strict=True):
-        traffic = _extent(a.bytes, b.bytes)
-        flops = (b.flops - a.flops) / (high - low)
-        shape, times = _shape(a.shape, b.shape), _extent(a.times.fixed, b.times.fixed)
+        traffic = _extent(a.bytes, b.bytes, number)
+        flops = (b.flops - a.flops) / number
+        shape, times = _shape(a.shape, b.shape, number), _extent(a.times.fixed, b.times.fixed, number)
         grown.append(replace(a, flops=flops, bytes=traffic.each, fixed_bytes=traffic.fixed, shape=shape, times=times))
     return tuple(op for op in grown if not op.is_nothing)
 
 
-def _extent(few: float, many: float) -> Extent:
-    """Return what grows from `few` to `many` as EXAMPLES do."""
-    low, high = EXAMPLES
-    each = (many - few) / (high - low)
-    return Extent(each, few - low * each)
+def _extent(few: float, many: float, number: int = FEW[0]) -> Extent:
+    """Return what grows from `few`, of so many examples, to `many`, of twice as many."""
+    return Extent((many - few) / number, 2 * few - many)
 
 
-def _shape(few: ProductShape | None, many: ProductShape | None) -> ProductShape | None:
-    """Return the shape of a product, from those of few examples and of many."""
+def _shape(few: ProductShape | None, many: ProductShape | None, number: int) -> ProductShape | None:
+    """Return the shape of a product, likewise."""
     if few is None or many is None:
         return None
-    return ProductShape(*(_extent(a.fixed, b.fixed) for a, b in zip(_sizes(few), _sizes(many), strict=True)))
+    return ProductShape(*(_extent(a.fixed, b.fixed, number) for a, b in zip(_sizes(few), _sizes(many), strict=True)))
 
 
 def _sizes(shape: ProductShape) -> tuple[Extent, ...]:

@@ -101,7 +101,7 @@ def costs_of_stages(op_times: OpTimes, sizes: Sequence[float], *, keeps_input: b
 def step_time(
     op_times: OpTimes, schedule: Schedule, ticks: Ticks | None, costs: Costs, copies: int, *, masked: bool = False
 ) -> StepTime:
-    """Return the time of a step. `copies`: how many pipelines run at the same time (dp*fsdp).
+    """Return the time of a step. `copies`: the devices of a rank, which do the same at the same time.
 
     Free-running ranks where there are no ticks. Otherwise each tick lasts as long as its slowest rank, plus a hop.
     masked (executor.idle=compute): ranks without a task compute too, in ticks of pairs; see `_masked_s`.

@@ -7,17 +7,16 @@ until no bound is below the last of the best. Standard library only.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-from ppctl.planner.analytic import Machine, ParamBytes
+from ppctl.planner.analytic import Machine
 from ppctl.planner.candidate import Candidate, LayoutPredictor, knobs_of
-from ppctl.planner.roofline import ModelWork
 from ppctl.planner.sizes import Microbatch
-from ppctl.planner.space import Bounds, Space
+from ppctl.planner.space import Bounds, DeviceModel, MeshSizes, Space
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import BASELINE, FAMILIES, makespan_formula_s
 from ppctl.schedule.partition.cut import improved
@@ -52,11 +51,23 @@ class Found:
 
 
 class LayoutSearch:
-    """A search."""
+    """A search. models: by tp and cp, for those of the space."""
 
-    def __init__(self, space: Space, work: ModelWork, params: ParamBytes, machine: Machine):
-        self.space, self.work, self.params, self.machine = space, work, params, machine
+    def __init__(self, space: Space, models: Mapping[tuple[int, int], DeviceModel], machine: Machine):
+        self.space, self.models, self.machine = space, models, machine
         self.predictor = LayoutPredictor()
+
+    def bounds(self, mesh: MeshSizes, microbatch: Microbatch) -> Bounds:
+        """Return the lower bounds of a mesh with microbatches."""
+        return Bounds(self.space, *self.models[mesh.tp, mesh.cp], self.machine, mesh, microbatch)
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield all. tp lies inside a host."""
+        for mesh, microbatch in self.space.microbatches:
+            if self.machine.over(mesh._asdict())["tp"] > 1:
+                continue
+            bounds = self.bounds(mesh, microbatch)
+            yield from (Layout(bounds, *kind) for kind in self.space.kinds(mesh.pp))
 
     def run(self, keep: int = 10, *, room_bytes: float | None = None) -> Found:
         """Return the best `keep` layouts for devices with so much memory (None: as much as it takes)."""
@@ -66,7 +77,7 @@ class LayoutSearch:
 
     def _run(self, keep: int) -> Found:
         opened, refused = list[tuple[float, int, Layout]](), list[Layout]()  # opened: expected s, number
-        for number, layout in enumerate(self._layouts()):
+        for number, layout in enumerate(self.layouts()):
             if self.predictor.has_room(layout.bounds.memory):
                 opened.append((self._expected_s(layout), number, layout))
             else:
@@ -76,7 +87,7 @@ class LayoutSearch:
         alone: Candidate | None = None
         for _, _, layout in sorted(opened, key=lambda each: each[:2]):
             last_s, bound_s = best[-1].time.total_s if len(best) == keep else inf, layout.bound_s
-            is_alone = layout.bounds.mesh[1] == 1 and (alone is None or bound_s < alone.time.total_s)
+            is_alone = layout.bounds.mesh.pp == 1 and (alone is None or bound_s < alone.time.total_s)
             if bound_s > last_s and not is_alone:
                 continue
             before = self.predictor.num_refused
@@ -88,7 +99,7 @@ class LayoutSearch:
             best = sorted([*best, candidate], key=rank)[:keep]
             if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
                 alone = candidate
-        smallest = None if best else LayoutSearch(self.space, self.work, self.params, self.machine)._smallest()
+        smallest = None if best else LayoutSearch(self.space, self.models, self.machine)._smallest()
         counts = len(opened) + too_large, too_large, self.predictor.num_simulated
         return Found(tuple(best), alone, *counts, smallest, tuple(refused))
 
@@ -115,10 +126,10 @@ class LayoutSearch:
         return replace(found, best=tuple(best))  # one stage has one partition
 
     def _improved(self, candidate: Candidate) -> Candidate:
-        dp, _, fsdp = candidate.mesh
-        number, space = candidate.num_microbatches, self.space
-        microbatch = Microbatch(space.batch_size // (dp * fsdp * number), number, space.example_bytes, candidate.remat)
-        bounds = Bounds(space, self.work, self.params, self.machine, candidate.mesh, microbatch)
+        mesh, number, space = candidate.mesh, candidate.num_microbatches, self.space
+        examples = space.batch_size // (mesh.dp * mesh.fsdp * number)
+        microbatch = Microbatch(examples, number, space.example_bytes, candidate.remat)
+        bounds = self.bounds(mesh, microbatch)
         found = {candidate.partition: candidate}
 
         def simulated_s(partition: Partition) -> float:
@@ -136,7 +147,7 @@ class LayoutSearch:
     def _expected_s(self, layout: Layout) -> float:
         """Return an estimate by the closed form for equal stages: simulating good layouts first rules out most."""
         bounds, family, chunks = layout
-        op_times, pp, number = bounds.op_times, bounds.mesh[1], bounds.microbatch.number
+        op_times, pp, number = bounds.op_times, bounds.mesh.pp, bounds.microbatch.number
         layers, embed_head_s = self.space.num_layers / pp, (op_times.embed.all_s + op_times.head.all_s) / pp
         kinds = (op_times.layer.forward_s, op_times.layer.input_grad_s, op_times.layer.weight_grad_s)
         costs = Costs(*(layers * each_s + embed_head_s / 3 for each_s in kinds), transfer_s=op_times.hop_s)
@@ -148,15 +159,9 @@ class LayoutSearch:
         whole_s = makespan_formula_s(BASELINE, pp, number, replace(costs, transfer_s=0.0))
         return op_times.overhead_s + (formula_s or whole_s or number * costs.seconds("F", 0, 1) * 3)
 
-    def _layouts(self) -> Iterator[Layout]:
-        """Yield all."""
-        for mesh, microbatch in self.space.microbatches:
-            bounds = Bounds(self.space, self.work, self.params, self.machine, mesh, microbatch)
-            yield from (Layout(bounds, *kind) for kind in self.space.kinds(mesh[1]))
-
     def _smallest(self) -> Candidate | None:
         """Return the layout that needs the fewest bytes, None where none is possible."""
-        layouts = [(sum(each.bounds.memory.values()), number, each) for number, each in enumerate(self._layouts())]
+        layouts = [(sum(each.bounds.memory.values()), number, each) for number, each in enumerate(self.layouts())]
         smallest: Candidate | None = None
         for least, _, layout in sorted(layouts, key=lambda each: each[:2]):
             if smallest is not None and least >= smallest.total_bytes:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times
 from ppctl.planner.op_times import OpTimes
@@ -16,6 +17,23 @@ from ppctl.schedule.remat import Remat
 
 PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # the order, where several are as good
 CHUNKS = (2, 4, 8)  # stages a rank, of the families that take a number of them
+
+
+class MeshSizes(NamedTuple):
+    """The sizes of a mesh's axes."""
+
+    dp: int
+    pp: int
+    fsdp: int
+    tp: int = 1
+    cp: int = 1
+
+
+class DeviceModel(NamedTuple):
+    """A model as one device of a stage computes and holds it, where tp and cp divide it."""
+
+    work: ModelWork
+    params: ParamBytes
 
 
 @dataclass(frozen=True)
@@ -32,28 +50,36 @@ class Space:
     remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
     layer_costs: tuple[float, ...] | None = None  # relative, in means of them; None: all layers are alike
+    divisions: tuple[tuple[int, int], ...] = ((1, 1),)  # tp and cp
 
     @property
-    def meshes(self) -> Sequence[tuple[int, int, int]]:
-        """(dp, pp, fsdp), a layer for each rank at least.
+    def meshes(self) -> Sequence[MeshSizes]:
+        """A layer for each rank at least.
 
-        >>> Space(4, 2, 8, 1).meshes
+        >>> [tuple(mesh)[:3] for mesh in Space(4, 2, 8, 1).meshes]
         [(1, 1, 4), (2, 1, 2), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
         """
-        n = self.num_devices
-        return [(dp, pp, n // (dp * pp)) for pp in divisors(n) if pp <= self.num_layers for dp in divisors(n // pp)]
+        return [
+            MeshSizes(dp, pp, n // (dp * pp), tp, cp)
+            for tp, cp in self.divisions
+            if self.num_devices % (tp * cp) == 0
+            for n in [self.num_devices // (tp * cp)]
+            for pp in divisors(n)
+            if pp <= self.num_layers
+            for dp in divisors(n // pp)
+        ]
 
     @property
-    def microbatches(self) -> Iterator[tuple[tuple[int, int, int], Microbatch]]:
+    def microbatches(self) -> Iterator[tuple[MeshSizes, Microbatch]]:
         """Every mesh with every number of microbatches and every remat.
 
         Many microbatches are no waste: where they fit with remat=none, no forward is run again. (Tried and rejected: 8
         for each rank at most. 8.4e9 parameters, batches of 512 on 8 A100 took 1.24 times as long.)
         """
-        for (dp, pp, fsdp), remat in product(self.meshes, self.remats):
-            examples, left = divmod(self.batch_size, dp * fsdp)
+        for mesh, remat in product(self.meshes, self.remats):
+            examples, left = divmod(self.batch_size, mesh.dp * mesh.fsdp)
             for number in () if left else divisors(examples):
-                yield (dp, pp, fsdp), Microbatch(examples // number, number, self.example_bytes, remat)
+                yield mesh, Microbatch(examples // number, number, self.example_bytes, remat)
 
     def kinds(self, pp: int) -> Iterator[tuple[str, int]]:
         """Yield (family, stages a rank) of the schedules for pp ranks."""
@@ -73,14 +99,18 @@ class Bounds:
     work: ModelWork
     params: ParamBytes
     machine: Machine
-    mesh: tuple[int, int, int]
+    mesh: MeshSizes
     microbatch: Microbatch
+
+    def layout(self, rank_layers: int, chunk_layers: int) -> PlannedLayout:
+        """Return how the model lies on the mesh, with so many layers on its largest rank and in its largest chunk."""
+        return PlannedLayout(**self.mesh._asdict(), rank_layers=rank_layers, chunk_layers=chunk_layers)
 
     @cached_property
     def op_times(self) -> OpTimes:
         """Of ranks with equal shares."""
-        layers = -(-self.space.num_layers // self.mesh[1])
-        return self.op_times_at(PlannedLayout(*self.mesh, layers, layers))
+        layers = -(-self.space.num_layers // self.mesh.pp)
+        return self.op_times_at(self.layout(layers, layers))
 
     def op_times_at(self, layout: PlannedLayout) -> OpTimes:
         return op_times(
@@ -100,10 +130,8 @@ class Bounds:
 
     def with_stashes(self, number: float) -> Mapping[str, int]:
         """Return the same with so many microbatches, through all of the rank's layers."""
-        dp, pp, fsdp = self.mesh
-        layers = self.space.num_layers // pp
-        least = PlannedLayout(dp, pp, fsdp, layers, layers)
-        return held_bytes(self.work, self.params, least, self.microbatch, {"stash": number})
+        layers = self.space.num_layers // self.mesh.pp
+        return held_bytes(self.work, self.params, self.layout(layers, layers), self.microbatch, {"stash": number})
 
     def step_s(self, *, is_whole: bool = False) -> float:
         """Return a lower bound of the step time: its work, and the way to the ranks, with whole backwards also back.
@@ -111,7 +139,7 @@ class Bounds:
         Whatever the partition, no rank is done before the mean of all: its work, and the middle stages before it, of a
         layer each. With remat=full the last stage runs its forwards in its backwards, and may hold any layers.
         """
-        op_times, pp, number = self.op_times, self.mesh[1], self.microbatch.number
+        op_times, pp, number = self.op_times, self.mesh.pp, self.microbatch.number
         layer, embed_head_s = op_times.layer, op_times.embed.all_s + op_times.head.all_s
         is_left_to_backward = Remat.of(self.microbatch.remat).keeps_input_only
         last_s = layer.all_s - (layer.forward_s if is_left_to_backward else 0.0)  # of a layer of that stage
@@ -122,9 +150,8 @@ class Bounds:
             way_s += layer.input_grad_s + layer.weight_grad_s
         way_s *= min(self.space.layer_costs or (1.0,))
         rank_s += (pp - 1) / 2 * (hops * op_times.hop_s + max(0, pp - 2) / pp * way_s)
-        together_s = (
-            number * (self.space.num_layers * last_s + embed_head_s) * self.mesh[0] * self.mesh[2] / op_times.capacity
-        )
+        rank_devices = self.space.num_devices // pp
+        together_s = number * (self.space.num_layers * last_s + embed_head_s) * rank_devices / op_times.capacity
         return max(rank_s, together_s) + op_times.overhead_s
 
 

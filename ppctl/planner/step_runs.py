@@ -39,8 +39,8 @@ def timeline_of(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -
 
 
 def as_run(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -> tuple[Costs, int]:
-    """Return the costs of each stage's tasks, those given if any, and how many pipelines run at the same time."""
-    copies = pipe.mesh.shape["dp"] * pipe.mesh.shape["fsdp"]
+    """Return the costs of each stage's tasks, those given if any, and the number of devices of a rank."""
+    copies = pipe.mesh.size // pipe.mesh.shape["pp"]
     if costs is not None:
         return costs, copies
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers

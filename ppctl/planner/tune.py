@@ -21,20 +21,19 @@ from ppctl.config import Config, Explicit, Spmd, Uniform
 from ppctl.config.schedule_from_config import named
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import all_devices
-from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import relative_costs
 from ppctl.model.stack import Stack, init
 from ppctl.planner.advise import LARGEST_RATIO
 from ppctl.planner.candidate import Candidate
-from ppctl.planner.count import work_of
+from ppctl.planner.device_models import device_models
 from ppctl.planner.job_script import hosts_for
 from ppctl.planner.memory import GIB, DeviceLimit, device_limit
 from ppctl.planner.predict import predict_job
 from ppctl.planner.search import Found, LayoutSearch, rank
 from ppctl.planner.space import PREFERRED, Space
 from ppctl.planner.step_runs import run_steps
-from ppctl.planner.step_time import machine_of, param_bytes
+from ppctl.planner.step_time import machine_of
 from ppctl.planner.token_budget import check_tokens, token_budget
 from ppctl.planner.tune_terminal import RoomierLayout, Tuned
 from ppctl.schedule.families.registry import FAMILIES, ON_RING
@@ -80,8 +79,8 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), optimizer))
     batch = batch_shapes(data)
     example = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
-    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state["params"]["layers"])
-    model = Model(stack, state["params"]["ends"], layer, example, 1, Remat.NONE, config.executor.unroll, dtype)
+    machine = machine_of(config, device.device_kind, dtype_name)
+    models = device_models(config, stack, state, batch, dtype, machine.host_devices or num_devices)
     recompute = Remat.of(config.executor.remat).recomputes
     space = Space(
         num_devices,
@@ -94,21 +93,22 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
         layer_costs=None if stack.are_alike else relative_costs(stack, batch, dtype, recompute=recompute).layers,
+        divisions=tuple(
+            (tp, cp) for tp, cp in models if tp in (config.tune.tp or [tp]) and cp in (config.tune.cp or [cp])
+        ),
     )
     limit = _limit(config, num_devices, device)
     tokens = None if data.vocab_size is None else data.batch_size * example["inputs"].shape[1]
     check_tokens("tune.tokens", config.tune.tokens, tokens)
-    machine = machine_of(config, device.device_kind, dtype_name)
-    work = work_of(model)
     began = time.perf_counter()
-    search = LayoutSearch(space, work, param_bytes(state, dtype), machine)
+    search = LayoutSearch(space, models, machine)
     found, configs, roomier = planned(config, stack, search, limit)
     search_s = time.perf_counter() - began
     found, configs, measured_s = _measured(found, configs, config.tune.measure)
     peak = mfu_peak_flops(hardware, device.device_kind, dtype_name)
     step_s = measured_s[0] if measured_s else found.best[0].time.total_s if found.best else None
     budget = token_budget(config.tune.tokens, tokens, step_s, num_devices, hardware)
-    flops = data.batch_size * work.flops(stack.num_layers)
+    flops = data.batch_size * models[1, 1].work.flops(stack.num_layers)
     devices = f"{num_devices} x {hardware.name}"
     peak = peak and peak * num_devices
     tuned = Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak, None, roomier, budget, hosts)
@@ -231,12 +231,11 @@ def _roomier(
 
 def request_of(config: Config, candidate: Candidate) -> Config:
     """Return the request of a layout."""
-    dp, pp, fsdp = candidate.mesh
     sizes = list(candidate.partition)
     is_uniform = sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
     found = replace(
         config,
-        mesh=settings.Mesh(dp=dp, pp=pp, fsdp=fsdp, order=config.mesh.order),
+        mesh=settings.Mesh(*candidate.mesh, order=config.mesh.order),
         schedule=named(candidate.family, candidate.num_microbatches, candidate.num_chunks),
         partition=Uniform() if is_uniform else Explicit(layers=sizes),
         executor=replace(config.executor, remat=candidate.remat),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class RoomierLayout:
     def text(self) -> str:
         """The layout and what it gains, in a line."""
         found, limit = self.candidate, self.limit
-        schedule = "" if found.mesh[1] == 1 else f" {label(self.request.schedule)}"
+        schedule = "" if found.mesh.pp == 1 else f" {label(self.request.schedule)}"
         layout = f"mesh={self.request.mesh.text}{schedule}, {found.num_microbatches} microbatches, remat={found.remat}"
         gain = "it fits" if self.speedup is None else f"{self.speedup - 1:.0%} faster"
         held = f"{found.time.total_s:.4g} s, {size_text(found.total_bytes)} of {size_text(limit.size_bytes)}"
@@ -106,10 +107,10 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
 
 
 def _stages(candidate: Candidate) -> list[StagePart]:
-    """Return the stages of a layout, devices numbered as the mesh dp x pp x fsdp has them."""
-    dp, pp, fsdp = candidate.mesh
-    starts = accumulate(candidate.partition, initial=0)
-    submeshes = [tuple((d * pp + r) * fsdp + f for d in range(dp) for f in range(fsdp)) for r in range(pp)]
+    """Return the stages of a layout, devices numbered as the mesh has them."""
+    dp, pp, *inner = candidate.mesh
+    starts, inside = accumulate(candidate.partition, initial=0), prod(inner)
+    submeshes = [tuple((d * pp + r) * inside + i for d in range(dp) for i in range(inside)) for r in range(pp)]
     each = zip(starts, candidate.partition, candidate.rank_of, candidate.stage_s, strict=False)
     return [StagePart(start, size, rank, submeshes[rank], *seconds) for start, size, rank, seconds in each]
 
@@ -124,7 +125,7 @@ def _columns(tuned: Tuned) -> list[str]:
 
 def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
     candidate = tuned.found.best[i]
-    time, is_alone = candidate.time, candidate.mesh[1] == 1
+    time, is_alone = candidate.time, candidate.mesh.pp == 1
     measured_s = tuned.measured_s[i] if i < len(tuned.measured_s) else None
     step_s = measured_s if tuned.measured_s else time.total_s
     more = []
@@ -154,13 +155,13 @@ def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
 def _about_pipelines(tuned: Tuned, best: Config) -> str:
     """Return a line: how the best layout compares with the best one that has no pipeline."""
     first, alone = tuned.found.best[0], tuned.found.without_pipeline
-    if first.mesh[1] == 1:
-        rival = next((c for c in tuned.found.best if c.mesh[1] > 1), None)
+    if first.mesh.pp == 1:
+        rival = next((c for c in tuned.found.best if c.mesh.pp > 1), None)
         slower = "" if rival is None else f"; the best pipeline takes {_times(tuned, rival):.2f} times as long"
         return f"no pipeline is needed: mesh={best.mesh.text} (pp=1) is fastest{slower}."
     if alone is None:
         return "without a pipeline (mesh.pp=1) nothing fits."
-    alone = next((c for c in tuned.found.best if c.mesh[1] == 1), alone)
+    alone = next((c for c in tuned.found.best if c.mesh.pp == 1), alone)
     mesh = settings.Mesh(*alone.mesh).text
     return (
         f"without a pipeline the best is mesh={mesh}, {alone.num_microbatches} microbatches, "

@@ -36,6 +36,7 @@ from ppctl.training.gpu_memory import check_memory_fraction
 from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, host_devices, of_topology
 from ppctl.training.models import make_stack
 from ppctl.training.pipeline import Pipeline, pipeline
+from ppctl.training.request import divided_stack
 from ppctl.training.start import start_jax
 from ppctl.training.user_code import custom_data
 
@@ -63,15 +64,16 @@ class TrainingJob:
     def counted_model(self) -> Model:
         """The model with the kernels that the hardware of the request takes, to be counted: it need not run here."""
         if self.counted_stack is not None:
-            return replace(self.pipe.model, stack=self.counted_stack)
+            return self._counted(self.counted_stack)
         device, asked = self.pipe.mesh.devices.flat[0], self.config.hardware
         is_of_ours = isinstance(self.config.model, settings.Transformer)
         if not is_of_ours or isinstance(asked, settings.AutoHardware) or device.device_kind in asked.device_kinds:
             return self.pipe.model
-        model, stack = self.pipe.model, stack_for(asked, self.config, self.data, self.pipe.dtype, device)
-        if model.axes.num_devices > 1 and stack.divided is not None:
-            stack = stack.divided(model.axes)
-        return replace(model, stack=stack)
+        return self._counted(stack_for(asked, self.config, self.data, self.pipe.dtype, device))
+
+    def _counted(self, stack: Stack) -> Model:
+        model = self.pipe.model
+        return replace(model, stack=divided_stack(stack, model.axes, self.pipe.batch_shapes))
 
     @cached_property
     def counted_device(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -136,6 +137,13 @@ def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeD
             f"sequences of {num_tokens} tokens are fewer than the 2*mesh.cp = 2*{axes.cp} = {2 * axes.cp} pieces that "
             f"mesh.cp={axes.cp} divides each into. Use mesh.cp={max(1, num_tokens // 2)} at most, or longer sequences."
         )
+    return _divided(stack, axes)
+
+
+@lru_cache(64)
+def _divided(stack: Stack, axes: StageAxes) -> Stack:
+    """Return the same functions for the same arguments, so that what is counted of them is counted once."""
+    assert stack.divided is not None
     return stack.divided(axes)
 
 

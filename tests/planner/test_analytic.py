@@ -158,5 +158,5 @@ def test_a_tick_gathers_one_chunk_of_several():
     assert times.task_s == pytest.approx(0.25 + NEAR.hop_s(2 * 120 / 2))
 
 
-def test_replicas_are_copies_of_the_pipeline():
-    assert PlannedLayout(dp=3, pp=2, fsdp=4, rank_layers=1, chunk_layers=1).replicas == 12
+def test_devices_of_a_rank_are_those_of_all_axes_but_pp():
+    assert PlannedLayout(dp=3, pp=2, fsdp=4, rank_layers=1, chunk_layers=1, tp=2).rank_devices == 24

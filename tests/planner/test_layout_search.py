@@ -16,7 +16,7 @@ from ppctl.planner.op_times import costs_of_stages
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.planner.search import MOST_SIMULATIONS, LayoutSearch, uncollected
 from ppctl.planner.sizes import Microbatch
-from ppctl.planner.space import Bounds, Space
+from ppctl.planner.space import DeviceModel, MeshSizes, Space
 from ppctl.schedule import FAMILIES, build
 from ppctl.schedule.families.registry import peak_formula
 
@@ -24,7 +24,10 @@ EPSILON = 1 + 1e-9
 
 
 def some(seed):
-    """(space, work, sizes of parameters, machine) of a small search; of every second one the devices share cores."""
+    """(space, models, machine) of a small search; of every second one the devices share cores.
+
+    Every third may divide stages over tp and cp: then a device has its part of the work, and sends.
+    """
     choose = random.Random(seed)
 
     def piece(factor):
@@ -53,20 +56,40 @@ def some(seed):
     size = choose.choice([4, 8])
     executor = choose.choice(["spmd", "mpmd"])
     space = Space(size, choose.randint(6, 9), 2 * size, example_bytes=8, in_ticks=executor == "spmd")
-    return replace(space, gathers_each_tick=executor == "spmd" and seed % 4 == 0), work, params, machine
+    models = {(1, 1): DeviceModel(work, params)}
+    if seed % 3 == 0:
+        models |= {axes: divided(models[1, 1], *axes) for axes in ((2, 1), (1, 2), (4, 2))}
+    space = replace(space, divisions=tuple(models), gathers_each_tick=executor == "spmd" and seed % 4 == 0)
+    return space, models, machine
+
+
+def divided(model, tp, cp):
+    """The model as a device has it of whose stage tp and cp divide the work."""
+    part = 1 / (tp * cp)
+
+    def shared(piece):
+        sends = (Op(0.0, 20.0, axis="tp" if tp > 1 else "cp"),)
+        return PieceWork(
+            *(tuple(replace(op, flops=part * op.flops, bytes=part * op.bytes) for op in ops) + sends for ops in piece)
+        )
+
+    work = model.work
+    pieces = {
+        name: shared((piece.forward, piece.input_grad, piece.weight_grad))
+        for name, piece in (("embed", work.embed), ("layer", work.layer), ("head", work.head))
+    }
+    params = replace(model.params, layer=model.params.layer // tp, embed_head=model.params.embed_head // tp)
+    return DeviceModel(replace(work, **pieces, x_bytes=work.x_bytes // cp), params)
 
 
 @cache
 def all_of(seed):
     """Every layout of a search with its prediction and its bounds."""
-    asked = some(seed)
     predictor, found = LayoutPredictor(), []
-    for mesh, microbatch in asked[0].microbatches:
-        bounds = Bounds(*asked, mesh, microbatch)
-        for family, chunks in asked[0].kinds(mesh[1]):
-            candidate = predictor.candidate(bounds, family, chunks)
-            if candidate is not None:
-                found.append((candidate, bounds))
+    for layout in LayoutSearch(*some(seed)).layouts():
+        candidate = predictor.candidate(*layout)
+        if candidate is not None:
+            found.append((candidate, layout.bounds))
     return found
 
 
@@ -83,7 +106,7 @@ def assert_none_is_missed(found, layouts, keep=10):
     for candidate in layouts:
         if candidate.time.total_s < last_s:
             assert candidate in best or any(candidate.is_like(other) for other in best)
-    alone = [c.time.total_s for c in layouts if c.mesh[1] == 1]
+    alone = [c.time.total_s for c in layouts if c.mesh.pp == 1]
     assert (found.without_pipeline and found.without_pipeline.time.total_s) == min(alone, default=None)
 
 
@@ -143,7 +166,7 @@ def test_bounds_are_not_above_what_they_bound(seed):
         assert bound_s <= candidate.time.total_s * EPSILON, candidate
         assert sum(bounds.memory.values()) <= candidate.total_bytes, candidate
         knobs = candidates.knobs_of(candidate.family, candidate.num_chunks)
-        peak = peak_formula(candidate.family, candidate.mesh[1], candidate.num_microbatches, **knobs)
+        peak = peak_formula(candidate.family, candidate.mesh.pp, candidate.num_microbatches, **knobs)
         if peak is not None:
             share = candidates.least_share(bounds, candidate.family)
             assert sum(bounds.with_stashes(share * peak).values()) <= candidate.total_bytes, candidate
@@ -151,9 +174,10 @@ def test_bounds_are_not_above_what_they_bound(seed):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_split(family, monkeypatch):
-    space, work, params, machine = some(0)
+    space, models, machine = some(0)
     space = replace(space, num_layers=16, in_ticks=False, families=(family,))
-    bounds = Bounds(space, work, params, machine, (1, 4, 1), Microbatch(1, 8, space.example_bytes, "layer"))
+    microbatch = Microbatch(1, 8, space.example_bytes, "layer")
+    bounds = LayoutSearch(space, models, machine).bounds(MeshSizes(1, 4, 1), microbatch)
     splits = []
 
     def recorded(*args, split, **kwargs):
@@ -224,17 +248,18 @@ EXTRAPOLATED = ["1f1b", "interleaved", "zb_v", "gpipe", "looped_bfs", "zb_h2", "
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 @pytest.mark.parametrize("family", few(EXTRAPOLATED, 3))
 def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, monkeypatch):
-    space, work, params, machine = some({"spmd": 0, "mpmd": 1}[executor])
+    space, models, machine = some({"spmd": 4, "mpmd": 1}[executor])
     space = replace(space, num_devices=4, num_layers=9, batch_size=256, in_ticks=executor == "spmd", families=(family,))
-    layouts = [(mesh, m) for mesh, m in space.microbatches if mesh[1] > 1 and m.number > 6 * mesh[1]]
+    search = LayoutSearch(space, models, machine)
+    layouts = [(mesh, m) for mesh, m in space.microbatches if mesh.pp > 1 and m.number > 6 * mesh.pp]
     assert {m.remat for _, m in layouts} == set(space.remats)
     for mesh, microbatch in layouts:
-        bounds = Bounds(space, work, params, machine, mesh, microbatch)
-        for _, chunks in space.kinds(mesh[1]):
+        bounds = search.bounds(mesh, microbatch)
+        for _, chunks in space.kinds(mesh.pp):
             monkeypatch.setattr(candidates, "MOST_TASKS", inf)
             whole = LayoutPredictor().candidate(bounds, family, chunks)
             monkeypatch.setattr(candidates, "MOST_TASKS", 0)
-            assert len(candidates.shorter(mesh[1], microbatch.number, chunks)) == 2
+            assert len(candidates.shorter(mesh.pp, microbatch.number, chunks)) == 2
             short = LayoutPredictor().candidate(bounds, family, chunks)
             assert (short is None) == (whole is None)
             if whole is not None:

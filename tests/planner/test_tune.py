@@ -17,7 +17,7 @@ from ppctl.planner import tune_terminal
 from ppctl.planner.op_times import StepTime
 from ppctl.planner.recipe import MARK, write_recipe
 from ppctl.planner.search import Candidate, Found
-from ppctl.planner.space import Space
+from ppctl.planner.space import MeshSizes, Space
 from ppctl.planner.step_time import predicted_time
 from ppctl.planner.tune import tune_layouts
 from ppctl.reports.terminal import size_text
@@ -93,7 +93,7 @@ def test_the_document_holds_what_is_needed_to_train_each_layout(tuned, tmp_path)
     assert times == sorted(times)
     for layout in document["best"][::4]:
         asked = request(*layout["overrides"])
-        assert [asked.mesh.dp, asked.mesh.pp, asked.mesh.fsdp] == layout["mesh"]
+        assert list(asked.mesh.sizes) == layout["mesh"]
         assert step_s(assemble(asked)) == pytest.approx(layout["step_time_s"], rel=1e-9)
 
 
@@ -113,6 +113,27 @@ def test_speeds_are_printed_in_tokens_for_text_alone(tuned, capsys):
     assert budget["device_hours"] == pytest.approx(2 * budget["num_steps"] * step_s / 3600)
     assert cli.main(["tune", *text.split(), *words, "tune.tokens=1e9"]) == 0
     assert re.search(r"^tokens, with the first: 1e9 in .* hours: .* GPU-hours, ", capsys.readouterr().out, re.MULTILINE)
+
+
+DIVIDED = (
+    "model.num_layers=2 model.d_model=32 model.seq_len=16 data=synthetic data.batch_size=16 run.platform=cpu mesh=2x4 "
+    "tune.best=2 tune.schedules=[1f1b] tune.remat=[none] hardware=h100 run.dtype=bfloat16 tune.recipe=null --json"
+)
+
+
+@pytest.mark.parametrize("executor", few(["mpmd", "spmd"], 1))
+def test_stages_are_divided_over_tp_and_cp_as_the_request_allows(executor, capsys):
+    words = [*DIVIDED.split(), f"executor={executor}", "tune.tp=[1,2]", "tune.cp=[2]"]
+    assert cli.main(["tune", *words]) == 0
+    document = json.loads(capsys.readouterr().out)
+    meshes = [layout["mesh"] for layout in document["best"]]
+    assert all(math.prod(mesh) == 8 and mesh[4] == 2 for mesh in meshes)
+    assert cli.main(["tune", *words, "tune.tp=[2]"]) == 0
+    layout = json.loads(capsys.readouterr().out)["best"][0]
+    assert layout["mesh"][3:] == [2, 2]
+    asked = composed([*DIVIDED.replace("--json", "").split(), f"executor={executor}", *layout["overrides"]])
+    assert list(asked.mesh.sizes) == layout["mesh"]
+    assert step_s(assemble(asked)) == pytest.approx(layout["step_time_s"], rel=1e-9)
 
 
 # --- none fits, none is needed ----------------------------------------------------------------------------------------
@@ -136,15 +157,14 @@ def test_where_none_fits_it_says_what_the_smallest_needs(tuned, tmp_path):
 
 def layout(mesh, seconds):
     time = StepTime(seconds, 0.0, seconds, seconds, 1.0)
-    return Candidate(mesh, "1f1b", 1, 4, "none", (5,) * mesh[1], time, 0.0, {"parameters": 1})
+    return Candidate(MeshSizes(*mesh), "1f1b", 1, 4, "none", (5,) * mesh[1], time, 0.0, {"parameters": 1})
 
 
 def said(best, alone, measured_s=()):
     """The line about pipelines."""
     found = Found(tuple(best), alone, 9, 0, 9, None)
     tuned = tune_terminal.Tuned(found, measured_s, 0.1, "4 x host", None, None, 1.0, None, None)
-    dp, pp, fsdp = best[0].mesh
-    return tune_terminal._about_pipelines(tuned, replace(config.Config(), mesh=config.Mesh(dp, pp, fsdp)))
+    return tune_terminal._about_pipelines(tuned, replace(config.Config(), mesh=config.Mesh(*best[0].mesh)))
 
 
 def test_a_line_says_whether_a_pipeline_is_faster():
@@ -352,6 +372,11 @@ REFUSED = {
     "tune.best=0": "tune.best=0 must be",
     "tune.measure=3": "tune.measure=3 runs more layouts than tune.best=2 shows. Use tune.best=3 or more, or a",
     "tune.memory_gib=0": "tune.memory_gib=0.* must be",
+    "tune.tp=[1,3]": "tune.tp: 3 does not divide 2 devices. Use some of 1, 2",
+    "tune.cp=[]": r"tune.cp=\[\] leaves nothing to choose from",
+    "tune.tp=[0]": "tune.tp=0 must be",
+    "tune.tp=[1,2]": "mesh.tp=2 mesh.cp=1 divide the stages of models that say how .*; this one does not",
+    "tune.tp=[16] tune.devices=64 hardware=h100": "tune.tp: 16 would go over several hosts of 8 devices: what tp",
     "plan.memory_gib=1": "plan.memory_gib=1.0: applies to `ppctl plan` only",
     "hardware=h100 run.dtype=float64": "hardware=h100 states no peak for float64",
 }
@@ -366,8 +391,8 @@ def test_what_cannot_be_is_refused_in_a_line(words, tuned, tmp_path):
 
 
 def test_no_layer_is_left_out_and_no_device():
-    for pp in Space(12, 5, 24, 1).meshes:
-        assert pp[0] * pp[1] * pp[2] == 12
-        assert pp[1] <= 5
+    for mesh in Space(12, 5, 24, 1, divisions=((1, 1), (2, 3))).meshes:
+        assert math.prod(mesh) == 12
+        assert mesh.pp <= 5
     numbers = {microbatch.number for mesh, microbatch in Space(1, 5, 24, 1).microbatches}
     assert numbers == {1, 2, 3, 4, 6, 8, 12, 24}

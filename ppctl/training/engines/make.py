@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ppctl.executors.layout import Layout
+from ppctl.executors.layout import Layout, shapes_on_device
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.memory import spmd_bytes
@@ -77,7 +77,8 @@ def model_of(
     axes: StageAxes = WHOLE,
 ) -> Model:
     """Return the model as the tasks of one device see it; stack: divided over `axes`."""
-    params, mesh = states.layout.of_tp(states.natural["params"]), states.layout.mesh
+    mesh = states.layout.mesh
+    params = shapes_on_device(states.natural["params"], states.layout.shards, mesh.shape["tp"])
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     size = shapes["inputs"].shape[0] // (mesh.shape["dp"] * mesh.shape["fsdp"] * num_microbatches)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
