@@ -240,7 +240,7 @@ def test_who_hangs_after_the_others_left_is_killed(tmp_path):
     with Group(tmp_path, SAVING, STUBBORN, exit_grace_s=0.3) as group:
         group.wait_until_ready()
         group.popen.terminate()
-        assert group.end(10)[0] == Ending(143, True, "process 1 had to be killed")
+        assert group.end()[0] == Ending(143, True, "process 1 had to be killed")
 
 
 def test_a_save_that_fails_is_not_hidden_by_the_stop_request(tmp_path):
