@@ -1,15 +1,19 @@
-"""Collectives of a compiled program, read from its HLO: their kinds, bytes, and how often a run has them.
+"""Collectives of a compiled program, read from its HLO: their kinds, axes, bytes, and how often a run has them.
 
-The text states how often a loop turns where the compiler knows it, as it does of every scan.
+The text states how often a loop turns where the compiler knows it, as it does of every scan; and which devices
+communicate, numbered as the mesh has them.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+
+import numpy as np
 
 from ppctl.executors.hlo import calls, computations
 
@@ -18,14 +22,20 @@ KINDS = (
     *("all-to-all", "ragged-all-to-all", "collective-broadcast"),
 )
 COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ({'|'.join(KINDS)})(-start)?\(")
+GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 ARRAY = re.compile(r"([a-z]+\d*\w*)\[([\d,<=]*)\]")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Instructions of a kind that run equally often. Bytes are of their results on one device, of one run of each."""
+    """Instructions of a kind over the same axes that run equally often.
+
+    Bytes are of their results on one device, of one run of each.
+    """
 
     kind: str
+    axes: tuple[str, ...]  # of the mesh, along which devices communicate
     instructions: int
     times: int | None  # that a run of the program has each; None: the compiler does not know how often a loop turns
     is_at_most: bool  # they stand in a branch that a device may not take
@@ -37,12 +47,14 @@ class Collective:
         return None if self.times is None else self.times * self.bytes
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     """Return the collectives of a program, from its compiled HLO, those of a kind and as many runs together.
 
-    >>> text = "ENTRY %main (x: f32[2]) -> f32[8] {\\n  ROOT %g = f32[8]{0} all-gather(%x), dimensions={0}\\n}"
-    >>> collectives(text)
-    [Collective(kind='all-gather', instructions=1, times=1, is_at_most=False, bytes=32)]
+    mesh: names and sizes of the axes of its devices.
+
+    >>> gather = "ROOT %g = f32[8]{0} all-gather(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}"
+    >>> collectives(f"ENTRY %main (x: f32[2]) -> f32[8] {{\\n  {gather}\\n}}", {"pp": 4, "fsdp": 2})
+    [Collective(kind='all-gather', axes=('pp',), instructions=1, times=1, is_at_most=False, bytes=32)]
     """
     entry, lines = computations(text)
     callers: dict[str, list[tuple[str, int | None, bool]]] = {name: [] for name in lines}
@@ -70,10 +82,41 @@ def collectives(text: str) -> list[Collective]:
         for line in body:
             found = COLLECTIVE.match(line)
             if found is not None:
-                which = found[2], *runs(name)
+                which = found[2], axes_of(line, mesh), *runs(name)
                 number[which] += 1
                 size[which] += _bytes(found[1], found[2], is_start=found[3] is not None)
-    return [Collective(which[0], number[which], which[1], which[2], size[which]) for which in number]
+    return [
+        Collective(kind, axes, number[which], times, at_most, size[which])
+        for which in number
+        for kind, axes, times, at_most in [which]
+    ]
+
+
+def axes_of(line: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the axes of a mesh along which the devices of a collective communicate.
+
+    >>> axes_of("collective-permute(%x), source_target_pairs={{0,2},{2,0},{1,3},{3,1}}", {"pp": 2, "tp": 2})
+    ('pp',)
+    """
+    shape, found = tuple(mesh.values()), set[int]()
+    for group in _groups(line, prod(shape)):
+        places = np.array(np.unravel_index(group, shape))
+        found |= set(np.flatnonzero((places != places[:, :1]).any(axis=1)).tolist())
+    return tuple(name for i, name in enumerate(mesh) if i in found)
+
+
+def _groups(line: str, num_devices: int) -> Iterator[list[int]]:
+    """Yield the devices that communicate with each other: groups, or pairs of one that sends and one that receives."""
+    if (iota := IOTA.search(line)) is not None:
+        shape, dims, order = ([int(n) for n in (part or "").split(",") if n] for part in iota.groups())
+        numbers = np.arange(prod(dims)).reshape(dims)
+        yield from (numbers.transpose(order) if order else numbers).reshape(shape).reshape(-1, shape[-1]).tolist()
+        return
+    listed = GROUPS.search(line)
+    groups = [] if listed is None else re.findall(r"\{([\d,]*)\}", listed[1])
+    yield from ([int(n) for n in group.split(",")] for group in groups if group)
+    if not groups:
+        yield list(range(num_devices))
 
 
 def _bytes(shape: str, kind: str, *, is_start: bool) -> int:

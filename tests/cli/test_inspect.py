@@ -84,7 +84,7 @@ def test_the_terminal_shows_the_summary_then_the_table(capsys):
     out = ask(capsys, "mesh=1x2 schedule=1f1b executor.idle=compute executor.remat=full")
     assert out.index("collectives of a step") < out.index("3 scans (ticks 0-0, 1-4, 5-6)") < out.index("0F0>1")
     permutes = [line.split() for line in out.splitlines() if "collective-permute" in line]
-    counted = sorted(tuple(map(int, row[row.index("collective-permute") + 1 :][:2])) for row in permutes)
+    counted = sorted(tuple(map(int, row[row.index("pp") + 1 :][:2])) for row in permutes)
     assert counted == [(1, 1), (1, 2), (2, 4)]  # (instructions, times): a forward's hop, a backward's, both
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.collectives import Collective, collectives
+from ppctl.executors.collectives import Collective, axes_of, collectives
 
 # As compilers write them: loops in loops, a branch, instructions that start, tuples.
 TEXT = """\
@@ -58,8 +58,8 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_loops_multiply_branches_are_at_most_and_a_loop_of_unknown_turns_is_said_to_be():
-    found = {(each.kind, each.times, each.is_at_most): (each.instructions, each.bytes) for each in collectives(TEXT)}
-    assert found == {
+    found = collectives(TEXT, {"x": 2})
+    assert {(each.kind, each.times, each.is_at_most): (each.instructions, each.bytes) for each in found} == {
         ("collective-permute", 15, False): (1, 32),
         ("all-reduce", 15, False): (1, 32 + 16),
         ("all-gather", 5, True): (1, 32),
@@ -83,7 +83,7 @@ def test_they_are_those_of_a_program_that_this_compiler_makes(turns):
         return a + jax.lax.psum(a, "x") + jax.lax.all_gather(a, "x").sum(0)
 
     shape = jax.ShapeDtypeStruct((4, 6), jnp.float32)
-    found = collectives(jax.jit(program).lower(shape).compile().as_text())
+    found = collectives(jax.jit(program).lower(shape).compile().as_text(), mesh.shape)
     assert {each.kind: (each.times, each.bytes, each.all_bytes) for each in found} == {
         "collective-permute": (turns, 24, 24 * turns),
         "all-reduce": (1, 24, 24),
@@ -91,9 +91,43 @@ def test_they_are_those_of_a_program_that_this_compiler_makes(turns):
     }
 
 
+def test_each_says_along_which_axes_devices_communicate():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("x", "y", "z"))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(("x", "y", "z")), out_specs=P(("x", "y", "z")), check_vma=False)
+    def program(a):
+        a = jax.lax.ppermute(a, "y", [(0, 1), (1, 0)])
+        return jax.lax.all_gather(a, "x").sum(0) * jax.lax.psum(a, ("x", "z")) + jax.lax.pmax(a, ("x", "y", "z"))
+
+    text = jax.jit(program).lower(jax.ShapeDtypeStruct((8, 6), jnp.float32)).compile().as_text()
+    assert {(each.kind, each.axes) for each in collectives(text, mesh.shape)} == {
+        ("collective-permute", ("y",)),
+        ("all-gather", ("x",)),
+        ("all-reduce", ("x", "z")),
+        ("all-reduce", ("x", "y", "z")),
+    }
+
+
+GROUPS = {  # as compilers write them, of devices x=2, y=3
+    "replica_groups={{0,3},{1,4},{2,5}}": ("x",),
+    "replica_groups={{0,1,2},{3,4,5}}": ("y",),
+    "replica_groups=[2,3]<=[6]": ("y",),
+    "replica_groups=[3,2]<=[2,3]T(1,0)": ("x",),
+    "replica_groups={}": ("x", "y"),
+    "source_target_pairs={{0,1},{1,2},{3,4},{4,5}}": ("y",),
+    "source_target_pairs={{0,4},{4,0}}": ("x", "y"),
+    "replica_groups={{0},{1},{2},{3},{4},{5}}": (),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups_are_read_as_they_are_written(groups):
+    assert axes_of(f"%c = f32[8]{{0}} all-reduce(%x), channel_id=1, {groups}", {"x": 2, "y": 3}) == GROUPS[groups]
+
+
 def test_a_program_without_any_has_none():
-    assert collectives(jax.jit(jnp.sin).lower(1.0).compile().as_text()) == []
+    assert collectives(jax.jit(jnp.sin).lower(1.0).compile().as_text(), {"x": 1}) == []
 
 
 def test_what_is_not_known_is_not_added_up():
-    assert Collective("all-reduce", 1, None, is_at_most=False, bytes=8).all_bytes is None
+    assert Collective("all-reduce", ("x",), 1, None, is_at_most=False, bytes=8).all_bytes is None

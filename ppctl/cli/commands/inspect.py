@@ -114,7 +114,7 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
     which = "no pipeline" if not config.executor.IS_PIPELINED else schedule.name
     console.print(
         f"{config.executor.name}: {which}, {schedule.num_microbatches} microbatches, mesh={config.mesh.text} "
-        f"({', '.join(f'{axis}={size}' for axis, size in job.pipe.mesh.shape.items())}) on {job.pipe.mesh.size} x "
+        f"({', '.join(config.mesh.axes_text.split())}) on {job.pipe.mesh.size} x "
         f"{job.pipe.mesh.devices.flat[0].device_kind}",
         markup=False,
         highlight=False,
@@ -128,6 +128,7 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
             "on ranks",
             "runs a rank",
             "collective",
+            "over",
             "instructions",
             "times a run",
             "bytes a time",
@@ -145,14 +146,14 @@ def show_summary(console: Console, job: TrainingJob, found: StepPrograms) -> Non
 
 
 def _rows(program: StepProgram) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each kind of collective, the program's name in the first."""
+    """Yield a row for each kind of collective and its axes, the program's name in the first."""
     head = program.name, runs_text(program.ranks), str(program.runs)
     if not program.collectives:
-        yield *head, "none", "", "", "", ""
+        yield *head, "none", "", "", "", "", ""
     for each in program.collectives:
         times = "?" if each.times is None else f"{'<= ' * each.is_at_most}{each.times}"
         all_bytes = "?" if each.all_bytes is None else f"{'<= ' * each.is_at_most}{size_text(each.all_bytes)}"
-        yield *head, each.kind, str(each.instructions), times, size_text(each.bytes), all_bytes
+        yield *head, each.kind, " ".join(each.axes), str(each.instructions), times, size_text(each.bytes), all_bytes
         head = "", "", ""
 
 

@@ -139,7 +139,7 @@ class OneProgram:
 
     def programs(self, choose: Choose | None = None) -> StepPrograms:
         del choose  # there is one
-        return one_program(self.trace_train_step(), self.states.layout.mesh.shape["pp"], self.compile_program)
+        return one_program(self.trace_train_step(), self.states.layout.mesh.shape, self.compile_program)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         return self.compiled["step"](state, batch, *self._placed_numbers)

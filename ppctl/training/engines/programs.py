@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,6 +29,7 @@ class StepProgram:
     """A traced program of a step. Its lowered and compiled forms are made when they are asked for."""
 
     name: str
+    mesh: Mapping[str, int]  # axes of the devices that run it together
     ranks: tuple[int, ...]  # that run it
     runs: int  # of a rank in a step, at most
     traced: jax.stages.Traced
@@ -50,7 +51,7 @@ class StepProgram:
     @cached_property
     def collectives(self) -> list[Collective]:
         """The collectives of the compiled program, with their bytes and how often a run has them."""
-        return collectives(self.hlo)
+        return collectives(self.hlo, self.mesh)
 
     @property
     def temp_bytes(self) -> int:
@@ -88,10 +89,10 @@ def compile_all(programs: Sequence[StepProgram]) -> None:
 
 
 def one_program(
-    traced: jax.stages.Traced, num_ranks: int, compiled: Callable[[jax.stages.Lowered], jax.stages.Compiled]
+    traced: jax.stages.Traced, mesh: Mapping[str, int], compiled: Callable[[jax.stages.Lowered], jax.stages.Compiled]
 ) -> StepPrograms:
     """Return the programs of a step that is one program of all ranks."""
-    step = StepProgram("step", tuple(range(num_ranks)), 1, traced, traced.lower, lambda: compiled(step.lowered))
+    step = StepProgram("step", mesh, tuple(range(mesh["pp"])), 1, traced, traced.lower, lambda: compiled(step.lowered))
     return StepPrograms([step], [], [])
 
 
@@ -112,6 +113,7 @@ def dispatched_programs(
     programs = [
         StepProgram(
             _name(these),
+            runtime.submeshes[0].shape,
             ranks := tuple(sorted({op.rank for op in these})),
             max(sum(op.rank == rank for op in these) for rank in ranks),
             runtime.traced[program][0],
