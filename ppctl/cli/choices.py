@@ -110,7 +110,9 @@ def settings_of(prefix: str, cls: type) -> dict[str, Setting]:
         if dataclasses.is_dataclass(hints[field.name]):
             found |= settings_of(key, hints[field.name])
         elif field.name != "name" or cls is Run:
-            default = REQUIRED if field.default is dataclasses.MISSING else field.default
+            made = field.default_factory
+            default = field.default if made is dataclasses.MISSING else made()
+            default = REQUIRED if default is dataclasses.MISSING else default
             found[key] = Setting(key, hints[field.name], default, comments.get(field.name, ""))
     return found
 

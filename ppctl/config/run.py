@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 from ppctl.config.checks import above_zero, at_least, choice, fraction
 from ppctl.errors import ConfigError
@@ -55,7 +55,8 @@ class Run:
     log_every: int = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: int | None = 100  # steps; None: no evaluation
     eval_batches: int | None = None  # of data.batch_size each; None: 4, or as many as are held out
-    tensorboard: bool = True
+    trackers: Any = field(default_factory=lambda: ["tensorboard"])  # where metrics go too: tensorboard, wandb, mlflow
+    tensorboard: bool = True  # false: TensorBoard is left out of run.trackers
     show_placement: bool = False  # print where each parameter lies before step 1: layer, rank, devices, sharding
     timeline: bool = False  # measure when each task of one step runs (executor=mpmd): run.dir/timeline/
     distributed: str = "off"  # off: one process | explicit: several, by the settings below | auto: by Slurm, ...
@@ -72,6 +73,7 @@ class Run:
     RESUME: ClassVar[tuple[str, ...]] = ("auto", "must", "never")
     RESUME_WITH: ClassVar[tuple[str, ...]] = ("same", "changed")
     PLATFORMS: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "tpu")
+    TRACKERS: ClassVar[tuple[str, ...]] = ("tensorboard", "wandb", "mlflow")
     DISTRIBUTED: ClassVar[tuple[str, ...]] = ("off", "auto", "explicit")
 
     def check(self) -> None:
@@ -87,10 +89,31 @@ class Run:
         if self.memory_fraction is not None:
             above_zero("run.memory_fraction", self.memory_fraction)
             fraction("run.memory_fraction", self.memory_fraction)
+        self._check_trackers()
         self._check_directory()
         self._check_processes()
         self.checkpoint.check()
         self.profile.check()
+
+    @property
+    def other_trackers(self) -> tuple[str, ...]:
+        """Those besides TensorBoard."""
+        return tuple(name for name in self.trackers if name != "tensorboard")
+
+    @property
+    def writes_tensorboard(self) -> bool:
+        return self.tensorboard and "tensorboard" in self.trackers
+
+    def _check_trackers(self) -> None:
+        trackers: Any = self.trackers
+        names = cast("list[object]", trackers) if isinstance(trackers, list) else [trackers]
+        if not isinstance(trackers, list) or any(name not in self.TRACKERS for name in names):
+            raise ConfigError(
+                f"run.trackers={trackers} is not a list of {', '.join(self.TRACKERS)}. Use "
+                "run.trackers=[tensorboard,wandb], or run.trackers=[] for none."
+            )
+        if len(set(names)) < len(names):
+            raise ConfigError(f"run.trackers={trackers} names one twice. Name each once.")
 
     def _check_directory(self) -> None:
         parts = self.name.split("/")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ppctl.errors import ConfigError
-from ppctl.reports.run_files import INSIDE, REMOVED, RUNNING, WRITTEN, find_runs, is_run, run_summary
+from ppctl.reports.run_files import INSIDE, OF_TRACKERS, REMOVED, RUNNING, WRITTEN, find_runs, is_run, run_summary
 from ppctl.reports.run_page.write_report import FILE as REPORT
 from ppctl.reports.run_status import HeldError, held_by, kept_still
 from ppctl.reports.runs_table import few
@@ -37,7 +37,7 @@ def check_removable(name: str, path: Path, also: Iterable[str]) -> None:
 
     also: what else than a run's own files may be in it.
     """
-    ours = {*WRITTEN, REPORT, *also}
+    ours = {*WRITTEN, *OF_TRACKERS, REPORT, *also}
     try:
         others = sorted(each for each in os.listdir(path) if each not in ours | {f".{own}.part" for own in ours})
         if others:
@@ -61,7 +61,7 @@ def check_target(name: str, path: Path, target: Path, top: Path) -> None:
     _check_inside(str(target), target, top)
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(path)):
         raise ConfigError(f"{target} lies in {name} itself. Use another name.")
-    hidden = [part for part in _below(target, top).parts if part in INSIDE or part.startswith(REMOVED)]
+    hidden = [part for part in _below(target, top).parts if part in (*INSIDE, *OF_TRACKERS) or part.startswith(REMOVED)]
     if hidden:
         raise ConfigError(f"{target}: in a directory named {hidden[0]} no run is looked for. Use another name.")
 

@@ -28,10 +28,20 @@ from ppctl.reports.foreign import (
 
 RUNNING, BROKEN_OFF, NO_END, NOT_STARTED = "running", "broken off", "no end recorded", "not started"
 INSIDE = ("checkpoints", "tensorboard", "profile", "timeline", "processes")  # directories of a run that hold no run
+OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # written by the trackers' own packages, which put links there
 REMOVED = ".removed-"  # begins the name of a run directory that is being removed
+TRACKERS_FILE = "trackers.json"  # what the run is called at its trackers, by their names
 MEMORY_FILE = "memory.json"  # of each rank bytes of a device by part, as compiled at the last start
 FAILED_FILE = "failed.json"  # in processes/, of the first process that failed
-WRITTEN = ("config.yaml", run_status.FILE, "metrics.jsonl", "eval.jsonl", MEMORY_FILE, *INSIDE)  # by a run
+WRITTEN = (
+    "config.yaml",
+    run_status.FILE,
+    "metrics.jsonl",
+    "eval.jsonl",
+    MEMORY_FILE,
+    TRACKERS_FILE,
+    *INSIDE,
+)  # by a run
 TAILS = (4096, 65536)  # bytes read of a file's end: a line has 400, or so
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint, as ppctl writes it
 NUM_STEPS = re.compile(rb"^run:\n(?:  .*\n)*?  num_steps: (\d{1,18})$", re.MULTILINE)  # a parser of YAML takes 20 ms
@@ -95,7 +105,7 @@ def find_runs(top: Path) -> list[tuple[str, Path]]:
         if _is_run(path, names):
             found.append((name or Path(path).absolute().name, Path(path)))
         for entry in entries:
-            if entry.name not in INSIDE and not entry.name.startswith(REMOVED) and entry.is_dir():
+            if entry.name not in (*INSIDE, *OF_TRACKERS) and not entry.name.startswith(REMOVED) and entry.is_dir():
                 walk(entry.path, f"{name}/{entry.name}" if name else entry.name)
 
     walk(str(top), "")

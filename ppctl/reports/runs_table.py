@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from ppctl.reports.run_files import (
 from ppctl.reports.run_status import FINISHED
 from ppctl.reports.runs_columns import Column, steps_text
 from ppctl.reports.terminal import OutputConsole, age_text, iso_text, show_json, show_table, size_text
+from ppctl.reports.tracker_commands import tracker_commands
 
 MOST_NAMED = 10  # runs in an error
 
@@ -119,11 +119,7 @@ def show_run(name: str, path: Path, words: Sequence[str], command: str, notes: S
         *_history_lines(past),
         ("saved", _checkpoints_text(path, found.checkpoints)),
         ("size", f"{size_text(size)} on disk"),
-        *(
-            [("scalars", shlex.join(["tensorboard", "--logdir", places["tensorboard"]]))]
-            if "tensorboard" in places
-            else []
-        ),
+        *(("scalars", command) for _, command in tracker_commands(path)),
         *((place, places[place]) for place in ("profile", "timeline") if place in places),
         *(("note", problem) for problem in problems),
         *([("note", hint)] if (hint := _hint(found)) else []),

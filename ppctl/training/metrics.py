@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ppctl.errors import ConfigError
 from ppctl.reports.terminal import OutputConsole, replace_file
 from ppctl.training.tensorboard import TensorBoardLog
+from ppctl.training.trackers import BackgroundTracker
 
 Record = Mapping[str, float | int | None]
 
@@ -30,6 +31,7 @@ class Metrics:
             and what a kill left of a last line, are dropped, so that a resumed run has each step exactly once.
         log_every: Steps between lines on a terminal that cannot show a progress bar; the first and last step are shown.
         tensorboard: Whether to write for TensorBoard.
+        trackers: Names of those in `training.trackers` that get metrics too; each starts with its `begin`.
         console: Where progress is shown; None: standard output.
 
     Raises:
@@ -40,6 +42,7 @@ class Metrics:
     """
 
     tensorboard: TensorBoardLog | None = None  # for text and figures too
+    trackers: Sequence[BackgroundTracker] = ()
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Metrics:
         start_step: int,
         log_every: int,
         tensorboard: bool,
+        trackers: Sequence[str] = (),
         console: Console | None = None,
     ):
         run_dir = Path(run_dir)
@@ -67,6 +71,7 @@ class Metrics:
             ) from error
         if tensorboard:
             self.tensorboard = TensorBoardLog(run_dir / "tensorboard", self._first_step)
+        self.trackers = [BackgroundTracker(name, self.note) for name in trackers]
         self._progress = None
         if self._console.is_interactive:
             self._progress = _progress_bar(self._console)
@@ -86,8 +91,7 @@ class Metrics:
         """
         step = int(_step(record))
         self._train_file.write(_line(record))
-        if self.tensorboard is not None:
-            self.tensorboard.scalars(record, step, _train_tag)
+        self._track(record, step, _train_tag)
         if self._progress is not None:
             self._progress.update(self._bar, completed=step, shown=_shown(record, _ON_BAR))
             return
@@ -99,9 +103,14 @@ class Metrics:
     def log_eval(self, step: int, record: Record) -> None:
         """Write and show one evaluation, after `step` finished steps. Keys start with `eval_`."""
         self._eval_file.write(_line({"step": step, **record}))
-        if self.tensorboard is not None:
-            self.tensorboard.scalars(record, step, _eval_tag)
+        self._track(record, step, _eval_tag)
         self.note(f"eval {self._counted(step)}  {_shown(record)}")
+
+    def _track(self, record: Record, step: int, tag: Callable[[str], str]) -> None:
+        if self.tensorboard is not None:
+            self.tensorboard.scalars(record, step, tag)
+        for tracker in self.trackers:
+            tracker.log(record, step, tag)
 
     def note(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -114,6 +123,8 @@ class Metrics:
         if self.tensorboard is not None:
             self.tensorboard.close()
             self.tensorboard = None
+        for tracker in self.trackers:
+            tracker.close()
         self._train_file.close()
         self._eval_file.close()
 

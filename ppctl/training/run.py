@@ -61,6 +61,7 @@ from ppctl.training.resume import Resumed, resume
 from ppctl.training.start import start_jax
 from ppctl.training.step_clock import StepClock
 from ppctl.training.tensorboard import TensorBoardLog
+from ppctl.training.trackers import check_trackers
 
 Tree = Any
 Predict = Callable[[TrainingJob], StepPrediction]  # of a step, before anything is compiled
@@ -75,6 +76,7 @@ def train(config: Config, overrides: Sequence[str], *, predict: Predict, as_json
     Raises PpctlError for requests that cannot be served, NonFiniteError when the loss or a gradient is not finite.
     """
     check_run_dir(Path(config.run.dir))
+    check_trackers(config.run.other_trackers)
     other = held_by(Path(config.run.dir))
     if other is not None:  # it would lose the save that it is writing
         raise _held(config, other)
@@ -116,9 +118,13 @@ def _train(
         placed = _show_placement(job, state, console) if config.run.show_placement else {}
         with _metrics(config, start, console) as metrics, StepClock() as clock:
             show_start(metrics.tensorboard, job, overrides, where, footprint, prediction)
+            for tracker in metrics.trackers:
+                tracker.begin(run_dir, config.run.name, asdict(config))
             loop = Loop(job, footprint, compile_time_s, checkpoints, metrics, heartbeat, prediction, clock)
             with _stop_requests(console) as stop_requested:
                 exit_code = loop.run(state, start, stop_requested)
+            for tracker in metrics.trackers:
+                tracker.is_finished = exit_code == 0
             if metrics.tensorboard is not None:
                 metrics.tensorboard.step_times(loop.step_times_s, loop.last["step"])
         with writing(run_dir):
@@ -232,7 +238,8 @@ def _metrics(config: Config, start: int, console: Console) -> Metrics:
         num_steps=run.num_steps,
         start_step=start,
         log_every=run.log_every,
-        tensorboard=run.tensorboard,
+        tensorboard=run.writes_tensorboard,
+        trackers=run.other_trackers,
         console=console,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -17,6 +16,7 @@ from ppctl.reports.run_page.predictions import memory_section, predictions_secti
 from ppctl.reports.run_page.read import SLOW, RecordedRun
 from ppctl.reports.run_status import FAILED, FINISHED
 from ppctl.reports.terminal import size_text
+from ppctl.reports.tracker_commands import tracker_commands
 
 MARK = '<main data-by="ppctl report">'  # tells a page of ours from other files
 STYLES = ("plots.css", "plan.css", "sweep.css", "report.css")
@@ -183,9 +183,7 @@ def _files(run: RecordedRun, file: Path) -> str:
     path, steps = run.summary.path, run.summary.checkpoints
     saved = f"step{'s' * (len(steps) > 1)} {', '.join(f'{step:,}' for step in steps)}" if steps else "none"
     rows = [["checkpoints", saved]]
-    board = path / "tensorboard"
-    if board.is_dir():
-        rows.append(["TensorBoard", command_html(shlex.join(["tensorboard", "--logdir", str(board)]))])
+    rows += [[title, command_html(command)] for title, command in tracker_commands(path)]
     for name, inside in (("profile", ""), ("timeline", "timeline.html")):
         place = path / name / inside
         if place.exists():
