@@ -72,7 +72,7 @@ def test_collectives_of_a_step_take_what_those_of_the_program_take(case):
 
 
 def test_gathering_in_every_tick_moves_the_layers_of_one_chunk_and_embedding_and_head_per_step():
-    case = Case("interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, batch_size=16, gather_each_tick=True)
+    case = Case("interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, batch_size=16, gather="tick")
     plan, sizes, found = traced(case)
     per_step = [each for each in found if each[0] != "ppermute" and not each[3]]
     layers_per_step = [

@@ -124,7 +124,7 @@ def tick_options(layout: Layout, execution: Execution, dtype: jnp.dtype) -> Opti
     return Options(
         remat=execution.remat,
         skip_idle=execution.idle != "compute",
-        gather_each_tick=execution.gather == "tick",
+        gather=execution.gather,
         unroll=execution.unroll,
         dtype=dtype,
         loops=layout.mesh.devices.flat[0].platform in ("gpu", "cuda"),
