@@ -96,7 +96,7 @@ class Stage:
         gather: Gather | None = None,
     ):
         functions = (layers,) if callable(layers) else layers
-        self.remat, self.are_alike, self.x, self.gather = remat, callable(layers), x, gather
+        self.remat, self.are_alike, self.w0, self.x, self.gather = remat, callable(layers), w0, x, gather
         self.layers = [LayerPrograms(function, remat, w0, x) for function in functions]
         self.packings = SwitchPackings(self.layers)
 
@@ -220,7 +220,15 @@ class Stage:
             skip = lambda w, pending: zeros_like(w)  # noqa: E731
             return None, where_layer(slots, k, self.layer(slots, k).weight_grad, skip, layer_w, layer_pending)
 
-        return self._fold(body, None, w, pending)[1]
+        if self.gather is None or self._weight_grad_reads(slots):
+            return self._fold(body, None, w, pending)[1]
+        unread = lambda carry, item: body(carry, (item[0], zeros_like(self.w0), item[2]))  # noqa: E731
+        return fold(unread, None, numbered(w, pending))[1]
+
+    def _weight_grad_reads(self, slots: LayerSlots | None) -> bool:
+        """Return whether W reads parameters of any layer that the slots may hold."""
+        may_be = (0,) if self.are_alike or slots is None else slots.may_be(None)
+        return any(self.layers[number].split.reads_w for number in may_be)
 
     def _save(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Any, Tree]:
         """Return the stage's output, its residuals, and the last layer if it was gathered."""
