@@ -40,7 +40,9 @@ class Reference:
 class Pipelined(Reference):
     """What all executors of a pipeline have: how the devices of a rank divide its stages."""
 
-    gather: str = "step"  # when layers are gathered over fsdp: step | tick (spmd: a chunk's in each) | layer: before use
+    gather: str = (
+        "step"  # when layers are gathered over fsdp: step | tick (spmd: a chunk's in each) | layer: before use
+    )
     sequence_parallel: bool = True  # with mesh.tp: devices divide the tokens between layers too, or all hold all
     context: str = "gather"  # with mesh.cp: keys and values of other devices are gathered | go round a ring
 

@@ -85,7 +85,11 @@ def run_mpmd(case):
 
 def name_of(case):
     mesh = "x".join(map(str, case.mesh))
-    return f"{case.schedule} {mesh} L{case.num_layers} {case.remat} {case.model}" + " scan" * (case.unroll == 0) + " layer" * (case.gather == "layer")
+    return (
+        f"{case.schedule} {mesh} L{case.num_layers} {case.remat} {case.model}"
+        + " scan" * (case.unroll == 0)
+        + " layer" * (case.gather == "layer")
+    )
 
 
 def check(case):

@@ -1,7 +1,8 @@
 """The programs of tasks on one device, traced inside shard_map over the submesh of a rank.
 
 Tasks communicate over tp and cp, where these divide the stage, and over fsdp, where they gather its layers: values are
-of this device's examples, sums of gradients are its own. Sums, stashes and pendings have a leading axis of length 1 here, and one entry a device outside.
+of this device's examples, sums of gradients are its own. Sums, stashes and pendings have a leading axis of length 1
+here, and one entry a device outside.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Model:
     unroll: int
     dtype: Any
     axes: StageAxes = WHOLE
-    layer_specs: Tree | None = None  # PartitionSpecs of a layer that tasks gather over fsdp; None: they are given it whole
+    layer_specs: Tree | None = (
+        None  # PartitionSpecs of a layer that tasks gather over fsdp; None: they are given it whole
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name

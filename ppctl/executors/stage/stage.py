@@ -1,8 +1,9 @@
 """One stage: its layers forward, its stash, and its layers backward, for each remat setting.
 
 A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree (scanned). `fold` hides the
-difference; `fold_gathered` also that they are shards, each made whole one layer ahead of its use. `LayerSlots` says which layers they are, where that matters: slots of padding pass x through, and where
-layers differ each runs its own programs.
+difference; `fold_gathered` also that they are shards, each made whole one layer ahead of its use. `LayerSlots` says
+which layers they are, where that matters: slots of padding pass x through, and where layers differ each runs its own
+programs.
 
 remat  | the stash of a microbatch                                  | the backward recomputes
 none   | all but attention scores and element-wise results          | those

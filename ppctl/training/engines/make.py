@@ -63,7 +63,8 @@ def make_engine(
         gradients, loss = _by_reference(stack, model, states.layout, execution)
         return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, flags=execution.xla_flags)
     gradients, loss = _in_ticks(model, states.layout, schedule, lowered, execution)
-    held = spmd_bytes(model, states.layout, lowered)
+    gather = tick_options(states.layout, execution, model.dtype).gather
+    held = spmd_bytes(model, states.layout, lowered, gather, states.staged["params"]["layers"])
     return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held, execution.xla_flags)
 
 
@@ -126,7 +127,7 @@ def tick_options(layout: Layout, execution: Execution, dtype: jnp.dtype) -> Opti
     return Options(
         remat=execution.remat,
         skip_idle=execution.idle != "compute",
-        gather=execution.gather if layout.mesh.shape["fsdp"] > 1 else "step",
+        gather=execution.gather if layout.mesh.shape["fsdp"] > 1 else "step",  # nothing is gathered
         unroll=execution.unroll,
         dtype=dtype,
         loops=layout.mesh.devices.flat[0].platform in ("gpu", "cuda"),
