@@ -58,12 +58,13 @@ def held_bytes(
 def copied_layers(layout: PlannedLayout, gather: str) -> float:
     """Return how many layers the copies amount to that tasks read.
 
-    gather: step, all of a rank are whole; tick, those of a chunk; layer, one and the next, beside the shards of all.
+    gather: step, all of a rank are whole; tick, those of a chunk, as gathered and as cut out; layer, one and the next,
+    beside the shards of all.
     """
     if layout.fsdp == 1 or gather == "step":
         return layout.rank_layers
     if gather == "tick":
-        return layout.chunk_layers
+        return min(layout.rank_layers, 2 * layout.chunk_layers)
     return min(2, layout.chunk_layers) + layout.rank_layers / layout.fsdp
 
 

@@ -32,7 +32,8 @@ def _bytes(model: Model, layout: Layout, ticks: Ticks, gather: str, layers: Tree
     num_layers = int(layout.counts.max())  # of a chunk, padded
     held = layout.num_chunks * num_layers
     whole = tree_bytes((model.ends, *[model.layer] * held))
-    at_once = {"step": held, "tick": num_layers, "layer": min(2, num_layers)}[gather]
+    # of a tick those of a chunk, as they are gathered and as they are cut out
+    at_once = {"step": held, "tick": min(held, 2 * num_layers), "layer": min(2, num_layers)}[gather]
     computed = tree_bytes(_in(model.dtype, (model.ends, *[model.layer] * at_once)))
     if gather == "layer":
         computed += tree_bytes(_in(model.dtype, shard_shapes(layers)))
