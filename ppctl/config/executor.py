@@ -40,14 +40,19 @@ class Reference:
 class Pipelined(Reference):
     """What all executors of a pipeline have: how the devices of a rank divide its stages."""
 
+    gather: str = (
+        "step"  # when layers are gathered over fsdp: step | tick (spmd: a chunk's in each) | layer: before use
+    )
     sequence_parallel: bool = True  # with mesh.tp: devices divide the tokens between layers too, or all hold all
     context: str = "gather"  # with mesh.cp: keys and values of other devices are gathered | go round a ring
 
     IS_PIPELINED: ClassVar[bool] = True
     CONTEXT: ClassVar[tuple[str, ...]] = ("gather", "ring")
+    GATHER: ClassVar[tuple[str, ...]] = ("step", "layer")
 
     def check(self) -> None:
         super().check()
+        choice("executor.gather", self.gather, self.GATHER)
         choice("executor.context", self.context, self.CONTEXT)
 
 
@@ -57,16 +62,14 @@ class Spmd(Pipelined):
 
     name: str = "spmd"
     idle: str = "skip"  # in a tick without a task: skip | compute (and mask the result)
-    gather: str = "step"  # when parameters are gathered over fsdp: once a step | each tick (less memory, more traffic)
 
     IN_TICKS: ClassVar[bool] = True
     IDLE: ClassVar[tuple[str, ...]] = ("skip", "compute")
-    GATHER: ClassVar[tuple[str, ...]] = ("step", "tick")
+    GATHER: ClassVar[tuple[str, ...]] = ("step", "tick", "layer")
 
     def check(self) -> None:
         super().check()
         choice("executor.idle", self.idle, self.IDLE)
-        choice("executor.gather", self.gather, self.GATHER)
 
 
 @dataclass

@@ -247,6 +247,11 @@ def gather_shards(tree: Tree, specs: Tree) -> Tree:
     return jax.tree.map(whole, tree, specs)
 
 
+def layer_specs(staged: Tree) -> Tree:
+    """Return the PartitionSpecs of one layer, from those of layers in staged form."""
+    return jax.tree.map(lambda spec: P(*spec[3:]), staged, is_leaf=lambda a: isinstance(a, P))
+
+
 def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
     """Return, inside shard_map, the sum of every leaf over `replicated`, each device keeping its shard of the spec.
 

@@ -17,8 +17,9 @@ Flags = tuple[tuple[str, Value], ...]
 
 # Of NVIDIA GPUs: what others ship for pipelines. Without Triton's products a step took 0.393 s instead of 0.411 on one
 # H100 (docs/benchmarks.md, "One H100"); the others have been compiled with, not timed.
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 GPU_FLAGS: Flags = (
-    ("xla_gpu_enable_latency_hiding_scheduler", True),  # collectives start early and end late
+    (LATENCY_HIDING, True),  # collectives start early and end late
     ("xla_gpu_enable_pipelined_p2p", True),  # what ranks hand on travels while the next tick computes
     ("xla_gpu_collective_permute_decomposer_threshold", "1024"),  # bytes from which a permute is a send and a receive
     ("xla_gpu_enable_pipelined_all_gather", True),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 
 from ppctl.executors.hosts import over_hosts
-from ppctl.planner.op_times import OpTimes, PieceTimes
+from ppctl.planner.op_times import LayerGathers, OpTimes, PieceTimes
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.schedule.remat import Remat
 
@@ -27,6 +27,7 @@ class Machine:
     cores: int | None = None  # that all devices share, as simulated ones do; a device alone keeps one busy
     order: str = "auto"  # mesh.order: which axes go over hosts first
     unroll: float = inf  # layers of a device that are unrolled in its program; more are scanned
+    gathers_ahead: bool = False  # its programs compute while a gather travels
 
     def links(self, sizes: Mapping[str, int]) -> dict[str, Link]:
         """Return the slowest link of each axis of a mesh, which goes over as few hosts as hold it."""
@@ -92,12 +93,13 @@ def op_times(
     *,
     microbatch_examples: int,
     remat: str,
-    gathers_each_tick: bool = False,
+    gather: str = "step",
     casts: int = 1,
 ) -> OpTimes:
     """Return the op times of a layout for microbatches of so many examples on each device.
 
-    casts: how often in a step parameters are cast to the dtype of compute.
+    gather: step | tick | layer, as executor.gather. casts: how often in a step parameters are cast to the dtype of
+    compute.
     """
 
     in_place = adds_in_place(layout, adds=machine.speed.adds, unroll=machine.unroll)
@@ -119,20 +121,26 @@ def op_times(
         again = layer.forward if layer.redo is None or setting.keeps_input_only else layer.redo
 
     hop_s = links["pp"].hop_s(microbatch_examples * work.x_bytes) if layout.pp > 1 else 0.0
-    gather_s = links["fsdp"].gather_s(layout.chunk_layers * params.layer, layout.fsdp)
+    layer_bytes, gathers, gather_s = params.layer * params.compute_ratio, None, 0.0
+    if gather == "tick":
+        gather_s = links["fsdp"].gather_s(layout.chunk_layers * layer_bytes, layout.fsdp)
+    elif gather == "layer" and layout.fsdp > 1:
+        layer_s = links["fsdp"].gather_s(layer_bytes, layout.fsdp)
+        gathers = LayerGathers(layer_s, machine.gathers_ahead, once_more=layout.rank_layers > machine.unroll)
     return OpTimes(
         embed=seconds(work.embed),
         layer=seconds(layer, again),
         head=seconds(work.head),
-        task_s=machine.task_s + (gather_s if gathers_each_tick else 0.0),
+        task_s=machine.task_s + gather_s,
         hop_s=hop_s,
-        overhead_s=overhead_s(params, machine, layout, gathers_layers=not gathers_each_tick, casts=casts),
+        overhead_s=overhead_s(params, machine, layout, gather=gather, casts=casts),
         capacity=inf if machine.cores is None else float(machine.cores),
+        gathers=gathers,
     )
 
 
 def overhead_s(
-    params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gathers_layers: bool = True, casts: int = 1
+    params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gather: str = "step", casts: int = 1
 ) -> float:
     """Return the per-step overhead: parameters gathered, gradients summed over replicas, the optimizer.
 
@@ -141,21 +149,31 @@ def overhead_s(
     """
     read_and_written = 2 * (1 + params.moments) + 2  # gradients are read twice, once for their norm
     update = _held(params, layout) * read_and_written
-    moved_s = exchange_s(params, machine, layout, gathers_layers=gathers_layers, casts=casts)
+    moved_s = exchange_s(params, machine, layout, gather=gather, casts=casts)
     return moved_s + update / machine.speed.bytes_per_s
 
 
 def exchange_s(
-    params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gathers_layers: bool = True, casts: int = 1
+    params: ParamBytes, machine: Machine, layout: PlannedLayout, *, gather: str = "step", casts: int = 1
 ) -> float:
-    """Return `overhead_s` without the optimizer: parameters gathered and cast, gradients summed over replicas."""
+    """Return `overhead_s` without the optimizer: parameters cast and gathered, gradients summed over replicas.
+
+    Parameters travel in the dtype of compute, gradients in that of the parameters. Tasks read layers from copies of
+    their own, which are whole unless each task gathers them (gather=layer).
+    """
     layers, embed_head = layout.rank_layers * params.layer, params.embed_head
     links = layout.links(machine)
-    layers_s = links["fsdp"].gather_s(layers, layout.fsdp)  # gathered, or summed and scattered
-    embed_head_s = links["both"].gather_s(embed_head, layout.pp * layout.fsdp)
+
+    def there_and_back_s(link: Link, num_bytes: float, size: int, *, gathered: bool = True) -> float:
+        there_s = link.gather_s(num_bytes * params.compute_ratio, size) if gathered else 0.0
+        return there_s + link.gather_s(num_bytes, size)  # summed and scattered
+
+    moved_s = there_and_back_s(links["fsdp"], layers, layout.fsdp, gathered=gather == "step")
+    moved_s += there_and_back_s(links["both"], embed_head, layout.pp * layout.fsdp)
     sum_s = links["replicas"].sum_s(_held(params, layout), layout.dp * layout.cp)
-    cast_s = casts * (layers + embed_head) * (1 + params.compute_ratio) / machine.speed.bytes_per_s
-    return layers_s * (1 + gathers_layers) + embed_head_s * 2 + sum_s + cast_s
+    copied = layers / layout.fsdp if gather == "layer" else layers
+    cast_s = casts * (copied + embed_head) * (1 + params.compute_ratio) / machine.speed.bytes_per_s
+    return moved_s + sum_s + cast_s
 
 
 def _held(params: ParamBytes, layout: PlannedLayout) -> float:

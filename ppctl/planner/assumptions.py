@@ -107,8 +107,13 @@ def _overlap(job: TrainingJob) -> Iterator[str]:
         yield "ticks as long as the slowest rank's and a transfer"
     elif mesh.pp > 1:
         yield "ranks that compute while values travel"
-    if pipe.execution.in_ticks and pipe.execution.gather == "tick" and mesh.fsdp > 1:
+    if pipe.execution.gather == "tick" and mesh.fsdp > 1:
         yield "gathers of layers before each task, sums of gradients and the optimizer after all, no overlap"
+    elif pipe.execution.gather == "layer" and mesh.fsdp > 1:
+        machine = machine_of(job.config, device_kind(pipe), str(pipe.dtype))
+        how = "while the layer before is computed" if machine.gathers_ahead else "with nothing computed meanwhile"
+        yield f"each layer gathered in each task that reads it, {how}"
+        yield "sums of gradients and the optimizer after all tasks, no overlap"
     elif mesh.num_devices > 1:
         if mesh.tp * mesh.cp > 1:
             yield "nothing computed while devices along tp or cp send"

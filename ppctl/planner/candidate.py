@@ -14,7 +14,7 @@ from typing import Any
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.analytic import PlannedLayout, adds_in_place
 from ppctl.planner.op_times import StepTime, costs_of_stages, ticking_s
-from ppctl.planner.sizes import held_bytes, task_bytes, workspace_bytes
+from ppctl.planner.sizes import task_bytes, workspace_bytes
 from ppctl.planner.space import Bounds, MeshSizes
 from ppctl.schedule.activations import peak_activations
 from ppctl.schedule.bounds import makespan_bound_s
@@ -114,7 +114,7 @@ class LayoutPredictor:
             temporaries = _workspace(bounds, layout)
         else:
             slots, temporaries = _fullest(keys, sizes, bounds, layout)
-        held = held_bytes(bounds.work, bounds.params, layout, microbatch, slots) | {"temporaries": temporaries}
+        held = bounds.held_bytes(layout, slots) | {"temporaries": temporaries}
         if not self.has_room(held):
             return None
         self.num_simulated += 1
@@ -129,7 +129,7 @@ class LayoutPredictor:
             return None
         if is_spmd:
             slots = along(numbers, [_slots(*key, microbatch.remat) for key in keys], microbatch.number)
-            held |= held_bytes(bounds.work, bounds.params, layout, microbatch, slots)
+            held |= bounds.held_bytes(layout, slots)
             if not self.has_room(held):
                 return None
         of_stages = tuple(tuple(costs.seconds(kind, s, 1) for kind in "FBIW") for s in range(len(sizes)))
@@ -212,13 +212,13 @@ def _fullest(
 ) -> tuple[Mapping[str, float], int]:
     """Return the slots and the temporaries of the fullest rank of executor=mpmd, where they are most.
 
-    That is in one of its tasks, or where gradients are stacked. Stashes and pendings are counted in those of the
-    largest stage, temporaries as `planner.memory` does. keys: of the schedules that are extrapolated.
+    That is in one of its tasks, or where gradients of a stage are stacked. Stashes and pendings are counted in those of
+    the largest stage, temporaries as `planner.memory` does. keys: of the schedules that are extrapolated.
     """
     work, microbatch = bounds.work, bounds.microbatch
     remat, examples = Remat.of(microbatch.remat), microbatch.examples
     stash_bytes, pending_bytes = work.stash_bytes[remat] * examples, work.pending_bytes[remat] * examples
-    stacked = layout.rank_layers * bounds.params.layer
+    stacked = layout.chunk_layers * bounds.params.layer
     most, fullest = float(stacked), (dict.fromkeys(("stash", "pending"), 0.0), stacked)
     moments = [_moments(*key, tuple(sizes), stash_bytes, pending_bytes) for key in keys]
     numbers = [number for _, _, number, _ in keys]

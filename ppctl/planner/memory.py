@@ -31,6 +31,8 @@ def predicted_memory(job: TrainingJob) -> tuple[Mapping[str, int], ...]:
     examples, remat = pipe.model.microbatch["inputs"].shape[0], pipe.execution.remat
     unroll, keeps_input = pipe.execution.unroll, remat.keeps_input_only
     can_add = hardware is not None and hardware.adds_products
+    layer_bytes = round(params.layer * params.compute_ratio)
+    whole_before_tasks = pipe.model.layer_specs is None
 
     def of_program(program: ProgramId | None) -> int:
         if program is None:
@@ -44,17 +46,14 @@ def predicted_memory(job: TrainingJob) -> tuple[Mapping[str, int], ...]:
             in_place = adds_in_place(replace(layout, rank_layers=role.num_layers), adds=can_add, unroll=unroll)
             head = role.is_last and program.kind in ("BI" if keeps_input else "FE")
             sizes = role.num_layers, examples, remat
-            return task_bytes(work, params, program.kind, *sizes, head=head, adds=in_place)
-        if program.kind == "prepare":
-            return 0 if layout.fsdp == 1 else _layers_of(program) * params.layer  # gathered, before they are cast
-        return _layers_of(program) * params.layer if program.kind == "finish" else 0  # stacked, to be summed
+            gathered = 0 if whole_before_tasks or program.kind == "W" else min(2, role.num_layers) * layer_bytes
+            return gathered + task_bytes(work, params, program.kind, *sizes, head=head, adds=in_place)
+        if program.kind == "prepare":  # gathered, before they are taken apart
+            layers = sum(role.num_layers for role in program.shape.stages)
+            return layers * layer_bytes if layout.fsdp > 1 and whole_before_tasks else 0
+        return program.shape.num_layers * params.layer if program.kind == "reduce" else 0  # stacked, to be summed
 
     return pipe.engine.memory(of_program)
-
-
-def _layers_of(program: ProgramId) -> int:
-    """Return the layers of the rank that runs a program of whole ranks."""
-    return sum(role.num_layers for role in program.shape.stages)
 
 
 class DeviceLimit(NamedTuple):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
@@ -34,6 +35,27 @@ class PieceTimes:
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
 
+class LayerGathers(NamedTuple):
+    """Gathers over fsdp of layers that a task reads (executor.gather=layer)."""
+
+    layer_s: float  # of one layer
+    is_ahead: bool  # of the next layer while one is computed; otherwise nothing is computed meanwhile
+    once_more: bool = False  # layers are scanned: the last one's turn gathers it once more
+
+    def through_s(self, layers: float, layer_s: float) -> float:
+        """Return the seconds in which a task passes through so many layers, of layer_s each without their gathers.
+
+        >>> LayerGathers(2.0, is_ahead=True).through_s(3, 5.0), LayerGathers(2.0, is_ahead=False).through_s(3, 5.0)
+        (17.0, 21.0)
+        """
+        if not layers:
+            return 0.0
+        if not self.is_ahead:
+            return layers * layer_s + (layers + self.once_more) * self.layer_s
+        last_s = max(layer_s, self.layer_s) if self.once_more else layer_s
+        return self.layer_s + (layers - 1) * max(layer_s, self.layer_s) + last_s
+
+
 @dataclass(frozen=True)
 class OpTimes:
     """Seconds of everything that a step is made of, for microbatches of one size and one setting of remat."""
@@ -47,6 +69,30 @@ class OpTimes:
     capacity: float = inf  # how many devices can work at full speed at the same time; simulated ones share cores
     cores: float = 1.0  # that a device working alone keeps busy
     overhead_cpu_s: float = 0.0  # the same in CPU seconds, where it was measured
+    gathers: LayerGathers | None = None  # of layers in each task; None: they are whole before it
+
+    def forward_s(self, layers: float) -> float:
+        """Return the seconds of a forward through so many layers."""
+        return self._through_s(layers, self.layer.forward_s)
+
+    def input_grad_s(self, layers: float, *, keeps_input: bool, split: bool) -> float:
+        """Return the seconds of a backward through so many layers, without weight gradients.
+
+        keeps_input: it runs the forward first, and its last layer need not be gathered again. split: weight gradients
+        are a task of their own, which needs no parameters; otherwise they take their time beside the gathers too.
+        """
+        if self.gathers is None or not layers:
+            return layers * self.layer.input_grad_s
+        weight_grad_s = 0.0 if split else self.layer.weight_grad_s
+        seconds = self.layer.input_grad_s + weight_grad_s
+        if not keeps_input:
+            return self._through_s(layers, seconds) - layers * weight_grad_s
+        again_s = self.layer.forward_s
+        both_s = self._through_s(layers, again_s) + self._through_s(layers, seconds - again_s)
+        return both_s - self.gathers.layer_s - layers * weight_grad_s
+
+    def _through_s(self, layers: float, layer_s: float) -> float:
+        return layers * layer_s if self.gathers is None else self.gathers.through_s(layers, layer_s)
 
 
 @dataclass(frozen=True)
@@ -80,11 +126,11 @@ def costs_of_stages(op_times: OpTimes, sizes: Sequence[float], *, keeps_input: b
     >>> costs_of_stages(op_times, (2, 1), keeps_input=False).forward_s
     (2.0, 7.0)
     """
-    layer, last = op_times.layer, len(sizes) - 1
+    last = len(sizes) - 1
     forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
     for s, n in enumerate(sizes):
-        f = n * layer.forward_s + op_times.task_s + (op_times.embed.forward_s if s == 0 else 0.0)
-        i = n * layer.input_grad_s + op_times.task_s
+        f = op_times.forward_s(n) + op_times.task_s + (op_times.embed.forward_s if s == 0 else 0.0)
+        i = op_times.input_grad_s(n, keeps_input=keeps_input, split=split) + op_times.task_s
         if s == 0:
             i += op_times.embed.input_grad_s + op_times.embed.weight_grad_s
             i += op_times.embed.forward_s if keeps_input else 0.0
@@ -94,7 +140,7 @@ def costs_of_stages(op_times: OpTimes, sizes: Sequence[float], *, keeps_input: b
             f += op_times.head.all_s
         forward.append(f)
         input_grad.append(i)
-        weight_grad.append(n * layer.weight_grad_s + (op_times.task_s if split else 0.0))
+        weight_grad.append(n * op_times.layer.weight_grad_s + (op_times.task_s if split else 0.0))
     return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
 
 
@@ -145,8 +191,9 @@ def masked_cells(op_times: OpTimes, ticks: Ticks, costs: Costs) -> list[list[tup
     seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)
     weight_grad_s = max(costs.seconds("W", s, schedule.num_chunks) for s in range(schedule.num_stages))
     layers = weight_grad_s / layer.weight_grad_s  # W is of layers alone
-    idle_f = layers * layer.forward_s + op_times.task_s
-    idle_b = layers * (layer.input_grad_s + layer.weight_grad_s) + op_times.task_s
+    idle_f = op_times.forward_s(layers) + op_times.task_s
+    idle_b = op_times.input_grad_s(layers, keeps_input=ticks.remat.keeps_input_only, split=False)
+    idle_b += layers * layer.weight_grad_s + op_times.task_s
 
     def cell_s(cell: TickCell, forward: bool, backward: bool) -> tuple[float, float]:
         f = cell.forward is not None and seconds(cell.forward)

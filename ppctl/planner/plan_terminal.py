@@ -31,7 +31,7 @@ ABOUT = {
 REMEDIES = {
     "parameters": "shard them with mesh.fsdp, or use more ranks (mesh.pp).",
     "optimizer": "shard it with mesh.fsdp, or use more ranks (mesh.pp).",
-    "weights": "use more ranks (mesh.pp), or executor.gather=tick with executor=spmd.",
+    "weights": "use more ranks (mesh.pp), or executor.gather=layer with mesh.fsdp.",
     "gradients": "use more ranks (mesh.pp).",
     "activations": "use executor.remat=layer or full, more and smaller microbatches, or another schedule.",
     "transfers": "use more and smaller microbatches (schedule.num_microbatches).",

@@ -80,7 +80,8 @@ def _by_measured_costs_s(job: TrainingJob) -> float | None:
     config = job.config
     kept = Measure(doctor=config.costs.doctor)
     is_elsewhere = config.hardware.name != "auto" or config.plan.topology is not None
-    if is_elsewhere or isinstance(config.costs, Measure) or not is_kept(job, cache_dir(kept)):
+    is_untimed = job.pipe.execution.gathers_by_layer and config.mesh.fsdp > 1  # by costs=measure
+    if is_elsewhere or is_untimed or isinstance(config.costs, Measure) or not is_kept(job, cache_dir(kept)):
         return None
     time, _ = predicted_time(job, kept)
     return None if time is None else time.total_s

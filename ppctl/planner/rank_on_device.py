@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,7 @@ class RankOnDevice:
         batch: Mapping[str, Any],
         copies: int = 1,
     ):
-        pipe, model = job.pipe, job.pipe.model
+        pipe, model = job.pipe, replace(job.pipe.model, layer_specs=None)  # one device has whole layers
         self.device = pipe.mesh.devices.flat[0]
         self.entries, self.model = entries, model
         self.library = GradientPrograms(model, {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from statistics import mean
@@ -172,10 +172,21 @@ class Simulated:
             like = self.ran_as[rank]
             times, stage = self.ran[like].task_s, schedule.stages_of[like][schedule.chunk_of[s]]
             whole = times.get((stage, "B"), 0.0) / 2
-            forward.append(times.get((stage, "F"), 0.0) + gather_s)
-            input_grad.append(times.get((stage, "I"), whole) + gather_s)
-            weight_grad.append(times.get((stage, "W"), whole))
+            ran = times.get((stage, "F"), 0.0), times.get((stage, "I"), whole), times.get((stage, "W"), whole)
+            f, i = self._with_gathers(len(self.job.pipe.partition[stage]), *ran)
+            forward.append(f + gather_s)
+            input_grad.append(i + gather_s)
+            weight_grad.append(ran[2])
         return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=self._counted.hop_s)
+
+    def _with_gathers(self, layers: int, f: float, i: float, w: float) -> tuple[float, float]:
+        """Return the seconds of F and of B without W, or of I, where they gather layers (executor.gather=layer)."""
+        if self._counted.gathers is None or not layers:
+            return f, i
+        execution, is_split = self.job.pipe.execution, self.job.pipe.schedule.is_split
+        one = replace(self._counted, layer=PieceTimes(f / layers, i / layers, w / layers))
+        keeps_input = execution.remat.keeps_input_only
+        return one.forward_s(layers), one.input_grad_s(layers, keeps_input=keeps_input, split=is_split)
 
     @cached_property
     def step(self) -> StepTime:
@@ -241,9 +252,7 @@ class Simulated:
     @cached_property
     def _op_times(self) -> OpTimes:
         pipe, times = self.job.pipe, self.ran.values()
-        each_tick = pipe.execution.in_ticks and pipe.execution.gather == "tick"
-        params = param_bytes_of(pipe)
-        exchanged_s = exchange_s(params, self.machine, layout_of(pipe), gathers_layers=not each_tick)
+        exchanged_s = exchange_s(param_bytes_of(pipe), self.machine, layout_of(pipe), gather=pipe.execution.gather)
         alone = mean(each.tasks.cpu_s / each.tasks.wall_s for each in times)  # cores that a rank keeps busy
         return OpTimes(
             embed=self._counted.embed,

@@ -27,11 +27,17 @@ class Microbatch:
 
 
 def held_bytes(
-    work: ModelWork, params: ParamBytes, layout: PlannedLayout, microbatch: Microbatch, slots: Mapping[str, float]
+    work: ModelWork,
+    params: ParamBytes,
+    layout: PlannedLayout,
+    microbatch: Microbatch,
+    slots: Mapping[str, float],
+    *,
+    gather: str = "step",
 ) -> dict[str, int]:
     """Return the bytes by part on one device, without temporaries; `slots` as `schedule.ticks` counts them.
 
-    With executor=spmd all ranks are padded to the largest.
+    gather: as executor.gather. With executor=spmd all ranks are padded to the largest.
     """
     layers, examples, remat = layout.rank_layers * params.layer, microbatch.examples, microbatch.remat
     state = layers / layout.fsdp + params.embed_head / (layout.fsdp * layout.pp)
@@ -41,12 +47,25 @@ def held_bytes(
     return {
         "parameters": round(state),
         "optimizer": round(state * params.moments),
-        "weights": round((layers + params.embed_head) * params.compute_ratio),
+        "weights": round((copied_layers(layout, gather) * params.layer + params.embed_head) * params.compute_ratio),
         "gradients": layers + params.embed_head,
         "activations": round(examples * (stash + pending)),
         "transfers": round(examples * work.x_bytes * sum(slots.get(name, 0) for name in SLOTS_OF_X)),
         "batch": microbatch.example_bytes * examples * microbatch.number,
     }
+
+
+def copied_layers(layout: PlannedLayout, gather: str) -> float:
+    """Return how many layers the copies amount to that tasks read.
+
+    gather: step, all of a rank are whole; tick, those of a chunk, as gathered and as cut out; layer, one and the next,
+    beside the shards of all.
+    """
+    if layout.fsdp == 1 or gather == "step":
+        return layout.rank_layers
+    if gather == "tick":
+        return min(layout.rank_layers, 2 * layout.chunk_layers)
+    return min(2, layout.chunk_layers) + layout.rank_layers / layout.fsdp
 
 
 def workspace_bytes(

@@ -45,7 +45,7 @@ class Space:
     batch_size: int
     example_bytes: int  # of the data: inputs and targets
     in_ticks: bool = True  # executor=spmd: ranks in lockstep
-    gathers_each_tick: bool = False  # executor.gather=tick
+    gather: str = "step"  # executor.gather
     families: tuple[str, ...] = PREFERRED
     remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
@@ -120,7 +120,7 @@ class Bounds:
             layout,
             microbatch_examples=self.microbatch.examples,
             remat=self.microbatch.remat,
-            gathers_each_tick=self.space.gathers_each_tick,
+            gather=self.space.gather,
         )
 
     @cached_property
@@ -131,7 +131,11 @@ class Bounds:
     def with_stashes(self, number: float) -> Mapping[str, int]:
         """Return the same with so many microbatches, through all of the rank's layers."""
         layers = self.space.num_layers // self.mesh.pp
-        return held_bytes(self.work, self.params, self.layout(layers, layers), self.microbatch, {"stash": number})
+        return self.held_bytes(self.layout(layers, layers), {"stash": number})
+
+    def held_bytes(self, layout: PlannedLayout, slots: Mapping[str, float]) -> dict[str, int]:
+        """Return the bytes by part on one device of a layout, without temporaries."""
+        return held_bytes(self.work, self.params, layout, self.microbatch, slots, gather=self.space.gather)
 
     def step_s(self, *, is_whole: bool = False) -> float:
         """Return a lower bound of the step time: its work, and the way to the ranks, with whole backwards also back.

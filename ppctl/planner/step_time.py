@@ -15,6 +15,7 @@ from ppctl.config import Analytic, Config, Hardware, Measure
 from ppctl.config.files import user_cache_dir
 from ppctl.errors import ConfigError
 from ppctl.executors.spmd.memory import tree_bytes
+from ppctl.executors.xla_flags import LATENCY_HIDING
 from ppctl.planner import analytic
 from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout
 from ppctl.planner.count import work_of
@@ -65,6 +66,11 @@ def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
             f"costs=measure times devices that are here, but plan.topology={config.plan.topology} describes "
             "others. Use costs=analytic."
         )
+    if pipe.execution.gathers_by_layer and config.mesh.fsdp > 1:
+        raise ConfigError(
+            f"costs=measure times layers that are whole, but executor.gather=layer gathers each over mesh.fsdp="
+            f"{config.mesh.fsdp} in every task. Use costs=analytic, or executor.gather=step."
+        )
     if config.mesh.tp * config.mesh.cp > 1:
         raise ConfigError(
             f"costs=measure times pieces of a model on devices by themselves, but mesh.tp={config.mesh.tp} "
@@ -86,7 +92,7 @@ def counted_op_times(job: TrainingJob, machine: Machine) -> OpTimes:
         layout_of(pipe),
         microbatch_examples=pipe.model.microbatch["inputs"].shape[0],
         remat=execution.remat,
-        gathers_each_tick=execution.in_ticks and execution.gather == "tick",
+        gather=execution.gather,
         casts=casts,
     )
 
@@ -136,7 +142,17 @@ def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
         cores=os.cpu_count() if hardware.name == NOMINAL else None,
         order=config.mesh.order,
         unroll=config.executor.unroll,
+        gathers_ahead=_gathers_ahead(config, hardware),
     )
+
+
+def _gathers_ahead(config: Config, hardware: Hardware) -> bool:
+    """Return whether compilers for this hardware let gathers travel while other work runs: on GPUs, if told so."""
+    if hardware.name == NOMINAL:
+        return False
+    flags = config.executor.xla_flags
+    is_told = flags == "auto" or (flags != "none" and any(f"{LATENCY_HIDING}=true" in text for text in flags))
+    return hardware.cuda is None or is_told
 
 
 def speed_of(hardware: Hardware, peak_flops_per_s: float) -> Speed:

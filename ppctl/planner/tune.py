@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl import config as settings
-from ppctl.config import Config, Explicit, Spmd, Uniform
+from ppctl.config import Config, Explicit, Mpmd, Spmd, Uniform
 from ppctl.config.schedule_from_config import named
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import all_devices
@@ -88,7 +88,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         data.batch_size,
         example_bytes=tree_bytes(example),
         in_ticks=config.executor.IN_TICKS,
-        gathers_each_tick=isinstance(config.executor, Spmd) and config.executor.gather == "tick",
+        gather=config.executor.gather if isinstance(config.executor, Spmd | Mpmd) else "step",
         families=tuple(config.tune.schedules or PREFERRED),
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,

@@ -22,8 +22,8 @@ class Execution:
     """How a schedule is run; nothing of it changes what is computed.
 
     remat: none | layer | full, what the backward recomputes. unroll: layers of a device that are unrolled up to this
-    many, scanned above. idle (spmd): skip | compute, what a rank without a task does in a tick. gather (spmd): step |
-    tick, how often parameters are gathered over fsdp. post_validation (mpmd): a rank updates before the global norm is
+    many, scanned above. idle (spmd): skip | compute, what a rank without a task does in a tick. gather: step | tick
+    (spmd) | layer, when layers are gathered over fsdp. post_validation (mpmd): a rank updates before the global norm is
     known, and again if that was wrong. xla_flags: options of the compiler, of every program of a step.
     """
 
@@ -35,6 +35,14 @@ class Execution:
     post_validation: bool
     xla_flags: Flags = ()
     axes: StageAxes = WHOLE  # how the devices of a rank divide its stages
+
+    @property
+    def gathers_each_tick(self) -> bool:
+        return self.gather == "tick"
+
+    @property
+    def gathers_by_layer(self) -> bool:
+        return self.gather == "layer"
 
     @property
     def is_pipelined(self) -> bool:
@@ -53,18 +61,22 @@ class Execution:
 
 def check_execution(execution: Execution, mesh: Mesh) -> None:
     """Raise ConfigError for an executor or a setting that there is not, does not apply, or does not fit the mesh."""
+    gathers = Mpmd.GATHER if execution.executor == Mpmd.name else Spmd.GATHER
     choices = {
         "executor": tuple(EXECUTORS),
         "idle": Spmd.IDLE,
-        "gather": Spmd.GATHER,
+        "gather": gathers,
         "context": Spmd.CONTEXT,
     }
     for name, allowed in choices.items():
         value = execution.axes.context if name == "context" else getattr(execution, name)
         if value not in allowed:
             raise ConfigError(f"{name}={value} is not one of {', '.join(allowed)}.")
-    of_spmd = [f"{name}={value}" for name, value in (("idle", execution.idle), ("gather", execution.gather))]
-    ignored = [each for each in of_spmd if each not in ("idle=skip", "gather=step") and not execution.in_ticks]
+    ignored = list[str]()
+    if execution.idle != "skip" and not execution.in_ticks:
+        ignored.append(f"idle={execution.idle}")
+    if execution.gather != "step" and not execution.is_pipelined:
+        ignored.append(f"gather={execution.gather}")
     if execution.post_validation and not execution.dispatches_tasks:
         ignored.append("post_validation=True")
     if ignored:

@@ -258,7 +258,7 @@ def pipeline(
         remat: What the backward recomputes: none (default) | layer | full. `Ticks` must have been lowered for it.
         unroll: Layers of a device that are unrolled up to this many (default 16), scanned above.
         idle: What a rank without a task does in a tick of spmd: skip (default) | compute.
-        gather: How often spmd gathers parameters over fsdp: step (default) | tick.
+        gather: When layers are gathered over fsdp: once a step (default) | tick (of spmd) | layer: each before its use.
         post_validation: In mpmd a rank updates before the global norm is known, and again if that was wrong.
         sequence_parallel: Devices along tp divide the rows of activations between layers (default), or all hold all.
         context: How attention gets keys and values of devices along cp: gather (default) | ring.

@@ -57,6 +57,12 @@ CASES = {  # every value of each setting, in both executors, and lengths and voc
         ODD | {"context": "ring", "remat": "full", "model": {"attention": "chunked"}},
     ),
 }
+BY_LAYER = {  # weights of a layer are gathered over fsdp, its activations over tp and cp
+    "tp2 fsdp2 spmd": ({"tp": 2, "fsdp": 2, "pp": 2}, {"schedule": "zb_h1", "vocab_size": 33}),
+    "tp2 fsdp2 mpmd": ({"tp": 2, "fsdp": 2, "pp": 2}, {"executor": "mpmd", "remat": "full", "unroll": 0}),
+    "cp2 fsdp2 mpmd": ({"cp": 2, "fsdp": 2, "pp": 2}, {"executor": "mpmd", "context": "ring", "remat": "layer"}),
+    "cp2 fsdp2 spmd": ({"cp": 2, "fsdp": 4}, {"remat": "none", "unroll": 0}),
+}
 MESHES = [
     {"pp": pp, "fsdp": fsdp, "tp": tp, "cp": cp}
     for pp, fsdp, tp, cp in product((1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4))
@@ -84,6 +90,12 @@ def every_mesh():
 @pytest.mark.parametrize(("mesh", "how"), CASES.values(), ids=CASES)
 def test_loss_and_gradients_are_the_references(mesh, how):
     assert difference(mesh, **how) <= TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "how"), BY_LAYER.values(), ids=BY_LAYER)
+def test_they_are_where_layers_are_gathered_one_by_one(mesh, how):
+    assert difference(mesh, gather="layer", **how) <= TOLERANCE
 
 
 @pytest.mark.full

@@ -109,7 +109,7 @@ def test_live_buffers_peak_where_the_simulator_says(schedule):
     assert peak == [count * schedule.num_chunks for count in peak_activations(schedule)]
 
 
-def test_tasks_communicate_nothing_and_gradients_are_reduced_once():
+def test_tasks_communicate_nothing_and_gradients_are_reduced_once_as_soon_as_they_are_complete():
     engine, _ = make_engine(case_of("zb_h1", mesh=(2, 2, 2), num_layers=3))
     engine.compile(evaluate=True)
     found = defaultdict(set)
@@ -118,8 +118,14 @@ def test_tasks_communicate_nothing_and_gradients_are_reduced_once():
     assert {kind: found[kind] for kind in TASKS} == {kind: set() for kind in TASKS}
     assert found["prepare"] == {"all-gather"}
     assert found["finish"] >= {"all-reduce"}
-    finishes = [op for op in engine.plan("step")[0] if op.program and op.program.kind == "finish"]
-    assert [op.rank for op in finishes] == [0, 1]
+    assert found["reduce"] >= {"reduce-scatter"}
+    ops = [op for op in engine.plan("step")[0] if op.program]
+    assert [op.rank for op in ops if op.program.kind == "finish"] == [0, 1]
+    for stage in (0, 1):
+        of_rank = [op for op in ops if op.rank == stage]
+        (reduced,) = (i for i, op in enumerate(of_rank) if op.program.kind == "reduce")
+        assert ("acc", stage) in of_rank[reduced - 1].writes
+        assert not any(("acc", stage) in op.writes for op in of_rank[reduced:])
 
 
 def test_stages_alike_share_a_program_and_a_second_step_compiles_nothing():

@@ -127,6 +127,20 @@ def test_every_network_runs_in_every_schedule(name, executor, how, layers):
     check(name, False, engine.loss_and_grads(engine.new_state(), engine.put(batch)))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+@pytest.mark.parametrize(("schedule", "remat", "unroll"), [("zb_h1", "none", 16), ("1f1b", "full", 0)])
+def test_a_network_is_gathered_layer_by_layer(executor, schedule, remat, unroll):
+    stack, params, batch, _ = made("widths")
+    sizes = {"num_layers": stack.num_layers, "batch_size": ROWS, "num_microbatches": 2}
+    how = sizes | {"mesh": (1, 2, 2), "schedule": schedule, "remat": remat, "unroll": unroll, "gather": "layer"}
+    if executor == "spmd":
+        check("widths", False, run_spmd(Case(**how, layers=(3, 1)), stack, params, batch))
+        return
+    engine = engine_of(MpmdCase(**how, sizes=(3, 1)), stack, params, batch)
+    check("widths", False, engine.loss_and_grads(engine.new_state(), engine.put(batch)))
+
+
 def test_each_layer_counts_what_it_costs():
     stack, _, batch, _ = made("widths")
     flops = [6 * 24 + 24 * 8, 8 * 16, 16 * 8, 8 * 3]  # halves of a row's, of the layers between marks

@@ -27,7 +27,7 @@ from ppctl.schedule import ON_RING
 DEFAULT = [
     Case("gpipe", (2, 4, 1), remat="none", model="mlp"),
     Case("1f1b", (1, 3, 1), 6, num_layers=7, batch_size=60, model="mlp", skip_idle=False),
-    Case("eager_1f1b", (1, 2, 4), remat="layer", model="mlp", unroll=0, gather_each_tick=True),
+    Case("eager_1f1b", (1, 2, 4), remat="layer", model="mlp", unroll=0, gather="tick"),
     Case("interleaved", (2, 2, 2), num_chunks=2, remat="full", model="tied swiglu"),
     Case("interleaved", (1, 4, 1), num_chunks=2, num_layers=9, remat="none", model="untied swiglu grouped", unroll=0),
     Case("1f1b", (8, 1, 1), remat="layer", model="mlp"),

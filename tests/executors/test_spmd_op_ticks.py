@@ -28,7 +28,7 @@ def case(schedule, mesh, *settings, **more):
 DEFAULT = [
     # every family, remat and loops taking turns
     *(case(name, (1, 4, 1), remat=REMATS[i % 3], loops=i % 2 == 0) for i, name in enumerate(SINGLE_OP)),
-    case("zb_h1", (2, 2, 2), remat="none", gather_each_tick=True, model="tied swiglu"),
+    case("zb_h1", (2, 2, 2), remat="none", gather="tick", model="tied swiglu"),
     case("zb_v", (2, 2, 2), remat="full", model="untied gelu"),
     # 10 layers on 4 x 2 stages, unrolled and scanned
     case("zb_v", (1, 4, 1), remat="none", num_layers=10),
@@ -41,7 +41,7 @@ MORE = [  # of `make test-full`; `make exhaustive` has the whole product
     *(case("zb_h1", (1, 4, 1), remat=remat, model="untied swiglu grouped") for remat in REMATS),
     *(case("zb_v", (1, 4, 1), remat=remat, unroll=0) for remat in REMATS),
     *(case(name, (1, 3, 1), 6, remat="none", num_layers=7, batch_size=60, unroll=0) for name in SINGLE_OP),
-    *(case(name, (1, 8, 1), remat="full", num_layers=17, gather_each_tick=True) for name in ("v_min", "dualpipe_v")),
+    *(case(name, (1, 8, 1), remat="full", num_layers=17, gather="tick") for name in ("v_min", "dualpipe_v")),
     *(case(name, (1, 2, 4), remat=remat) for name in ("zb_h1", "dualpipe_v") for remat in REMATS),
 ]
 

@@ -38,7 +38,7 @@ def test_warm_up_and_cool_down_move_one_value_a_tick_where_idle_ranks_compute():
 
 
 def test_parameters_are_gathered_inside_the_tick_when_asked_for():
-    case = Case("interleaved", (2, 2, 2), num_chunks=2, model="mlp", gather_each_tick=True)
+    case = Case("interleaved", (2, 2, 2), num_chunks=2, model="mlp", gather="tick")
     _, (loop,) = collectives(case)
     assert loop.pop("collective-permute") == 2
     assert loop.pop("all-gather") >= 2
@@ -119,7 +119,7 @@ def test_program_size_does_not_depend_on_the_number_of_microbatches(schedule, nu
     assert at(8) == at(64)
 
 
-@pytest.mark.parametrize("changes", [{"unroll": 0}, {"remat": "none"}, {"gather_each_tick": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"unroll": 0}, {"remat": "none"}, {"gather": "tick"}], ids=str)
 def test_no_option_makes_program_size_depend_on_the_number_of_microbatches(changes):
     def at(m):
         return sizes(Case("interleaved", (1, 2, 2), m, 2, model="mlp", num_layers=7, batch_size=2 * m, **changes))

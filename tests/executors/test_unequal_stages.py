@@ -19,7 +19,7 @@ PARTITIONS = {
     "Et*10|L": ("1f1b", (1, 2, 2), 1, "Et*10|L"),
 }
 REMAT = ("none", "layer", "full")
-FLAGS = tuple(itertools.product((16, 0), (False, True), (True, False)))  # unroll, gather_each_tick, skip_idle
+FLAGS = tuple(itertools.product((16, 0), ("step", "tick", "layer"), (True, False)))  # unroll, gather, skip_idle
 
 
 def check(partition, remat, flags, model="mlp"):
@@ -32,8 +32,8 @@ def check(partition, remat, flags, model="mlp"):
 
 
 def flags_of(i):
-    """Flags for case i; any 8 cases in a row have all of them."""
-    return FLAGS[3 * i % 8]
+    """Flags for case i; any 12 cases in a row have all of them."""
+    return FLAGS[5 * i % 12]
 
 
 DEFAULT = [(partition, REMAT[i % 3], flags_of(i)) for i, partition in enumerate(PARTITIONS)]

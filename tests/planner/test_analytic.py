@@ -1,7 +1,9 @@
 """Op times by counting against sums by hand; links against the hosts that devices stand on."""
 
 import itertools
+import random
 from dataclasses import replace
+from functools import partial
 from math import inf, prod
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import pytest
 
 from ppctl.executors.mesh import laid_out
 from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times, overhead_s
-from ppctl.planner.op_times import PieceTimes
+from ppctl.planner.op_times import LayerGathers, OpTimes, PieceTimes
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
 
 NEAR, FAR = Link(0.001, 100.0), Link(0.01, 10.0)
@@ -125,23 +127,59 @@ def test_per_step_overhead_by_hand():
     # 2 x 2 x 4 devices on two hosts: fsdp and dp within one, pp across. 3 layers of 120 bytes on a rank,
     # embedding and head of 480
     layout = PlannedLayout(dp=2, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
-    layers = 3 * (0.001 + 360 / 4 / 100)  # shares go round 4 devices in 3 messages
-    embed_head = 7 * (0.01 + 480 / 8 / 10)  # and round 8 in 7
+    # shares go round 4 devices in 3 messages, and round 8 in 7; parameters travel at half the size of gradients
+    gathered, layers = (3 * (0.001 + size / 4 / 100) for size in (180, 360))
+    gathered_ends, embed_head = (7 * (0.01 + size / 8 / 10) for size in (240, 480))
     held = 360 / 4 + 480 / 8
     replicas = 2 * (0.001 + held / 2 / 100)  # 2 devices send each other a half, twice
     cast = (360 + 480) * 1.5 / 50  # read, and written at half the size
     update = (3 * held * 2 + 2 * held) / 50  # parameters and two moments there and back, gradients twice
-    assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx(2 * layers + 2 * embed_head + replicas + cast + update)
+    by_hand = gathered + layers + gathered_ends + embed_head + replicas + cast + update
+    assert overhead_s(PARAMS, MACHINE, layout) == pytest.approx(by_hand)
     assert counted(layout).overhead_s == overhead_s(PARAMS, MACHINE, layout)
-    each_tick = counted(layout, gathers_each_tick=True)
-    assert each_tick.overhead_s == pytest.approx(overhead_s(PARAMS, MACHINE, layout) - layers)
-    assert each_tick.task_s == pytest.approx(0.25 + layers)
+    each_tick = counted(layout, gather="tick")
+    assert each_tick.overhead_s == pytest.approx(by_hand - gathered)
+    assert each_tick.task_s == pytest.approx(0.25 + gathered)
+    by_layer = counted(layout, gather="layer")
+    assert by_layer.overhead_s == pytest.approx(by_hand - gathered - (360 - 360 / 4) * 1.5 / 50)  # shards are cast
+    assert by_layer.gathers == LayerGathers(3 * (0.001 + 60 / 4 / 100), is_ahead=False)
+    assert counted(replace(layout, fsdp=1), gather="layer").gathers is None
+
+
+def walked_s(visits, gather_s, *, is_ahead):
+    """Seconds of layers one after the other, (seconds, is gathered) of each, gathered once the one before begins."""
+    if not is_ahead:
+        return sum(seconds + gather_s * is_gathered for seconds, is_gathered in visits)
+    there, done = gather_s, 0.0  # the first one's gather
+    for (seconds, _), (_, next_is_gathered) in itertools.zip_longest(visits, visits[1:], fillvalue=(0.0, False)):
+        begin = max(there, done)
+        there, done = begin + gather_s * next_is_gathered, begin + seconds
+    return done
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_task_gathers_one_layer_ahead_of_the_one_that_it_computes(is_ahead):
+    rng = random.Random(0)
+    for n, split in itertools.product((1, 2, 5), (True, False)):
+        g, f, again, i, w = (rng.random() for _ in range(5))
+        layer = PieceTimes(f, i + again, w)
+        times = OpTimes(layer, layer, layer, 0.0, 0.0, 0.0, gathers=LayerGathers(g, is_ahead=is_ahead))
+        walk = partial(walked_s, gather_s=g, is_ahead=is_ahead)
+        assert times.forward_s(n) == pytest.approx(walk([(f, True)] * n))
+        rest = 0.0 if split else n * w
+        found = times.input_grad_s(n, keeps_input=False, split=split) + rest
+        assert found == pytest.approx(walk([(i + again + rest / n, True)] * n))
+        times = replace(times, layer=PieceTimes(f, i + f, w))  # a stage's forward is run again, then its backward
+        found = times.input_grad_s(n, keeps_input=True, split=split) + rest
+        backward = i + rest / n
+        assert found == pytest.approx(walk([(f, True)] * n + [(backward, False)] + [(backward, True)] * (n - 1)))
 
 
 def test_embedding_and_head_leave_the_host_where_layers_do_not():
     layout = PlannedLayout(dp=1, pp=2, fsdp=4, rank_layers=3, chunk_layers=3)
     spread = overhead_s(PARAMS, replace(MACHINE, host_devices=4), layout) - overhead_s(PARAMS, MACHINE, layout)
-    assert spread == pytest.approx(2 * (FAR.gather_s(480, 8) - NEAR.gather_s(480, 8)))
+    both_ways = (link.gather_s(240, 8) + link.gather_s(480, 8) for link in (FAR, NEAR))
+    assert spread == pytest.approx(next(both_ways) - next(both_ways))
 
 
 def test_one_device_sends_nothing():
@@ -154,8 +192,8 @@ def test_one_device_sends_nothing():
 
 def test_a_tick_gathers_one_chunk_of_several():
     layout = PlannedLayout(dp=1, pp=2, fsdp=2, rank_layers=6, chunk_layers=2)
-    times = counted(layout, gathers_each_tick=True)
-    assert times.task_s == pytest.approx(0.25 + NEAR.hop_s(2 * 120 / 2))
+    times = counted(layout, gather="tick")
+    assert times.task_s == pytest.approx(0.25 + NEAR.hop_s(2 * 60 / 2))
 
 
 def test_devices_of_a_rank_are_those_of_all_axes_but_pp():

@@ -43,6 +43,16 @@ def said(request, *, is_timed=True):
             "before each task",
             "before all tasks",
         ),
+        (
+            {"mesh": config.Mesh(1, 2, 2), "executor": config.Mpmd(gather="layer")},
+            "each layer gathered in each task that reads it, with nothing computed meanwhile",
+            "before all tasks",
+        ),
+        (
+            {"mesh": config.Mesh(1, 2, 2), "executor": config.Spmd(gather="layer"), "hardware": known()["h100"]},
+            "each layer gathered in each task that reads it, while the layer before is computed",
+            "nothing computed",
+        ),
         ({"mesh": config.Mesh(), "executor": config.Reference()}, "the optimizer after all tasks", "links"),
         ({"costs": config.Measure()}, "as they were timed here", "TFLOP/s"),
         ({"costs": config.Measure(), "executor": config.Mpmd()}, "values on the next rank at once", "GB/s"),

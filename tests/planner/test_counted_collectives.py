@@ -1,5 +1,7 @@
 """The collectives that `planner.analytic` counts for a step, compared with those in the traced spmd program."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 from support.cases import Case, make_batch, make_stack, staged_step
@@ -8,6 +10,7 @@ from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import inner_jaxprs
 from ppctl.model.stack import init
 from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times, overhead_s
+from ppctl.planner.op_times import costs_of_stages
 from ppctl.planner.roofline import Link, ModelWork, PieceWork, Speed
 
 LINK = Link(latency_s=0.0, bytes_per_s=3.0)
@@ -23,8 +26,10 @@ def collectives(jaxpr, in_loop=False):
             axes = eqn.params.get("axis_name") or eqn.params["axes"]
             num_bytes = max(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
             yield eqn.primitive.name, axes, num_bytes, in_loop
-        for inner in inner_jaxprs(eqn):
-            yield from collectives(inner, in_loop or eqn.primitive.name == "scan")
+        is_scan = eqn.primitive.name == "scan"
+        turns = eqn.params["length"] if is_scan and in_loop else 1  # of a loop over layers in the loop over ticks
+        for inner in inner_jaxprs(eqn) * turns:
+            yield from collectives(inner, in_loop or is_scan)
 
 
 def traced(case):
@@ -72,21 +77,34 @@ def test_collectives_of_a_step_take_what_those_of_the_program_take(case):
 
 
 def test_gathering_in_every_tick_moves_the_layers_of_one_chunk_and_embedding_and_head_per_step():
-    case = Case("interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, batch_size=16, gather_each_tick=True)
+    case = Case("interleaved", (2, 2, 2), 4, num_chunks=2, num_layers=8, batch_size=16, gather="tick")
     plan, sizes, found = traced(case)
     per_step = [each for each in found if each[0] != "ppermute" and not each[3]]
     layers_per_step = [
         each for each in per_step if each[0] == "all_gather" and each[1] == ("fsdp",)
     ]  # of which nothing is used
     per_step = [each for each in per_step if each not in layers_per_step]
-    assert overhead_s(sizes, MACHINE, plan, gathers_layers=False) == pytest.approx(
-        ring_s(per_step, case.mesh), rel=1e-12
-    )
+    assert overhead_s(sizes, MACHINE, plan, gather="tick") == pytest.approx(ring_s(per_step, case.mesh), rel=1e-12)
     gathers = [each for each in found if each[0] == "all_gather" and each[3]]
     number = 2 * plan.rank_layers // plan.chunk_layers  # F and B, for each chunk that a tick may name
     work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
-    found_times = op_times(work, sizes, MACHINE, plan, microbatch_examples=1, remat="full", gathers_each_tick=True)
+    found_times = op_times(work, sizes, MACHINE, plan, microbatch_examples=1, remat="full", gather="tick")
     assert found_times.task_s * number == pytest.approx(ring_s(gathers, case.mesh), rel=1e-12)
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "full"])
+@pytest.mark.parametrize("unroll", [16, 0])
+def test_gathering_by_layer_moves_each_layer_in_each_task_that_reads_it(remat, unroll):
+    case = Case("1f1b", (2, 2, 2), 4, num_layers=6, batch_size=16, gather="layer", remat=remat, unroll=unroll)
+    plan, sizes, found = traced(case)
+    per_step = [each for each in found if each[0] != "ppermute" and not each[3]]
+    assert overhead_s(sizes, MACHINE, plan, gather="layer") == pytest.approx(ring_s(per_step, case.mesh), rel=1e-12)
+    gathers = ring_s([each for each in found if each[0] == "all_gather" and each[3]], case.mesh)
+    work = ModelWork(NOTHING, NOTHING, NOTHING, x_bytes=0, stash_bytes={}, pending_bytes={})
+    machine = replace(MACHINE, unroll=unroll)
+    times = op_times(work, sizes, machine, plan, microbatch_examples=1, remat=remat, gather="layer")
+    costs = costs_of_stages(times, (3, 3), keeps_input=remat == "full")
+    assert costs.forward_s[0] + costs.input_grad_s[0] == pytest.approx(gathers, rel=1e-12)
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb_h1"])

@@ -59,7 +59,8 @@ def some(seed):
     models = {(1, 1): DeviceModel(work, params)}
     if seed % 3 == 0:
         models |= {axes: divided(models[1, 1], *axes) for axes in ((2, 1), (1, 2), (4, 2))}
-    space = replace(space, divisions=tuple(models), gathers_each_tick=executor == "spmd" and seed % 4 == 0)
+    gather = "step" if seed % 2 else "layer" if executor == "mpmd" or seed % 4 else "tick"
+    space = replace(space, divisions=tuple(models), gather=gather)
     return space, models, machine
 
 

@@ -84,14 +84,14 @@ class Case:
     batch_size: int = 64
     remat: str = "full"
     unroll: int = 16
-    gather_each_tick: bool = False
+    gather: str = "step"
     skip_idle: bool = True
     loops: bool = False
     layers: tuple[int, ...] | str | None = None  # of each stage, as `explicit` takes them; None: uniform
 
     @property
     def options(self):
-        return Options(self.remat, self.skip_idle, self.gather_each_tick, self.unroll, jnp.float64, self.loops)
+        return Options(self.remat, self.skip_idle, self.gather, self.unroll, jnp.float64, self.loops)
 
     def program(self):
         knobs = FAMILIES[self.schedule].knobs_for(self.num_chunks)

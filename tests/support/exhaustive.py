@@ -26,7 +26,7 @@ def spmd_cases() -> Iterator[tuple[str, Any, Callable]]:
     fixed = {
         "model": "untied swiglu grouped",
         "unroll": 16,
-        "gather_each_tick": False,
+        "gather": "step",
         "skip_idle": True,
         "loops": False,
     }

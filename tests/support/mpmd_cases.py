@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from support.cases import COMPILE_FAST, Case, difference, make_batch, make_params, make_stack, run_reference
 
-from ppctl.executors.layout import Layout
+from ppctl.executors.layout import Layout, layer_specs
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.schedule import build
@@ -66,9 +66,10 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
-    model = Model(
-        stack, params["ends"], layer, microbatch, case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64")
-    )
+    sizes = case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64")
+    specs = layer_specs(layout.staged_specs(jax.eval_shape(layout.to_staged, params))["layers"])
+    specs = specs if case.gather == "layer" else None
+    model = Model(stack, params["ends"], layer, microbatch, *sizes, layer_specs=specs)
     schedules = tuple((each, dispatch_order(each, case.remat)) for each in (schedule, forward_only(schedule)))
     optimizer = make_optimizer(clip_norm)
     states = States(layout, lambda seed: init_state(jax.tree.map(jnp.asarray, params), optimizer))
@@ -84,7 +85,11 @@ def run_mpmd(case):
 
 def name_of(case):
     mesh = "x".join(map(str, case.mesh))
-    return f"{case.schedule} {mesh} L{case.num_layers} {case.remat} {case.model}" + " scan" * (case.unroll == 0)
+    return (
+        f"{case.schedule} {mesh} L{case.num_layers} {case.remat} {case.model}"
+        + " scan" * (case.unroll == 0)
+        + " layer" * (case.gather == "layer")
+    )
 
 
 def check(case):

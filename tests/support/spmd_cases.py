@@ -23,7 +23,7 @@ FACTORS = {
     "layers": ["even", "uneven"],
     "model": list(MODELS),
     "unroll": [16, 0],
-    "gather_each_tick": [False, True],
+    "gather": ["step", "tick", "layer"],
     "skip_idle": [True, False],
     "loops": [False, True],
 }
@@ -67,6 +67,7 @@ FEW = FACTORS | {
     "schedule": [*((name, V) for name, V in FACTORS["schedule"] if V != 4), *SINGLE_OP.items()],
     "mesh": [(1, 4, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 3, 1)],
     "model": ["mlp", "tied swiglu"],
+    "gather": ["step", "tick"],  # layer by layer: tests/executors/test_gather_by_layer.py
 }
 FEW_PAIRS = {pair for pair in ALL_PAIRS if all(name != "schedule" and value in FEW[name] for name, value in pair)} | {
     (("remat", FEW["remat"][i % 3]), ("schedule", schedule)) for i, schedule in enumerate(FEW["schedule"])
@@ -95,13 +96,13 @@ def case_of(values):
         num_layers=num_layers_of(mesh[1] * num_chunks, values["layers"]),
         model=values["model"],
         batch_size=60 if mesh[1] == 3 else 64,
-        **{name: values[name] for name in ("remat", "unroll", "gather_each_tick", "skip_idle", "loops")},
+        **{name: values[name] for name in ("remat", "unroll", "gather", "skip_idle", "loops")},
     )
 
 
 def name_of(case):
     mesh = "x".join(map(str, case.mesh))
-    flags = ["scan"] * (case.unroll == 0) + ["gather"] * case.gather_each_tick + ["compute"] * (not case.skip_idle)
+    flags = ["scan"] * (case.unroll == 0) + [case.gather] * (case.gather != "step") + ["compute"] * (not case.skip_idle)
     flags += ["loops"] * case.loops
     chunks = str(case.num_chunks) * (case.schedule in ("interleaved", "looped_bfs"))
     return " ".join([case.schedule + chunks, mesh, f"L{case.num_layers}", case.remat, case.model, *flags])

@@ -7,6 +7,7 @@ inputs, targets, m          the batch, and the number of a microbatch
 x, gx; y, gy                input and output of a stage for one microbatch, and their gradients
 stash, pending              what a forward keeps for its backward, what I leaves to W
 acc, acc_in, acc_out        sums of gradients: a stage's, the embedding's, the head's
+sum                         a stage's sum of gradients over the devices of its rank, which keep a shard each
 losses                      sums of the losses and of their number
 """
 
@@ -149,6 +150,25 @@ def task_entries(
             if reader != rank and name in program.writes:
                 pending.append(transfer_entry(rank, key(name), reader, there, task))
     return entries + pending
+
+
+def with_reductions(entries: Sequence[PlanEntry], program: Sequence[ProgramId]) -> list[PlanEntry]:
+    """Return a plan's tasks with the reduction of each stage's sums of gradients, as soon as they are complete.
+
+    program: of each stage, that reduces ("acc", stage) to ("sum", stage). A reduction comes right before its rank's
+    next task, after the moves of what the last one has written: the others need not wait for it.
+    """
+    last = {key: i for i, entry in enumerate(entries) for key in entry.writes if key[0] == "acc"}
+    due: dict[int, list[PlanEntry]] = {}
+    for (_, stage), i in last.items():
+        rank = entries[i].rank
+        later = (j for j in range(i + 1, len(entries)) if entries[j].rank == rank and entries[j].program is not None)
+        entry = PlanEntry(program[stage], rank, (("acc", stage),), (("sum", stage),))
+        due.setdefault(next(later, len(entries)), []).append(entry)
+    found: list[PlanEntry] = []
+    for i in range(len(entries) + 1):
+        found += [*due.get(i, ()), *entries[i : i + 1]]
+    return found
 
 
 def last_uses(entries: Sequence[PlanEntry], keep: Collection[Key]) -> list[tuple[Key, ...]]:

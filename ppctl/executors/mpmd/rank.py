@@ -1,6 +1,6 @@
-"""The programs that a rank runs once a step: parameters are made ready before its tasks, gradients reduced after.
+"""The programs that a rank runs once a step: parameters are made ready, gradients reduced stage by stage, then joined.
 
-These programs communicate over all axes of the rank's submesh; tasks over tp and cp alone.
+These programs communicate over all axes of the rank's submesh; tasks over tp and cp, and where they gather layers fsdp.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,19 @@ def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[R
     return tuple(RankRole(tuple(stages), num_layer_slots, tied.get(rank)) for rank, stages in enumerate(here))
 
 
+class StageSums(NamedTuple):
+    """The sums of gradients of a stage: its layers, and how many a chunk has in the staged form, with padding."""
+
+    num_layers: int
+    num_layer_slots: int
+
+
+def reductions(ranks: tuple[RankRole, ...], roles: Sequence[Role]) -> list[ProgramId]:
+    """Return for each stage the program that reduces its sums of gradients."""
+    sums = (StageSums(role.num_layers, ranks[0].num_layer_slots) for role in roles)
+    return [ProgramId("reduce", ("acc",), ("sum",), shape) for shape in sums]
+
+
 def rank_entries(
     layout: Layout, ranks: tuple[RankRole, ...], *, with_grads: bool
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
@@ -62,11 +75,11 @@ def rank_entries(
     for r, here in enumerate(ranks):
         stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
         writes: list[Key] = [("w", s) for s in stages]
-        sums: list[Key] = [("acc", s) for s in stages]
-        sums += [("acc_in",)] * here.has_first + [("acc_out",)] * here.has_last
+        of_ends: list[Key] = [("acc_in",)] * here.has_first + [("acc_out",)] * here.has_last
+        sums: list[Key] = [*(("sum", s) for s in stages), *of_ends]
         writes += [("ends_in",)] * here.has_first + [("ends_out",)] * here.has_last
         writes += [("losses",)] * here.has_last
-        writes += sums if with_grads else []
+        writes += [*(("acc", s) for s in stages), *of_ends] if with_grads else []
         before.append(rank_entry("prepare", here, r, [("params", r)], writes))
         if here.tied == "head":
             to = layout.rank_of[0]
@@ -90,51 +103,61 @@ def rank_entry(kind: str, here: RankRole, rank: int, reads: Sequence[Key], write
 def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, params: Tree) -> tuple:
     """Return the values that the tasks of a rank start from.
 
-    They are parameters whole, in the compute dtype, layer by layer, and sums of zero.
+    They are parameters in the compute dtype, layer by layer, whole unless tasks gather them, and sums of zero.
     `params` are the rank's: {"ends": None where not used, "layers": [V, 1, K, ...]}, sharded by `specs`.
     """
     leaves = jax.tree.leaves(params)
     master = leaves[0].dtype
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), master), tree)  # noqa: E731
-    whole = jax.tree.map(lambda a: a.astype(model.dtype), gather_shards(params, specs))
-    take = lambda *index: jax.tree.map(lambda a: a[index], whole["layers"])  # noqa: E731
-    w = [
-        take(v, 0, slice(role.num_layers))
-        if role.num_layers > model.unroll
-        else [take(v, 0, k) for k in range(role.num_layers)]
-        for v, role in enumerate(here.stages)
-    ]
+    shards = jax.tree.map(lambda a: a.astype(model.dtype), params)
+    ends = gather_shards(shards["ends"], specs["ends"])
+
+    def stages(layers: Tree) -> list[Any]:
+        take = lambda *index: jax.tree.map(lambda a: a[index], layers)  # noqa: E731
+        return [
+            take(v, 0, slice(role.num_layers))
+            if role.num_layers > model.unroll
+            else [take(v, 0, k) for k in range(role.num_layers)]
+            for v, role in enumerate(here.stages)
+        ]
+
+    whole = lambda: stages(gather_shards(shards["layers"], specs["layers"]))  # noqa: E731
     by_embedding, by_head = model.uses
-    found: dict[str, list] = {"w": w, "acc": [zeros(each) for each in w]}
+    found: dict[str, list] = {
+        "w": whole() if model.layer_specs is None else stages(shards["layers"]),
+        "acc": [zeros(each) for each in jax.eval_shape(whole)],
+    }
     if here.has_first:
-        found["ends_in"] = [model.keep(whole["ends"], by_embedding)]
+        found["ends_in"] = [model.keep(ends, by_embedding)]
         found["acc_in"] = [zeros(found["ends_in"][0])]
     if here.has_last:
-        found["ends_out"] = [ends] = [model.keep(whole["ends"], by_head)]
+        found["ends_out"] = [of_head] = [model.keep(ends, by_head)]
         head = lambda ends, x, targets: model.stack.head(model.fill(ends), x, targets)  # noqa: E731
-        sums = jax.eval_shape(head, ends, model.x, model.microbatch["targets"])
+        sums = jax.eval_shape(head, of_head, model.x, model.microbatch["targets"])
         found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in sums)]
-        found["acc_out"] = [zeros(ends)]
+        found["acc_out"] = [zeros(of_head)]
     return tuple(found[name].pop(0) for name in program.writes)
+
+
+def reduce_stage(model: Model, sums: StageSums, specs: Tree, acc: Any) -> tuple[Tree]:
+    """Return a stage's sums of gradients over its devices, [layer slots, ...], sharded as its layers are by `specs`."""
+    return (scatter_sums(_stacked(model, sums.num_layer_slots, acc), specs, RANK_AXES),)
 
 
 def finish_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, *values: Any) -> tuple:
     """Return a rank's gradients, summed over its devices and sharded as its parameters; not yet divided by the number.
 
+    Those of its stages come reduced; embedding and head are summed here, the parts of a tied leaf as one.
     The embedding's rank adds the head's sums of tied leaves; the head's leaves them None in its gradients.
     """
     v = dict(zip(program.reads, values, strict=True))
-    accs = [value for name, value in zip(program.reads, values, strict=True) if name == "acc"]
-    chunks = [_stacked(model, here.num_layer_slots, acc) for acc in accs]
+    chunks = [value for name, value in zip(program.reads, values, strict=True) if name == "sum"]
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *chunks)
     ends = model.keep(model.ends, (False,) * len(model.tied))
     for part in (v.get("acc_in"), v.get("acc_out")):
         if part is not None:
             ends = jax.tree.map(_plus, ends, drop_device_dim(part), is_leaf=is_none)
-    grads = {
-        "ends": scatter_sums(ends, specs["ends"], RANK_AXES),
-        "layers": scatter_sums(layers, specs["layers"], RANK_AXES),
-    }
+    grads = {"ends": scatter_sums(ends, specs["ends"], RANK_AXES), "layers": layers}
     if here.tied is None:
         return (grads,)
     tied = [leaf for leaf, is_tied in zip(_leaves(grads["ends"]), model.tied, strict=True) if is_tied]
@@ -189,8 +212,28 @@ class GradientPrograms:
             return [spec for spec, tied in zip(specs, self.model.tied, strict=True) if tied]
         if name in ("inputs", "targets"):
             return P(DATA_AXES)
+        if name == "sum":
+            return self._stacked_specs
         # parameters are gathered: each device has its own shard over tp, or all have the same
-        return P() if name in ("w", "ends_in", "ends_out", "m") else P(RANK_AXES)
+        return P() if name in ("ends_in", "ends_out", "m") else P(RANK_AXES)
+
+    def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
+        """Return the specs of all values that a program reads, or of all that it writes."""
+        roles = iter(program.shape.stages if isinstance(program.shape, RankRole) else (program.shape,))
+        return [self._layers_specs(next(roles)) if name == "w" else self.specs(program, name) for name in names]
+
+    def _layers_specs(self, role: Role) -> Tree:
+        """Return the specs of a stage's layers as tasks are given them."""
+        one = self.model.layer_specs
+        if one is None:
+            return P()
+        return self._stacked_specs if role.num_layers > self.model.unroll else [one] * role.num_layers
+
+    @property
+    def _stacked_specs(self) -> Tree:
+        """Return the specs of the layers of a stage, stacked, as they lie over fsdp and tp."""
+        staged = next(iter(self.param_specs.values()))["layers"]
+        return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=lambda a: isinstance(a, P))
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
         """Return the function of one device of a program, from values in the order of its reads to those it writes."""
@@ -198,6 +241,8 @@ class GradientPrograms:
         if program.kind in ("prepare", "finish"):
             run = prepare_rank if program.kind == "prepare" else finish_rank
             return partial(run, model, shape, program, self.param_specs[shape])
+        if program.kind == "reduce":
+            return partial(reduce_stage, model, shape, self._stacked_specs)
 
         def task(*values: Any) -> tuple:
             found = run_task(model, program.kind, shape, dict(zip(program.reads, values, strict=True)))
@@ -207,7 +252,7 @@ class GradientPrograms:
 
     def donated(self, program: ProgramId) -> tuple[str, ...]:
         """Return the values read whose memory a value written takes over."""
-        if program.kind in ("prepare", "finish"):
+        if program.kind in ("prepare", "reduce", "finish"):
             return ()
         replaced = [name for name in program.reads if name in program.writes]
         if program.kind == "F":

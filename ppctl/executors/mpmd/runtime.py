@@ -53,7 +53,7 @@ class ProgramLibrary(Protocol):
     """The programs as a runtime must know them: functions, PartitionSpecs, donated arguments, compiler presets."""
 
     def function(self, program: ProgramId) -> Callable[..., tuple]: ...
-    def specs(self, program: ProgramId, name: str) -> Tree: ...
+    def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]: ...
     def donated(self, program: ProgramId) -> tuple[str, ...]: ...
     def preset(self, program: ProgramId) -> CompilerPreset: ...
 
@@ -261,8 +261,7 @@ class Runtime:
     def _trace(self, program: ProgramId, reads: tuple) -> tuple:
         """Return the shapes that a program writes; trace it the first time, with a turn before its reads and writes."""
         if program not in self.traced:
-            specs = [self.programs.specs(program, name) for name in program.reads]
-            out_specs = [self.programs.specs(program, name) for name in program.writes]
+            specs, out_specs = (self.programs.all_specs(program, names) for names in (program.reads, program.writes))
             donated = self.programs.donated(program)
             function = self.programs.function(program)
 

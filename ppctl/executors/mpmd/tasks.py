@@ -1,19 +1,21 @@
 """The programs of tasks on one device, traced inside shard_map over the submesh of a rank.
 
-Tasks communicate over tp and cp alone, where these divide the stage: values are of this device's examples, sums of
-gradients are its own. Sums, stashes and pendings have a leading axis of length 1 here, and one entry a device outside.
+Tasks communicate over tp and cp, where these divide the stage, and over fsdp, where they gather its layers: values are
+of this device's examples, sums of gradients are its own. Sums, stashes and pendings have a leading axis of length 1
+here, and one entry a device outside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ppctl.executors.layout import gather_shards
 from ppctl.executors.mpmd.plan import Role
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.stage import LayerSlots, Stage
@@ -44,6 +46,9 @@ class Model:
     unroll: int
     dtype: Any
     axes: StageAxes = WHOLE
+    layer_specs: Tree | None = (
+        None  # PartitionSpecs of a layer that tasks gather over fsdp; None: they are given it whole
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
@@ -63,7 +68,8 @@ class Model:
 
     @cached_property
     def stage(self) -> Stage:
-        return Stage(self.stack.layer, self.remat, self._computed(self.layer), self.x)
+        gather = None if self.layer_specs is None else partial(gather_shards, specs=self.layer_specs)
+        return Stage(self.stack.layer, self.remat, self._computed(self.layer), self.x, gather)
 
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.layout import gather_shards
+from ppctl.executors.layout import gather_shards, layer_specs
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.layers import zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
@@ -32,7 +32,7 @@ class Options:
 
     remat: Remat = Remat.FULL  # or its name
     skip_idle: bool = True  # a rank without a task branches round it; otherwise it computes and masks the result
-    gather_each_tick: bool = False  # gather layers over fsdp in every tick instead of once a step
+    gather: str = "step"  # layers over fsdp: all once a step, those of a chunk in each tick, or each before its use
     unroll: int = 16  # a rank's layers are unrolled up to this many, scanned above
     dtype: Any = jnp.float32  # of compute
     loops: bool = False  # what a tick may skip stands in a loop of one turn or none, not in a branch: see `run_if`
@@ -79,12 +79,16 @@ class Device:
         self.stack, self.ticks, self.options = stack, ticks, options
         self.params, self.specs, self.microbatches, self.layer_slots = params, specs, microbatches, layer_slots
         self.num_ranks, self.num_chunks = ticks.schedule.num_ranks, ticks.schedule.num_chunks
-        self.ends = self._compute(gather_shards(params["ends"], specs["ends"]))
-        self.chunks = self._gathered(params["layers"])
+        self.ends = gather_shards(self._compute(params["ends"]), specs["ends"])
+        gathered = partial(self._gathered, params["layers"])
+        self.whole = jax.eval_shape(gathered)  # shapes
+        by_layer = options.gather == "layer"
+        self.chunks = self._chunks(self._compute(params["layers"])) if by_layer else gathered()
         self.x = jax.eval_shape(stack.embed, self.ends, self.microbatch("inputs", 0))
-        w = self.chunks[0]
+        w = self.whole[0]
         w0 = w[0] if isinstance(w, list) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w)
-        self.stage = Stage(stack.layer, options.remat, w0, self.x)
+        gather = partial(gather_shards, specs=layer_specs(specs["layers"])) if by_layer else None
+        self.stage = Stage(stack.layer, options.remat, w0, self.x, gather)
 
     # parameters and data
 
@@ -92,17 +96,20 @@ class Device:
         return jax.tree.map(lambda a: a.astype(self.options.dtype), tree)
 
     def _gathered(self, layers: Tree) -> list[Any]:
-        """Return the layers of each chunk, whole and in the compute dtype: a list of layers, or stacked for a scan."""
-        whole = self._compute(gather_shards(layers, self.specs["layers"]))  # [V, 1, K, ...]
-        num_chunks, _, num_layers = jax.tree.leaves(whole)[0].shape[:3]
-        take = lambda *index: jax.tree.map(lambda a: a[index], whole)  # noqa: E731
+        """Return the layers of each chunk, whole and in the compute dtype, in which they are gathered."""
+        return self._chunks(gather_shards(self._compute(layers), self.specs["layers"]))
+
+    def _chunks(self, staged: Tree) -> list[Any]:
+        """Return the layers of each chunk, of [V, 1, K, ...]: a list of layers, or stacked for a scan."""
+        num_chunks, _, num_layers = jax.tree.leaves(staged)[0].shape[:3]
+        take = lambda *index: jax.tree.map(lambda a: a[index], staged)  # noqa: E731
         if self.num_chunks * num_layers > self.options.unroll:
             return [take(v, 0) for v in range(num_chunks)]
         return [[take(v, 0, k) for k in range(num_layers)] for v in range(num_chunks)]
 
     def chunk(self, v: int) -> tuple[Any, LayerSlots | None]:
         """Return (layers, their slots) of chunk v: the first arguments of every task of a stage."""
-        if self.options.gather_each_tick:
+        if self.options.gather == "tick":
             (layers,) = self._gathered(jax.tree.map(lambda a: a[v : v + 1], self.params["layers"]))
         else:
             layers = self.chunks[v]
@@ -162,7 +169,7 @@ class Device:
         master = jax.tree.leaves(self.params)[0].dtype
         sums = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, master), tree)  # noqa: E731
         head = jax.eval_shape(self.stack.head, self.ends, self.x, self.microbatch("targets", 0))
-        gradients = (sums(self.ends), sums(self.chunks)) if self.ticks.has_backward else (None, None)
+        gradients = (sums(self.ends), sums(self.whole)) if self.ticks.has_backward else (None, None)
         return (*zeros_like(head), *gradients)
 
     def results(self, sums: Tree) -> tuple[jax.Array, jax.Array, Tree]:

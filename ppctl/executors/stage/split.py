@@ -43,6 +43,7 @@ class Split:
     input_grad: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, list[jax.Array]]]  # w, saved, gy -> gx, pending
     weight_grad: Callable[[Tree, list[jax.Array]], Tree]  # w, pending -> dw
     pending: list[Shape]
+    reads_w: bool  # whether `weight_grad` reads any parameter
 
 
 def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
@@ -68,7 +69,7 @@ def split(pull: Callable, w: Tree, saved: Tree, gy: Shape) -> Split:
         outs = best.second([*jax.tree.leaves(w), *[None] * (num_in - num_w)], pending)
         return jax.tree.unflatten(jax.tree.structure(dw_shape), outs[num_gx:])
 
-    return Split(input_grad, weight_grad, list(best.crossing.values()))
+    return Split(input_grad, weight_grad, list(best.crossing.values()), any(best.second_reads[:num_w]))
 
 
 def _cheapest(cut: Callable[[frozenset[int]], _Cut]) -> _Cut:

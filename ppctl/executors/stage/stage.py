@@ -1,8 +1,9 @@
 """One stage: its layers forward, its stash, and its layers backward, for each remat setting.
 
 A stage's parameters `w` are a list of layers (unrolled in the program) or one stacked tree (scanned). `fold` hides the
-difference. `LayerSlots` says which layers they are, where that matters: slots of padding pass x through, and where
-layers differ each runs its own programs.
+difference; `fold_gathered` also that they are shards, each made whole one layer ahead of its use. `LayerSlots` says
+which layers they are, where that matters: slots of padding pass x through, and where layers differ each runs its own
+programs.
 
 remat  | the stash of a microbatch                                  | the backward recomputes
 none   | all but attention scores and element-wise results          | those
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.executors.stage.gathered import Gather, fold_gathered
 from ppctl.executors.stage.layers import Layer, LayerPrograms, LayerSwitch, SwitchPackings, zeros_like
 from ppctl.schedule.remat import Remat
 
@@ -82,12 +84,20 @@ class Stage:
     """The forward and backward of a stage as functions of arrays only. `w0` and `x` give shapes and dtypes.
 
     layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
-    given the `slots` that it has. None: layers that are all alike.
+    given the `slots` that it has. None: layers that are all alike. gather: from a layer's shards, of which `w` then is
+    made, to the layer; None: `w` is of whole layers. Gradients are whole.
     """
 
-    def __init__(self, layers: Layer | Sequence[Layer], remat: Remat, w0: Tree, x: jax.ShapeDtypeStruct):
+    def __init__(
+        self,
+        layers: Layer | Sequence[Layer],
+        remat: Remat,
+        w0: Tree,
+        x: jax.ShapeDtypeStruct,
+        gather: Gather | None = None,
+    ):
         functions = (layers,) if callable(layers) else layers
-        self.remat, self.are_alike, self.x = remat, callable(layers), x
+        self.remat, self.are_alike, self.w0, self.x, self.gather = remat, callable(layers), w0, x, gather
         self.layers = [LayerPrograms(function, remat, w0, x) for function in functions]
         self.packings = SwitchPackings(self.layers)
 
@@ -100,6 +110,17 @@ class Stage:
         if len(among) == 1 and not slots.is_one_of:
             return self.layers[among[0]]
         return LayerSwitch(self.layers, number, among, self.packings)
+
+    def _fold(
+        self, body: Callable, carry: Tree, w: Any, *others: Any, reverse: bool = False, first: Tree = None
+    ) -> tuple[Tree, Any, Tree]:
+        """Return `fold` over (layer number, parameters, ...) of each layer, and the last one if it was gathered.
+
+        first: the first one, where it is gathered already.
+        """
+        if self.gather is None:
+            return *fold(body, carry, numbered(w, *others), reverse=reverse), None
+        return fold_gathered(body, carry, w, others, self.gather, reverse=reverse, first=first)
 
     @property
     def keeps_input(self) -> bool:
@@ -136,14 +157,14 @@ class Stage:
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
         """Return the stage's output and its stash."""
         if self.remat.keeps_residuals:
-            return self._save(w, slots, x)
+            return self._save(w, slots, x)[:2]
 
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, jax.Array | None]:
             k, layer_w = item
             y = where_layer(slots, k, self.layer(slots, k).run, lambda w, x: x, layer_w, x)
             return y, x if self.remat.keeps_layer_inputs else None
 
-        y, inputs = fold(body, x, numbered(w))
+        y, inputs, _ = self._fold(body, x, w)
         return y, inputs if self.remat.keeps_layer_inputs else x
 
     def backward(
@@ -154,9 +175,9 @@ class Stage:
         y is the stage's output where the backward recomputes all of it (remat=full), else None.
         """
         if self.remat.keeps_input_only:
-            y, saved = self._save(w, slots, stash)
+            y, saved, last = self._save(w, slots, stash)
             gy, aux = cotangent(y)
-            gx, dw = self._pull(w, slots, saved, gy)
+            gx, dw = self._pull(w, slots, saved, gy, last)
             return gx, dw, aux
         gy, aux = cotangent(None)
         if self.remat.keeps_residuals:
@@ -168,14 +189,14 @@ class Stage:
             redo = self.layer(slots, k).redo
             return where_layer(slots, k, redo, lambda w, x, gy: (gy, zeros_like(w)), layer_w, x, gy)
 
-        gx, dw = fold(body, gy, numbered(w, stash), reverse=True)
+        gx, dw, _ = self._fold(body, gy, w, stash, reverse=True)
         return gx, dw, aux
 
     def input_grad(
         self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable
     ) -> tuple[jax.Array, Any, Any]:
         """Return (gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
-        y, kept = self._save(w, slots, stash) if self.remat.keeps_input_only else (None, stash)
+        y, kept, last = self._save(w, slots, stash) if self.remat.keeps_input_only else (None, stash, None)
         gy, aux = cotangent(y)
 
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, list[jax.Array]]:
@@ -189,7 +210,7 @@ class Stage:
             skip = lambda w, kept, gy: (gy, zeros_like(layer.pending))  # noqa: E731
             return where_layer(slots, k, run, skip, layer_w, layer_kept, gy)
 
-        gx, pending = fold(body, gy, numbered(w, kept), reverse=True)
+        gx, pending, _ = self._fold(body, gy, w, kept, reverse=True, first=last)
         return gx, pending, aux
 
     def weight_grad(self, w: Any, slots: LayerSlots | None, pending: Any) -> Any:
@@ -200,20 +221,34 @@ class Stage:
             skip = lambda w, pending: zeros_like(w)  # noqa: E731
             return None, where_layer(slots, k, self.layer(slots, k).weight_grad, skip, layer_w, layer_pending)
 
-        return fold(body, None, numbered(w, pending))[1]
+        if self.gather is None or self._weight_grad_reads(slots):
+            return self._fold(body, None, w, pending)[1]
+        unread = lambda carry, item: body(carry, (item[0], zeros_like(self.w0), item[2]))  # noqa: E731
+        return fold(unread, None, numbered(w, pending))[1]
 
-    def _save(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Any]:
+    def _weight_grad_reads(self, slots: LayerSlots | None) -> bool:
+        """Return whether W reads parameters of any layer that the slots may hold."""
+        may_be = (0,) if self.are_alike or slots is None else slots.may_be(None)
+        return any(self.layers[number].split.reads_w for number in may_be)
+
+    def _save(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Any, Tree]:
+        """Return the stage's output, its residuals, and the last layer if it was gathered."""
+
         def body(x: jax.Array, item: tuple) -> tuple[jax.Array, list]:
             k, layer_w = item
             layer = self.layer(slots, k)
             return where_layer(slots, k, layer.save, lambda w, x: (x, zeros_like(layer.saved)), layer_w, x)
 
-        return fold(body, x, numbered(w))
+        return self._fold(body, x, w)
 
-    def _pull(self, w: Any, slots: LayerSlots | None, saved: Any, gy: jax.Array) -> tuple[jax.Array, Any]:
+    def _pull(
+        self, w: Any, slots: LayerSlots | None, saved: Any, gy: jax.Array, last: Tree = None
+    ) -> tuple[jax.Array, Any]:
+        """Return the gradients of the stage's input and of w. last: the last layer, where it is gathered already."""
+
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
             k, layer_w, layer_saved = item
             skip = lambda w, saved, gy: (gy, zeros_like(w))  # noqa: E731
             return where_layer(slots, k, self.layer(slots, k).pull, skip, layer_w, layer_saved, gy)
 
-        return fold(body, gy, numbered(w, saved), reverse=True)
+        return self._fold(body, gy, w, saved, reverse=True, first=last)[:2]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ppctl.executors.layout import Layout, shapes_on_device
+from ppctl.executors.layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.memory import spmd_bytes
@@ -63,7 +63,8 @@ def make_engine(
         gradients, loss = _by_reference(stack, model, states.layout, execution)
         return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, flags=execution.xla_flags)
     gradients, loss = _in_ticks(model, states.layout, schedule, lowered, execution)
-    held = spmd_bytes(model, states.layout, lowered)
+    gather = tick_options(states.layout, execution, model.dtype).gather
+    held = spmd_bytes(model, states.layout, lowered, gather, states.staged["params"]["layers"])
     return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held, execution.xla_flags)
 
 
@@ -82,9 +83,11 @@ def model_of(
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     size = shapes["inputs"].shape[0] // (mesh.shape["dp"] * mesh.shape["fsdp"] * num_microbatches)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
-    return Model(
-        stack, params["ends"], layer, microbatch, num_microbatches, execution.remat, execution.unroll, dtype, axes
-    )
+    specs = None
+    if execution.dispatches_tasks and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
+        specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
+    sizes = num_microbatches, execution.remat, execution.unroll, dtype, axes
+    return Model(stack, params["ends"], layer, microbatch, *sizes, layer_specs=specs)
 
 
 def _by_reference(
@@ -124,7 +127,7 @@ def tick_options(layout: Layout, execution: Execution, dtype: jnp.dtype) -> Opti
     return Options(
         remat=execution.remat,
         skip_idle=execution.idle != "compute",
-        gather_each_tick=execution.gather == "tick",
+        gather=execution.gather if layout.mesh.shape["fsdp"] > 1 else "step",  # nothing is gathered
         unroll=execution.unroll,
         dtype=dtype,
         loops=layout.mesh.devices.flat[0].platform in ("gpu", "cuda"),

@@ -14,7 +14,7 @@ NAMES = {  # parts by the names of values in a plan of executor=mpmd
     "targets": "batch",
     "stash": "activations",
     **dict.fromkeys(("w", "ends_in", "ends_out"), "weights"),
-    **dict.fromkeys(("acc", "acc_in", "acc_out", "grads", "tied", "tied_head", "tied_sum"), "gradients"),
+    **dict.fromkeys(("acc", "acc_in", "acc_out", "sum", "grads", "tied", "tied_head", "tied_sum"), "gradients"),
     **dict.fromkeys(("x", "y", "gx", "gy"), "transfers"),
     "pending": "activations",
 }

@@ -22,8 +22,16 @@ from ppctl.executors.compiler_preset import CompilerPreset
 from ppctl.executors.layout import sharded_over
 from ppctl.executors.mesh import DATA_AXES, RANK_AXES
 from ppctl.executors.mpmd.division import Division
-from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, roles, task_entries, transfer_entry
-from ppctl.executors.mpmd.rank import GradientPrograms, rank_entries, rank_entry, rank_roles, with_tied
+from ppctl.executors.mpmd.plan import (
+    Key,
+    PlanEntry,
+    ProgramId,
+    roles,
+    task_entries,
+    transfer_entry,
+    with_reductions,
+)
+from ppctl.executors.mpmd.rank import GradientPrograms, rank_entries, rank_entry, rank_roles, reductions, with_tied
 from ppctl.executors.mpmd.runtime import Runtime, Walk
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import shard_bytes, shard_shapes
@@ -207,6 +215,8 @@ class Mpmd:
         schedule, order = self.evaluation if what == "loss" else self.training
         before, after = rank_entries(self.layout, self.roles, with_grads=what != "loss")
         tasks = task_entries(schedule, order, self.stage_roles, keeps_input=self.model.stage.keeps_input)
+        if what != "loss":
+            tasks = with_reductions(tasks, reductions(self.roles, self.stage_roles))
         ops = [*before, *tasks, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
         if what == "loss":
             return ops + self._sent("loss"), [("loss", self.read_at)]
@@ -322,6 +332,11 @@ class _Programs:
         if name in ("loss", "number", "squares", "squares_there", "numbers", "rates"):
             return P()
         return self.library.specs(program, "params" if name == "mean_grads" else name)
+
+    def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
+        if program.kind in self.functions:
+            return [self.specs(program, name) for name in names]
+        return self.library.all_specs(program, names)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
         if program.kind not in self.functions:

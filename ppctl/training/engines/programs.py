@@ -137,4 +137,6 @@ def _name(ops: Sequence[PlanEntry]) -> str:
     if op.task is not None:
         stages = sorted({each.task.stage for each in ops if each.task is not None})
         return f"{WORDS[op.task.kind]} of stage {runs_text(stages)}"
+    if op.program.kind == "reduce":
+        return f"reduce of stage {runs_text(sorted({stage for each in ops for _, stage in each.reads}))}"
     return f"{op.program.kind} of rank {runs_text(sorted({each.rank for each in ops}))}"
