@@ -291,10 +291,10 @@ def pipeline(
     costs = lambda: relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)  # noqa: E731
     with in_arguments():
         divided = divided_stack(stack, axes, shapes) if execution.is_pipelined else stack
-    shards = {}
-    if divided.sharding is not None:
+    shards, auto = {}, ("tp",) if divided.divided is None and axes.tp > 1 else ()
+    if divided.sharding is not None and axes.tp > 1:
         shards = shards_of(jax.eval_shape(lambda: init(stack, seed)), divided.sharding, axes.tp)
-    layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of, shards)
+    layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of, shards, auto)
     optimizer = optim.clipped(optimizer, clip_norm)
     states = States(layout, lambda seed: init_state(init(stack, seed), optimizer), seed)
     optim.check_separable(optimizer, states.natural["params"], by_rank=execution.dispatches_tasks)

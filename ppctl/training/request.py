@@ -126,6 +126,8 @@ def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeD
     """Return the model as one device computes it. ConfigError where its stages cannot be divided."""
     if axes.num_devices == 1:
         return stack
+    if stack.divided is None and stack.sharding is not None:
+        return stack
     if stack.divided is None:
         raise ConfigError(
             f"mesh.tp={axes.tp} mesh.cp={axes.cp} divide the stages of models that say how (Stack.divided), as "

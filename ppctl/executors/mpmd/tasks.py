@@ -32,7 +32,8 @@ def is_none(a: Any) -> bool:
 class Model:
     """A model as the programs see it, equal to itself alone.
 
-    Shapes are those of one device's examples and of its shards over tp; parameters are whole otherwise.
+    Shapes are those of one device's examples and of its shards over tp; parameters are whole otherwise, and over tp
+    too where XLA divides them.
     """
 
     stack: Stack  # where tp or cp divide it, as one device computes it
@@ -44,9 +45,15 @@ class Model:
     unroll: int
     dtype: Any
     axes: StageAxes = WHOLE
+    auto_specs: Tree = None  # where XLA divides what is whole here: specs over tp of {"ends", "layers"}, of one layer
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """The axes over which XLA divides."""
+        return () if self.auto_specs is None else ("tp",)
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ppctl.executors.auto_axes import in_manual
 from ppctl.executors.layout import gather_shards
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.layers import zeros_like
@@ -75,11 +76,13 @@ class Device:
         specs: Tree,
         microbatches: Tree,
         layer_slots: Sequence[LayerSlots | None],  # of each chunk
+        auto: tuple[str, ...] = (),  # axes of the specs over which XLA divides
     ):
+        self.auto = auto
         self.stack, self.ticks, self.options = stack, ticks, options
         self.params, self.specs, self.microbatches, self.layer_slots = params, specs, microbatches, layer_slots
         self.num_ranks, self.num_chunks = ticks.schedule.num_ranks, ticks.schedule.num_chunks
-        self.ends = self._compute(gather_shards(params["ends"], specs["ends"]))
+        self.ends = self._compute(in_manual(gather_shards, params["ends"], specs["ends"], auto))
         self.chunks = self._gathered(params["layers"])
         self.x = jax.eval_shape(stack.embed, self.ends, self.microbatch("inputs", 0))
         w = self.chunks[0]
@@ -93,7 +96,7 @@ class Device:
 
     def _gathered(self, layers: Tree) -> list[Any]:
         """Return the layers of each chunk, whole and in the compute dtype: a list of layers, or stacked for a scan."""
-        whole = self._compute(gather_shards(layers, self.specs["layers"]))  # [V, 1, K, ...]
+        whole = self._compute(in_manual(gather_shards, layers, self.specs["layers"], self.auto))  # [V, 1, K, ...]
         num_chunks, _, num_layers = jax.tree.leaves(whole)[0].shape[:3]
         take = lambda *index: jax.tree.map(lambda a: a[index], whole)  # noqa: E731
         if self.num_chunks * num_layers > self.options.unroll:
