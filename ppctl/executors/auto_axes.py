@@ -73,6 +73,16 @@ def with_dims(specs: Tree, value: Tree, dims: Sequence[int | None], axis: str, s
     return jax.tree.unflatten(treedef, [one(*each) for each in zip(found, (a.shape for a in flat), dims, strict=True)])
 
 
+def shards_by(specs: Tree, shapes: Tree, axis: str, size: int) -> Tree:
+    """Return the shapes of one device's shards over an axis of so many devices."""
+
+    def one(spec: P, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dim = dim_of(spec, axis)
+        return jax.ShapeDtypeStruct(tuple(n // size if d == dim else n for d, n in enumerate(a.shape)), a.dtype)
+
+    return jax.tree.map(one, specs, shapes, is_leaf=is_spec)
+
+
 def in_manual(function: Callable[[Tree, Tree], Tree], tree: Tree, specs: Tree, auto: tuple[str, ...]) -> Tree:
     """Return function(tree, specs) of each device's shards, inside a shard_map over the axes that are not `auto`.
 

@@ -21,7 +21,7 @@ from ppctl.planner.count import work_of
 from ppctl.planner.space import DeviceModel, divisors
 from ppctl.planner.step_time import param_bytes
 from ppctl.schedule.remat import Remat
-from ppctl.training.request import divided_stack
+from ppctl.training.request import divided_by_xla, divided_stack
 
 Tree = Any
 LEAST_WIDTH = 256  # columns of x over tp: with fewer, products are too small to be worth what is sent
@@ -45,6 +45,11 @@ def device_models(
     for axes in (WHOLE, *_divisions(config, stack, params["ends"], example, most_tp)):
         if (axes.tp, axes.cp) in found:
             continue
+        if divided_by_xla(stack, axes):
+            raise ConfigError(
+                f"tune.tp: {axes.tp} has XLA divide this model (Stack.sharding), and what devices then send along tp is "
+                "in no trace, so that a search would take it for free. Use tune.tp=[1], or a Stack.divided."
+            )
         try:
             divided = divided_stack(stack, axes, batch)
         except ConfigError:

@@ -195,7 +195,7 @@ class GradientPrograms:
         # parameters are gathered: each device has its own shard over tp, or all have the same
         return P() if name in ("w", "ends_in", "ends_out", "m") else P(self.device_axes)
 
-    def divided_dims(self, program: ProgramId, name: str, value: Tree) -> list[int | None] | None:
+    def divided_dims(self, program: ProgramId, name: str, value: Tree) -> Sequence[int | None] | None:
         """Return the dim of each leaf of a value that XLA divides over tp; None: as the program's operations leave it.
 
         value: its shapes. Of parameters and their sums it is that of the parameter, behind the dims before it. What

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.executors.auto_axes import shards_by
 from ppctl.executors.mpmd.plan import Role
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.stage import LayerSlots, Stage
@@ -54,6 +55,12 @@ class Model:
     def auto(self) -> tuple[str, ...]:
         """The axes over which XLA divides."""
         return () if self.auto_specs is None else ("tp",)
+
+    @cached_property
+    def held(self) -> Tree:
+        """Shapes of {"ends", "layers"}, of one layer, as one device holds them."""
+        whole = {"ends": self.ends, "layers": self.layer}
+        return whole if self.auto_specs is None else shards_by(self.auto_specs, whole, "tp", self.axes.tp)
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:

@@ -325,7 +325,7 @@ class _Programs:
             return P()
         return self.library.specs(program, "params" if name == "mean_grads" else name)
 
-    def divided_dims(self, program: ProgramId, name: str, value: Tree) -> list[int | None] | None:
+    def divided_dims(self, program: ProgramId, name: str, value: Tree) -> Sequence[int | None] | None:
         return self.library.divided_dims(program, name, value)
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
