@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from ppctl.errors import ConfigError
+
 Tree = Any
 
 
@@ -81,6 +83,40 @@ def shards_by(specs: Tree, shapes: Tree, axis: str, size: int) -> Tree:
         return jax.ShapeDtypeStruct(tuple(n // size if d == dim else n for d, n in enumerate(a.shape)), a.dtype)
 
     return jax.tree.map(one, specs, shapes, is_leaf=is_spec)
+
+
+def spread_specs(sharding: Tree, params: Tree) -> list[P]:
+    """Return the spec of each leaf of `params`; in `sharding` one, or None, may stand for all of a subtree.
+
+    ConfigError where the trees differ.
+    """
+    is_leaf = lambda a: a is None or is_spec(a)  # noqa: E731
+    spread = lambda spec, part: jax.tree.map(lambda _: P() if spec is None else spec, part)  # noqa: E731
+    try:
+        return jax.tree.leaves(jax.tree.map(spread, sharding, params, is_leaf=is_leaf), is_leaf=is_spec)
+    except ValueError as error:
+        given, expected = (jax.tree.structure(tree, is_leaf=is_leaf) for tree in (sharding, params))
+        raise ConfigError(
+            f"sharding is no tree of PartitionSpecs like that of the parameters: it is {given}, they are {expected}. "
+            "Give each parameter a PartitionSpec over tp; one, or None, may stand for all below it."
+        ) from error
+
+
+def check_spec(name: str, shape: tuple[int, ...], spec: Any) -> None:
+    """Raise ConfigError where a parameter of this shape cannot have this spec over tp, whatever the size of tp."""
+    if not is_spec(spec):
+        raise ConfigError(
+            f"sharding of {name} is {spec!r}; it must be a jax.sharding.PartitionSpec, such as P(None, 'tp')."
+        )
+    if [each for each in spec if each is not None] not in ([], ["tp"]):
+        raise ConfigError(
+            f"sharding of {name} is {spec}; it may have tp alone, once: ppctl places the other axes. Use "
+            "P(None, 'tp') or the like."
+        )
+    if len(spec) > len(shape):
+        raise ConfigError(
+            f"sharding of {name} is {spec}, of {len(spec)} dims, but the parameter has the shape {shape}."
+        )
 
 
 def in_manual(function: Callable[[Tree, Tree], Tree], tree: Tree, specs: Tree, auto: tuple[str, ...]) -> Tree:

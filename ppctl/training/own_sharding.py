@@ -8,8 +8,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.auto_axes import is_spec
+from ppctl.executors.auto_axes import check_spec, dim_of, spread_specs
 from ppctl.executors.layout import is_layer
+from ppctl.executors.stage.traced_network import PIECES
 
 Tree = Any
 
@@ -23,47 +24,30 @@ def checked_specs(params: Tree, sharding: Tree, tp: int, *, is_padded: bool) -> 
     Raises:
         ConfigError: The trees differ, or a spec has another axis, too many dims, or one that tp does not divide.
     """
-    is_leaf = lambda a: a is None or is_spec(a)  # noqa: E731
-    try:
-        specs = jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: P() if spec is None else spec, part),
-            sharding,
-            params,
-            is_leaf=is_leaf,
-        )
-    except ValueError as error:
-        given, expected = (jax.tree.structure(tree, is_leaf=is_leaf) for tree in (sharding, params))
-        raise ConfigError(
-            f"sharding is no tree of PartitionSpecs like that of the parameters: it is {given}, they are {expected}. "
-            "Give each parameter a PartitionSpec over tp; one, or None, may stand for all below it."
-        ) from error
-    flat = jax.tree.leaves(specs, is_leaf=is_spec)
-    for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(params)[0], flat, strict=True):
-        _check(path, leaf.shape[is_layer(path) :], spec, tp, is_padded)
-    if not any("tp" in spec for spec in flat):
+    specs = spread_specs(sharding, params)
+    for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(params)[0], specs, strict=True):
+        name, shape = jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape[is_layer(path) :]
+        check_spec(name, shape, spec)
+        if not is_padded:
+            _check_size(name, shape, spec, tp)
+    if all(dim_of(spec) is None for spec in specs):
         raise ConfigError(
             f"sharding divides no parameter over tp, so that the devices of mesh.tp={tp} would all do the same work. "
             'Give weights a PartitionSpec with "tp", or use mesh.tp=1.'
         )
-    return specs
+    return jax.tree.unflatten(jax.tree.structure(params), specs)
 
 
-def _check(path: tuple, shape: tuple[int, ...], spec: Any, tp: int, is_padded: bool) -> None:
-    """Raise ConfigError where a parameter of this shape cannot have this spec."""
-    name = f"sharding of {jax.tree_util.keystr(path, simple=True, separator='.')}"
-    if not is_spec(spec):
-        raise ConfigError(f"{name} is {spec!r}; it must be a jax.sharding.PartitionSpec, such as P(None, 'tp').")
-    names = [name for name in spec if name is not None]
-    if names and names != ["tp"]:
+def _check_size(name: str, shape: tuple[int, ...], spec: P, tp: int) -> None:
+    """Raise ConfigError where tp does not divide the dim that a spec has it divide."""
+    dim = dim_of(spec)
+    if dim is None or shape[dim] % tp == 0:
+        return
+    size = shape[dim]
+    fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * tp)
+    remedy = f"is not a multiple of mesh.tp={tp} ({size} % {tp} = {size % tp}). Use mesh.tp={fitting}, or other sizes."
+    if PIECES in name.split("."):
         raise ConfigError(
-            f"{name} is {spec}; it may have tp alone, once: ppctl places the other axes. Use P(None, 'tp') or the like."
+            f"{size}, the greatest common divisor of the dims that the Network's sharding divides in its layers, {remedy}"
         )
-    if len(spec) > len(shape):
-        raise ConfigError(f"{name} is {spec}, of {len(spec)} dims, but the parameter has the shape {shape}.")
-    size = shape[tuple(spec).index("tp")] if names else 0
-    if size % tp and not is_padded:
-        fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * tp)
-        raise ConfigError(
-            f"{name} is {spec}, but its size there, {size} of {shape}, is not a multiple of mesh.tp={tp} "
-            f"({size} % {tp} = {size % tp}). Use mesh.tp={fitting}, or another size."
-        )
+    raise ConfigError(f"sharding of {name} is {spec}, but its size there, {size} of {shape}, {remedy}")

@@ -205,6 +205,8 @@ class GradientPrograms:
         leaves = jax.tree.leaves(value)
         if name in ("stash", "pending"):
             return None
+        if not leaves:
+            return ()
         if name in ("w", "acc"):
             specs, shapes = self.model.auto_specs["layers"], self.model.layer
         elif name in ("ends_in", "ends_out", "acc_in", "acc_out"):

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.auto_axes import shards_by
+from ppctl.executors.auto_axes import dim_of, is_spec, shards_by
 from ppctl.executors.mpmd.plan import Role
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
+from ppctl.executors.stage.layers import DividedWeights
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
@@ -77,7 +78,15 @@ class Model:
 
     @cached_property
     def stage(self) -> Stage:
-        return Stage(self.stack.layer, self.remat, self._computed(self.layer), self.x)
+        return Stage(self.stack.layer, self.remat, self._computed(self.layer), self.x, self.divided)
+
+    @cached_property
+    def divided(self) -> DividedWeights | None:
+        """Where XLA divides the parameters of a layer; None where it does not."""
+        if self.auto_specs is None:
+            return None
+        specs = jax.tree.leaves(self.auto_specs["layers"], is_leaf=is_spec)
+        return DividedWeights(tuple(map(dim_of, specs)), self.axes.tp)
 
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ppctl.executors.auto_axes import in_manual
 from ppctl.executors.layout import gather_shards
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
-from ppctl.executors.stage.layers import zeros_like
+from ppctl.executors.stage.layers import DividedWeights, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
 from ppctl.schedule.ir import Kind
@@ -76,9 +76,9 @@ class Device:
         specs: Tree,
         microbatches: Tree,
         layer_slots: Sequence[LayerSlots | None],  # of each chunk
-        auto: tuple[str, ...] = (),  # axes of the specs over which XLA divides
+        divided: DividedWeights | None = None,  # by XLA, over an axis of the specs
     ):
-        self.auto = auto
+        self.auto = auto = () if divided is None else ("tp",)
         self.stack, self.ticks, self.options = stack, ticks, options
         self.params, self.specs, self.microbatches, self.layer_slots = params, specs, microbatches, layer_slots
         self.num_ranks, self.num_chunks = ticks.schedule.num_ranks, ticks.schedule.num_chunks
@@ -87,7 +87,7 @@ class Device:
         self.x = jax.eval_shape(stack.embed, self.ends, self.microbatch("inputs", 0))
         w = self.chunks[0]
         w0 = w[0] if isinstance(w, list) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w)
-        self.stage = Stage(stack.layer, options.remat, w0, self.x)
+        self.stage = Stage(stack.layer, options.remat, w0, self.x, divided)
 
     # parameters and data
 

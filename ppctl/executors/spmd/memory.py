@@ -6,17 +6,14 @@ parameters, gathered over fsdp, in the dtype of compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.auto_axes import dim_of, is_spec
 from ppctl.executors.layout import Layout
 from ppctl.executors.mpmd.tasks import Model
-from ppctl.executors.stage.divided_dims import divided_dims
 from ppctl.schedule.ticks import Ticks
 
 Tree = Any
@@ -39,32 +36,24 @@ def _bytes(model: Model, layout: Layout, ticks: Ticks) -> dict[str, int]:
 
 
 def _waiting(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
-    """Return the bytes on one device of a microbatch's stash, and of what I hands to W, of a stage of so many layers.
-
-    Where XLA divides, layers that differ wait packed in one array, which is whole on every device.
-    """
+    """Return the bytes on one device of a microbatch's stash, and of what I hands to W, of a stage of so many layers."""
     stage, w = model.stage, _in(model.dtype, [model.layer] * num_layers)
-    if not (model.auto and model.stack.are_alike):
+    if model.divided is None:
         return tree_bytes(stage.stash_shapes(w)), tree_bytes(stage.pending_shapes(w)) if with_pending else 0
-    of_layer = [dim_of(spec) for spec in jax.tree.leaves(model.auto_specs["layers"], is_leaf=is_spec)]
-    of_w = of_layer * num_layers
-    stash, dims, stash_bytes = _divided(model, lambda w, x: stage.forward(w, None, x)[1], (w, model.x), [*of_w, None])
-    if not with_pending:
-        return stash_bytes, 0
-    pending = lambda w, stash, gy: stage.input_grad(w, None, stash, lambda _: (gy, None))[1]  # noqa: E731
-    return stash_bytes, _divided(model, pending, (w, stash, model.x), [*of_w, *dims, None])[2]
 
+    def of_layer(what: str) -> int:
+        """Bytes of one layer, or as those that differ wait packed."""
+        if len(stage.layers) > 1:
+            packing = getattr(stage.packings, what)
+            shapes, dims = packing.shapes, packing.dims
+        else:
+            shapes, dims = getattr(stage.layers[0], what), getattr(stage.layers[0], f"{what}_dims")
+        sizes = (1 if dim is None else model.axes.tp for dim in dims)
+        return sum(tree_bytes(a) // size for a, size in zip(shapes, sizes, strict=True))
 
-def _divided(
-    model: Model, function: Callable[..., Tree], args: tuple, dims: Sequence[int | None]
-) -> tuple[Tree, list[int | None], int]:
-    """Return (shapes of function(*args), the dim of each leaf that XLA divides, bytes on one device)."""
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    found, tp = divided_dims(closed.jaxpr, dims), model.axes.tp
-    leaves = jax.tree.leaves(shapes)
-    is_divided = [dim is not None and a.shape[dim] % tp == 0 for a, dim in zip(leaves, found, strict=True)]
-    sizes = (tree_bytes(a) // (tp if each else 1) for a, each in zip(leaves, is_divided, strict=True))
-    return shapes, found, sum(sizes)
+    keeps = model.remat.keeps_residuals
+    stash = num_layers * of_layer("saved") if keeps else tree_bytes(stage.stash_shapes(w))
+    return stash, num_layers * of_layer("pending") if with_pending else 0
 
 
 def tree_bytes(tree: Tree) -> int:

@@ -16,12 +16,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.auto_axes import in_manual
+from ppctl.executors.auto_axes import dim_of, in_manual, is_spec, shifted
 from ppctl.executors.layout import Layout, scatter_sums
 from ppctl.executors.mesh import AXES, DATA_AXES, RANK_AXES
 from ppctl.executors.spmd.body import Device, Options
 from ppctl.executors.spmd.fb_ticks import run_fb_ticks
 from ppctl.executors.spmd.op_ticks import run_op_ticks
+from ppctl.executors.stage.layers import DividedWeights
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.stack import Stack
 from ppctl.schedule.ticks import Ticks
@@ -132,7 +133,12 @@ def _results(
     """Return what a device of one rank has after all ticks: (sum of losses, their number, sums of gradients)."""
     microbatches = jax.tree.map(lambda a: a.reshape(ticks.schedule.num_microbatches, -1, *a.shape[1:]), batch)
     layer_slots = [_layer_slots(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in range(layout.num_chunks)]
-    device = kind(stack, ticks, options, params, specs, microbatches, layer_slots, layout.auto)
+    divided = None
+    if layout.auto:
+        of_layers = jax.tree.leaves(specs["layers"], is_leaf=is_spec)
+        dims = tuple(shifted(dim_of(spec), -len(layout.numbers.shape)) for spec in of_layers)
+        divided = DividedWeights(dims, layout.mesh.shape["tp"])
+    device = kind(stack, ticks, options, params, specs, microbatches, layer_slots, divided)
     run = run_fb_ticks if ticks.program == "fb" else run_op_ticks
     return device.results(run(device, table[0]))
 

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.executors.stage.layers import Layer, LayerPrograms, LayerSwitch, SwitchPackings, zeros_like
+from ppctl.executors.stage.layers import DividedWeights, Layer, LayerPrograms, LayerSwitch, SwitchPackings, zeros_like
 from ppctl.schedule.remat import Remat
 
 Tree = Any
@@ -82,13 +82,20 @@ class Stage:
     """The forward and backward of a stage as functions of arrays only. `w0` and `x` give shapes and dtypes.
 
     layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
-    given the `slots` that it has. None: layers that are all alike.
+    given the `slots` that it has. None: layers that are all alike. divided: where XLA divides the parameters of a layer.
     """
 
-    def __init__(self, layers: Layer | Sequence[Layer], remat: Remat, w0: Tree, x: jax.ShapeDtypeStruct):
+    def __init__(
+        self,
+        layers: Layer | Sequence[Layer],
+        remat: Remat,
+        w0: Tree,
+        x: jax.ShapeDtypeStruct,
+        divided: DividedWeights | None = None,
+    ):
         functions = (layers,) if callable(layers) else layers
         self.remat, self.are_alike, self.x = remat, callable(layers), x
-        self.layers = [LayerPrograms(function, remat, w0, x) for function in functions]
+        self.layers = [LayerPrograms(function, remat, w0, x, divided) for function in functions]
         self.packings = SwitchPackings(self.layers)
 
     def layer(self, slots: LayerSlots | None, k: Any) -> LayerPrograms | LayerSwitch:
