@@ -47,8 +47,8 @@ def device_models(
             continue
         if divided_by_xla(stack, axes):
             raise ConfigError(
-                f"tune.tp: {axes.tp} has XLA divide this model (Stack.sharding), and what devices then send along tp is "
-                "in no trace, so that a search would take it for free. Use tune.tp=[1], or a Stack.divided."
+                f"tune.tp: {axes.tp} has XLA divide this model (Stack.sharding), and what devices then send along tp "
+                "is in no trace, so that a search would take it for free. Use tune.tp=[1], or a Stack.divided."
             )
         try:
             divided = divided_stack(stack, axes, batch)

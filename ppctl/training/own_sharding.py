@@ -18,7 +18,7 @@ Tree = Any
 def checked_specs(params: Tree, sharding: Tree, tp: int, *, is_padded: bool) -> Tree:
     """Return the PartitionSpec of each parameter {"ends", "layers"}, of one layer.
 
-    params: shapes, natural; sharding: their specs, in which one spec, or None, may stand for a whole subtree; is_padded:
+    params: shapes, natural; sharding: their specs, in which one, or None, may stand for a whole subtree; is_padded:
     whether sizes that tp does not divide are padded.
 
     Raises:
@@ -48,6 +48,6 @@ def _check_size(name: str, shape: tuple[int, ...], spec: P, tp: int) -> None:
     remedy = f"is not a multiple of mesh.tp={tp} ({size} % {tp} = {size % tp}). Use mesh.tp={fitting}, or other sizes."
     if PIECES in name.split("."):
         raise ConfigError(
-            f"{size}, the greatest common divisor of the dims that the Network's sharding divides in its layers, {remedy}"
+            f"{size}, the greatest common divisor of the dims that the Network's sharding divides in layers, {remedy}"
         )
     raise ConfigError(f"sharding of {name} is {spec}, but its size there, {size} of {shape}, {remedy}")

@@ -133,10 +133,11 @@ class LayerPrograms:
 
     def _dims_of(self, program: Callable[..., tuple], dims: Sequence[int | None], *args: Any) -> list[int | None]:
         """Return those of the second result of a program of w and other arguments, which have these dims."""
-        assert self.divided is not None, "of divided layers"
+        divided = self.divided
+        assert divided is not None, "of layers that XLA divides"
         closed, (_, shapes) = jax.make_jaxpr(program, return_shape=True)(*args)
-        _, *found = divided_dims(closed.jaxpr, [*self.divided.dims, *dims])
-        is_even = lambda a, dim: dim is not None and a.shape[dim] % self.divided.number == 0  # noqa: E731
+        _, *found = divided_dims(closed.jaxpr, [*divided.dims, *dims])
+        is_even = lambda a, dim: dim is not None and a.shape[dim] % divided.number == 0  # noqa: E731
         return [dim if is_even(a, dim) else None for a, dim in zip(shapes, found, strict=True)]
 
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:

@@ -82,7 +82,7 @@ class Stage:
     """The forward and backward of a stage as functions of arrays only. `w0` and `x` give shapes and dtypes.
 
     layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
-    given the `slots` that it has. None: layers that are all alike. divided: where XLA divides the parameters of a layer.
+    given the `slots` that it has. None: layers that are all alike. divided: where XLA divides a layer's parameters.
     """
 
     def __init__(

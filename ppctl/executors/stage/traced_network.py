@@ -1,7 +1,8 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
 x is one vector an example, parameters of a layer are one vector each for "kernel" and "bias", both padded to the
-largest, and where tp divides some of them one matrix each of those, a row for each piece; docs/executors-internals.md, "A network as a stack", says what is embedding, layer and head.
+largest; of those that tp divides one matrix each, a row for each piece. docs/executors-internals.md, "A network as a
+stack", says what is embedding, layer and head.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ class TracedNetwork:
 
     @cached_property
     def num_pieces(self) -> int:
-        """Into so many pieces every leaf of a layer that tp divides can be cut, so that tp may have any divisor of it."""
+        """Into so many pieces every leaf of a layer that tp divides can be cut: tp may be any divisor of it."""
         divided = ((i, self._dim(i)) for i, place in enumerate(self.places) if place is not None)
         return math.gcd(*(self.shapes[i][dim] for i, dim in divided if dim is not None))
 
