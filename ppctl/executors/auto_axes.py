@@ -30,6 +30,11 @@ def without(spec: P, axes: tuple[str, ...]) -> P:
     return _chosen(spec, lambda name: name not in axes)
 
 
+def without_axes(specs: Tree, axes: tuple[str, ...]) -> Tree:
+    """Return a tree of specs without some axes."""
+    return jax.tree.map(lambda spec: without(spec, axes), specs, is_leaf=is_spec) if axes else specs
+
+
 def only(spec: P, axes: tuple[str, ...]) -> P:
     """Return a spec with these axes alone.
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.auto_axes import without
+from ppctl.executors.auto_axes import without_axes
 from ppctl.schedule.partition.partition import Partition
 
 Tree = Any
@@ -85,9 +85,7 @@ class Layout:
 
     def manual_specs(self, specs: Tree) -> Tree:
         """Return PartitionSpecs as a program of one device has them: without the axes that are XLA's."""
-        if not self.auto:
-            return specs
-        return jax.tree.map(lambda spec: without(spec, self.auto), specs, is_leaf=lambda s: isinstance(s, P))
+        return without_axes(specs, self.auto)
 
     def auto_specs(self, params: Tree) -> Tree:
         """Return the PartitionSpecs over tp of {"ends", "layers"}, of one layer."""

@@ -57,8 +57,10 @@ def _divided_evenly(work: ModelWork, number: int) -> ModelWork:
         return replace(op, **sizes, shape=shape)
 
     def piece(of: PieceWork) -> PieceWork:
-        parts = {name: ops if ops is None else tuple(map(part, ops)) for name, ops in vars(of).items()}
-        return PieceWork(**parts)
+        forward, input_grad, weight_grad = (
+            tuple(map(part, ops)) for ops in (of.forward, of.input_grad, of.weight_grad)
+        )
+        return PieceWork(forward, input_grad, weight_grad, None if of.redo is None else tuple(map(part, of.redo)))
 
     return replace(work, embed=piece(work.embed), layer=piece(work.layer), head=piece(work.head))
 

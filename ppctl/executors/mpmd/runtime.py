@@ -19,15 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.auto_axes import dim_of, is_spec, with_dims, without
-from ppctl.executors.compiler_preset import CompilerPreset, cpu_options, temp_bytes
+from ppctl.executors.auto_axes import is_spec, without_axes
+from ppctl.executors.compiler_preset import cpu_options, temp_bytes
+from ppctl.executors.mpmd.library import ProgramLibrary, written_specs
 from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.transfers import (
     TURN,
@@ -43,28 +44,11 @@ from ppctl.executors.mpmd.transfers import (
     processes,
 )
 from ppctl.executors.spmd.memory import shard_bytes
-from ppctl.executors.stage.divided_dims import divided_dims
 from ppctl.executors.topology import is_described
 from ppctl.schedule.ir import Task
 
 Tree = Any
 MOST_STARTED = 32  # programs of a device that XLA has under way on CPU
-
-
-class ProgramLibrary(Protocol):
-    """The programs as a runtime must know them: functions, PartitionSpecs, donated arguments, compiler presets.
-
-    auto: axes over which XLA divides; `divided_dims`: the dim of each leaf of a value that it divides, None where it is
-    to be found in the program.
-    """
-
-    @property
-    def auto(self) -> tuple[str, ...]: ...
-    def divided_dims(self, program: ProgramId, name: str, value: Tree) -> Sequence[int | None] | None: ...
-    def function(self, program: ProgramId) -> Callable[..., tuple]: ...
-    def specs(self, program: ProgramId, name: str) -> Tree: ...
-    def donated(self, program: ProgramId) -> tuple[str, ...]: ...
-    def preset(self, program: ProgramId) -> CompilerPreset: ...
 
 
 @dataclass(frozen=True)
@@ -280,12 +264,11 @@ class Runtime:
 
             local.__name__ = program.kind  # names the compiled module
             auto = self.programs.auto
-            own = lambda specs: jax.tree.map(lambda spec: without(spec, auto), specs, is_leaf=is_spec)  # noqa: E731
             whole = jax.shard_map(
                 local,
                 mesh=self.abstract,
-                in_specs=(P(), *own(specs)),
-                out_specs=(P(), *own(out_specs)),
+                in_specs=(P(), *without_axes(specs, auto)),
+                out_specs=(P(), *without_axes(out_specs, auto)),
                 axis_names=set(self.abstract.axis_names) - set(auto),
                 check_vma=False,
             )
@@ -293,28 +276,13 @@ class Runtime:
             turn = self.shape(jax.ShapeDtypeStruct((), np.int32), P())
             traced = jax.jit(whole, donate_argnums=donate).trace(turn, *reads)
             if auto:  # what XLA divides must lie as the next program expects it
-                out_specs = self._divided(program, traced, reads, out_specs)
+                out_specs = written_specs(self.programs, program, traced, reads, out_specs)
                 shardings = jax.tree.map(partial(NamedSharding, self.abstract), (P(), *out_specs), is_leaf=is_spec)
                 again = jax.jit(whole, donate_argnums=donate, out_shardings=shardings)
                 traced = again.trace(turn, *reads)
             written = tuple(self.shape(out, spec) for out, spec in zip(traced.out_info[1:], out_specs, strict=True))
             self.traced[program] = traced, written
         return self.traced[program][1]
-
-    def _divided(
-        self, program: ProgramId, traced: jax.stages.Traced, reads: Sequence[Tree], specs: Sequence[Tree]
-    ) -> list[Tree]:
-        """Return the specs of what a program writes, leaf by leaf, with the dims that XLA divides."""
-        (axis,) = self.programs.auto
-        given = [dim_of(a.sharding.spec, axis) for a in jax.tree.leaves(reads)]
-        _, *of_leaves = divided_dims(traced.jaxpr.jaxpr, [None, *given])  # behind the turn
-        followed = iter(of_leaves)
-        found = []
-        for name, value, spec in zip(program.writes, traced.out_info[1:], specs, strict=True):
-            of_program = [next(followed) for _ in jax.tree.leaves(value)]
-            dims = self.programs.divided_dims(program, name, value)
-            found.append(with_dims(spec, value, of_program if dims is None else dims, axis, self.abstract.shape[axis]))
-        return found
 
     def _backend(self) -> AbstractContextManager:
         """Return a context in which programs of an abstract mesh are lowered for the backend of these devices.

@@ -36,7 +36,7 @@ def _bytes(model: Model, layout: Layout, ticks: Ticks) -> dict[str, int]:
 
 
 def _waiting(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
-    """Return the bytes of a microbatch's stash, and of what I hands to W, of a stage of so many layers on one device."""
+    """Return the bytes on one device of a microbatch's stash and of what I hands to W, for so many layers."""
     stage, w = model.stage, _in(model.dtype, [model.layer] * num_layers)
     if model.divided is None:
         return tree_bytes(stage.stash_shapes(w)), tree_bytes(stage.pending_shapes(w)) if with_pending else 0
