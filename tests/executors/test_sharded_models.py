@@ -1,5 +1,6 @@
 """Models of one's own over tp: divided by hand, or by XLA from PartitionSpecs; equal to the reference in float64."""
 
+from dataclasses import replace
 from itertools import product
 
 import jax
@@ -154,23 +155,33 @@ def test_where_all_take_part_it_runs(how):
     assert difference(stack(layer=cut), {"tp": 2, "pp": 2}, **how) <= TOLERANCE
 
 
+UP_ALONE = {"up": P(None, "tp"), "bias": None, "down": None, "scale": None}
+OF_HEAD = r"sharding of ends.head is P\(None, 'tp'\), but its size there, 4 of \(8, 4\), is not a multiple of tp=3 "
 REFUSED = [
-    (lambda: stack(), {"tp": 3}, r"sharding of ends.head is P\(None, 'tp'\), but its size there, 4 of \(8, 4\), is not a "
-     r"multiple of tp=3 \(4 % 3 = 1\). Use tp=1, 2, 4, or other sizes"),
-    (lambda: network(sharding={"in": None, "blocks": P(None, "tp"), "out": None}), {"tp": 2}, "of blocks/0/bias is "
-     r"P\(None, 'tp'\), of 2 dims, but the parameter has the shape \(16,\)"),
-    (lambda: network(sharding={"in": None, "blocks": [{"up": P(None, "tp"), "bias": None, "down": None, "scale": None}]
-     * 4, "out": None}), {"tp": 3}, r"^16, the greatest common divisor .* multiple of tp=3 \(16 % 3 = 1\). Use tp=1, 2, 4"),
-    (lambda: stack(), {"tp": 2, "cp": 2}, r"cp=2 divides the sequences of models that say how .* Use cp=1"),
+    (stack, {"tp": 3}, OF_HEAD + r"\(4 % 3 = 1\). Use tp=1, 2, 4, or other sizes"),
+    (
+        lambda: network(sharding={"in": None, "blocks": P(None, "tp"), "out": None}),
+        {"tp": 2},
+        r"of blocks/0/bias is P\(None, 'tp'\), of 2 dims, but the parameter has the shape \(16,\)",
+    ),
+    (
+        lambda: network(sharding={"in": None, "blocks": [UP_ALONE] * NUM_LAYERS, "out": None}),
+        {"tp": 3},
+        r"^16, the greatest common divisor .* multiple of tp=3 \(16 % 3 = 1\). Use tp=1, 2, 4",
+    ),
+    (stack, {"tp": 2, "cp": 2}, r"cp=2 divides the sequences of models that say how .* Use cp=1"),
     (lambda: stack(sharding={"ends": None}), {"tp": 2}, "sharding is no tree of PartitionSpecs like that of the param"),
     (lambda: stack(sharding={"ends": None, "layers": P("fsdp")}), {"tp": 2}, "may have tp alone, once"),
     (lambda: stack(sharding={"ends": None, "layers": 3}), {"tp": 2}, "is 3; it must be a jax.sharding.PartitionSpec"),
     (lambda: stack(sharding={"ends": None, "layers": None}), {"tp": 2}, "sharding divides no parameter over tp"),
-    (lambda: mlp(), {"tp": 3}, r"d_model=8 is not a multiple of tp=3: .* Use tp=1, 2, or another width"),
-    (lambda: mlp(), {"cp": 2}, r"cp=2 divides sequences, and model=mlp has rows of numbers. Use cp=1"),
-    (lambda: ppctl.Network(network().init, network().apply, network().loss), {"tp": 2}, "tp=2 cp=1 divide the stages of "
-     r"models that say how \(Stack.divided, or sharding for tp\)"),
-]  # fmt: skip
+    (mlp, {"tp": 3}, r"d_model=8 is not a multiple of tp=3: .* Use tp=1, 2, or another width"),
+    (mlp, {"cp": 2}, r"cp=2 divides sequences, and model=mlp has rows of numbers. Use cp=1"),
+    (
+        lambda: replace(network(), sharding=None),
+        {"tp": 2},
+        r"tp=2 cp=1 divide the stages of models that say how \(Stack.divided, or sharding for tp\)",
+    ),
+]
 
 
 @pytest.mark.parametrize(("model", "mesh", "message"), REFUSED)

@@ -52,6 +52,12 @@ def stack(num_layers=4, *, hidden=16, layer=block, sharding=None, dtype=jnp.floa
     return ppctl.Stack(num_layers, init_ends, init_layer, embed, layer, head, sharding=sharding)
 
 
+def of_config(*, num_layers, dtype, data):
+    """The stack for a request with model=custom and rows of these sizes."""
+    assert (data.input_dim, data.target_dim) == (INPUTS, TARGETS)
+    return stack(num_layers, dtype=dtype)
+
+
 def network(num_layers=4, *, sharding=None):
     """The same as any function, with layers of two sizes."""
 
