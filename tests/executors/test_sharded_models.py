@@ -135,7 +135,7 @@ def test_a_device_holds_its_shards():
 
 def cut(params, x):
     """Split what tp divides: XLA has devices exchange halves."""
-    a, b = jnp.split(x @ params["up"] + params["bias"], 2, axis=-1)
+    a, b = jnp.split((x * params["scale"]) @ params["up"] + params["bias"], 2, axis=-1)
     return x + jnp.concatenate([jax.nn.gelu(a) * b, b], axis=-1) @ params["down"]
 
 

@@ -72,7 +72,7 @@ def network(num_layers=4, *, sharding=None):
             x = block(each, ppctl.stage_boundary(x) if i else x)
         return x @ params["out"]
 
-    given = {"in": None, "blocks": [COLUMNS_THEN_ROWS] * num_layers, "out": P(None, "tp")}
+    given = {"in": None, "blocks": [COLUMNS_THEN_ROWS] * num_layers, "out": None}
     return ppctl.Network(init, apply, squared_error, sharding=given if sharding is None else sharding)
 
 
