@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ppctl.errors import PpctlError
+    from ppctl.model import parallel
     from ppctl.model.network import Network, stage_boundary
     from ppctl.model.stack import Stack
     from ppctl.reports.charts.draw import draw
@@ -40,6 +41,7 @@ __all__ = [
     "load_run",
     "mesh",
     "mlp",
+    "parallel",
     "pipeline",
     "simulate",
     "stage_boundary",
@@ -61,6 +63,7 @@ _HOMES = {
     "load_run": "training.saved_run",
     "mesh": "training.start",
     "mlp": "training.models",
+    "parallel": "model.parallel:",  # a module
     "pipeline": "training.pipeline",
     "simulate": "schedule.simulate",
     "stage_boundary": "model.network",
@@ -71,8 +74,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ppctl' has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
-    return getattr(import_module(f"ppctl.{module}"), attribute or name)
+    place, colon, attribute = _HOMES[name].partition(":")
+    module = import_module(f"ppctl.{place}")
+    return module if colon and not attribute else getattr(module, attribute or name)
 
 
 def __dir__() -> list[str]:

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.auto_axes import without_axes
 from ppctl.schedule.partition.partition import Partition
 
 Tree = Any
@@ -73,6 +74,27 @@ class Layout:
     shards: Mapping[tuple[str, ...], Shard] = field(
         default_factory=dict, hash=False
     )  # of the parameters that tp divides
+    auto: tuple[str, ...] = ()  # axes over which XLA divides what ordinary JAX computes: ("tp",), or none
+
+    def manual(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those of these axes along which devices differ, as far as programs of one device know."""
+        if not self.auto:
+            return axes
+        # XLA's partitioner fails at collectives over manual axes of one device where it divides by others (JAX 0.10.2)
+        return tuple(axis for axis in axes if axis not in self.auto and self.mesh.shape[axis] > 1)
+
+    def manual_specs(self, specs: Tree) -> Tree:
+        """Return PartitionSpecs as a program of one device has them: without the axes that are XLA's."""
+        return without_axes(specs, self.auto)
+
+    def auto_specs(self, params: Tree) -> Tree:
+        """Return the PartitionSpecs over tp of {"ends", "layers"}, of one layer."""
+
+        def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> P:
+            shard = self.shard(path, leaf.ndim)
+            return P() if shard is None else P(*[None] * shard.dim, "tp")
+
+        return jax.tree_util.tree_map_with_path(spec, params)
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -200,14 +222,16 @@ class Layout:
     def over(self, shape: tuple[int, ...], axes: tuple[str, ...], shard: Shard | None = None) -> tuple:
         """Return axis names for each dim of `shape`: the largest that divides takes `axes`, or the last one alone.
 
-        shard: the dim that tp takes before.
+        shard: the dim that tp takes before. Where XLA divides it, no other axis does: shards of shards would have to be
+        put in another order when they are gathered.
         """
         of_tp = -1 if shard is None else shard.dim
         left = [n // self.mesh.shape["tp"] if d == of_tp else n for d, n in enumerate(shape)]
+        is_free = [d != of_tp or not self.auto for d in range(len(shape))]
         names: list[tuple[str, ...]] = [("tp",) if d == of_tp else () for d in range(len(shape))]
         for those in (axes, axes[-1:]):
             size = int(np.prod([self.mesh.shape[name] for name in those]))
-            fits = [d for d, n in enumerate(left) if n % size == 0]
+            fits = [d for d, n in enumerate(left) if n % size == 0 and is_free[d]]
             if fits and size > 1:
                 names[max(fits, key=lambda d: left[d])] += those
                 break

@@ -12,7 +12,7 @@ in which Python runs the function. Source: Alpa (Zheng et al. 2022, OSDI), mark_
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
@@ -32,6 +32,8 @@ class Network:
     loss(outputs, targets) -> (sum of losses, number of losses): scalars, summed in at least float32; the training loss
     is sum / number over the global batch.
     mixes_examples: as of a `Stack`.
+    sharding: PartitionSpecs over tp like the tree of parameters, in which one, or None, may stand for all below it. XLA
+    divides the network by them; what is computed is the same.
 
     Layers end at each `stage_boundary` that apply calls, or where ppctl balances their work (model.layers=auto).
     Cutting is a ConfigError where a parameter is used by two layers, where integers cross a boundary, where what
@@ -42,6 +44,7 @@ class Network:
     apply: Callable[[Tree, jax.Array], Tree]
     loss: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]]
     mixes_examples: bool | None = None  # None: not known
+    sharding: Tree = field(default=None, compare=False)  # of parameters over tp
 
 
 def stage_boundary(x: T) -> T:

@@ -1,8 +1,10 @@
 """A model divided inside a stage: over tp its weights, over cp the tokens of a sequence.
 
-Functions of one device, for whoever writes a model's collectives. All follow one rule, which is also JAX's own for
-transposes: *what the model returns is the sum over devices of what each returns*. So a loss is a device's part of it,
-the gradient of a parameter that all devices hold whole is the sum over them, and that of a shard is the device's own.
+Functions of one device, for whoever writes a model's collectives (`Stack.divided`): `ppctl.parallel`. Where tp is 1
+they communicate nothing, so that one text serves a model whole and divided. All follow one rule, which is also JAX's
+own for transposes: *what the model returns is the sum over devices of what each returns*. So a loss is a device's part
+of it, the gradient of a parameter that all devices hold whole is the sum over them, and that of a shard is the device's
+own.
 
 Activations between layers are [batch, tokens, ...] on every device. With sequence parallelism (Korthikanti et al. 2022)
 each of tp holds its part of their rows, batch and tokens taken together; otherwise each holds all of them. Tokens lie
@@ -62,26 +64,46 @@ class StageAxes:
 WHOLE = StageAxes()
 
 
-def gather(rows: jax.Array, axes: StageAxes) -> jax.Array:
-    """Return all rows [M, ...] of what devices along tp hold parts of, [M/tp, ...]; without such parts, as it is."""
-    return jax.lax.all_gather(rows, "tp", axis=0, tiled=True) if axes.divides_rows else rows
+def gather(rows: jax.Array, axes: StageAxes, dim: int = 0) -> jax.Array:
+    """Return all rows [M, ...] of what devices along tp hold parts of, [M/tp, ...]; without such parts, as it is.
+
+    dim: that is divided instead of rows.
+    """
+    return jax.lax.all_gather(rows, "tp", axis=dim, tiled=True) if axes.divides_rows else rows
 
 
-def scatter(rows: jax.Array, axes: StageAxes) -> jax.Array:
-    """Return the sum of `rows` [M, ...] over tp: each device's part [M/tp, ...], or all where all hold all."""
+def scatter(rows: jax.Array, axes: StageAxes, dim: int = 0) -> jax.Array:
+    """Return the sum of `rows` [M, ...] over tp: each device's part [M/tp, ...], or all where all hold all.
+
+    dim: that is divided instead of rows.
+    """
     if axes.divides_rows:
-        return jax.lax.psum_scatter(rows, "tp", scatter_dimension=0, tiled=True)
+        return jax.lax.psum_scatter(rows, "tp", scatter_dimension=dim, tiled=True)
     return jax.lax.psum(rows, "tp") if axes.tp > 1 else rows
 
 
 def column(rows: jax.Array, w: jax.Array, axes: StageAxes) -> jax.Array:
-    """Return [M, out/tp]: all rows times this device's columns w [in, out/tp] of a matrix."""
+    """Return [M, out/tp]: all rows times this device's columns w [in, out/tp] of a matrix.
+
+    rows: [M/tp, in] with sequence parallelism, else [M, in].
+    """
     return gather(rows, axes) @ w
 
 
-def row(rows: jax.Array, w: jax.Array, axes: StageAxes) -> jax.Array:
-    """Return the sum over tp of rows [M, in/tp] times this device's rows w [in/tp, out] of a matrix, as `scatter`."""
-    return scatter(rows @ w, axes)
+def row(rows: jax.Array, w: jax.Array, axes: StageAxes, dim: int = 0) -> jax.Array:
+    """Return the sum over tp of rows [M, in/tp] times this device's rows w [in/tp, out] of a matrix, as `scatter`.
+
+    That is [M/tp, out] with sequence parallelism ([M, out/tp] with dim=1), else [M, out].
+    """
+    return scatter(rows @ w, axes, dim)
+
+
+def own_part(a: jax.Array, axes: StageAxes, dim: int = -1) -> jax.Array:
+    """Return [..., n/tp, ...]: this device's part along `dim` of what all devices along tp hold, [..., n, ...]."""
+    if axes.tp == 1:
+        return a
+    size = a.shape[dim] // axes.tp
+    return jax.lax.dynamic_slice_in_dim(a, shard_of(size, "tp", axes.tp), size, dim % a.ndim)
 
 
 def shard_of(size: int, name: str, divided_by: int) -> jax.Array:

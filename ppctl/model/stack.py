@@ -49,8 +49,10 @@ class Stack:
     contents: of a network what stands in its embedding, its layers and its head, in this order.
     divided(axes) -> Stack: the same model as one device computes it whose stage is divided over tp and cp: its
     functions take this device's shards of parameters, and communicate as `ppctl.parallel` says; x is what it holds of
-    activations. ConfigError where sizes do not fit. None: the model's stages are not divided.
-    sharding: of a divided one, the PartitionSpec over tp of each parameter (of one layer), like the parameters' tree.
+    activations. ConfigError where sizes do not fit. None: the model's stages are not divided so.
+    sharding: the PartitionSpec over tp of each parameter (of one layer), like the parameters' tree; one, or None, may
+    stand for all below it. Of what `divided` returns it says which shards the functions take; without `divided` XLA
+    divides the functions over tp by it, which compute with whole arrays.
     mixes_examples: None: a run tries on a few examples whether the loss of one depends on those beside it, and refuses
     such a model, of which microbatches make another function. True: so it is meant. False: it is known not to.
 

@@ -38,7 +38,9 @@ def _of_the_layout(job: TrainingJob) -> Iterator[str]:
     axes, mesh = job.pipe.execution.axes, job.config.mesh
     if axes.num_devices == 1:
         yield "whole layers on each device (no tensor or sequence parallelism)"
-    if mesh.tp > 1:
+    if job.pipe.layout.auto:
+        yield f"all work divided evenly over tp={mesh.tp} by XLA, whose collectives along tp are not counted"
+    elif mesh.tp > 1:
         rows = "with" if axes.sequence_parallel else "without"
         yield f"layers divided over tp={mesh.tp}, {rows} sequence parallelism"
     if mesh.cp > 1:
@@ -115,7 +117,7 @@ def _overlap(job: TrainingJob) -> Iterator[str]:
         yield f"each layer gathered in each task that reads it, {how}"
         yield "sums of gradients and the optimizer after all tasks, no overlap"
     elif mesh.num_devices > 1:
-        if mesh.tp * mesh.cp > 1:
+        if mesh.tp * mesh.cp > 1 and not pipe.layout.auto:
             yield "nothing computed while devices along tp or cp send"
         yield "gathers of parameters before all tasks, sums of gradients and the optimizer after, no overlap"
     else:

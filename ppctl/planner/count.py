@@ -38,7 +38,31 @@ def work_of(model: Model) -> ModelWork:
     """Return the work of `model`'s pieces for one example; its own microbatch and remat do not matter."""
     params = [(a.shape, str(a.dtype)) for a in jax.tree.leaves((model.ends, model.layer))]
     example = [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(model.microbatch)]
-    return _work_of(_Counted(model.stack, (*params, *example), str(jnp.dtype(model.dtype)), model))
+    work = _work_of(_Counted(model.stack, (*params, *example), str(jnp.dtype(model.dtype)), model))
+    return _divided_evenly(work, model.axes.tp) if model.auto else work
+
+
+def _divided_evenly(work: ModelWork, number: int) -> ModelWork:
+    """Return the work of one of so many devices over which XLA divides a model: equal parts of each operation.
+
+    What XLA makes devices send each other is in no trace, and not counted; nor is what each does that all do alike.
+    What a device has in memory counts whole, of which it may have a part.
+    """
+
+    def part(op: Op) -> Op:
+        sizes = {name: getattr(op, name) / number for name in ("flops", "bytes", "fixed_bytes", "sum_bytes")}
+        shape = op.shape
+        if shape is not None:
+            shape = replace(shape, columns=Extent(shape.columns.each / number, shape.columns.fixed / number))
+        return replace(op, **sizes, shape=shape)
+
+    def piece(of: PieceWork) -> PieceWork:
+        forward, input_grad, weight_grad = (
+            tuple(map(part, ops)) for ops in (of.forward, of.input_grad, of.weight_grad)
+        )
+        return PieceWork(forward, input_grad, weight_grad, None if of.redo is None else tuple(map(part, of.redo)))
+
+    return replace(work, embed=piece(work.embed), layer=piece(work.layer), head=piece(work.head))
 
 
 @lru_cache(64)

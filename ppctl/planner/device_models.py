@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ppctl.config import Config
 from ppctl.config.executor import Pipelined
 from ppctl.errors import ConfigError
-from ppctl.executors.layout import shapes_on_device, shards_of
+from ppctl.executors.layout import shapes_on_device
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.model.parallel import WHOLE, StageAxes
@@ -21,7 +21,7 @@ from ppctl.planner.count import work_of
 from ppctl.planner.space import DeviceModel, divisors
 from ppctl.planner.step_time import param_bytes
 from ppctl.schedule.remat import Remat
-from ppctl.training.request import divided_stack
+from ppctl.training.request import divided_by_xla, divided_stack, shards_over_tp
 
 Tree = Any
 LEAST_WIDTH = 256  # columns of x over tp: with fewer, products are too small to be worth what is sent
@@ -45,13 +45,18 @@ def device_models(
     for axes in (WHOLE, *_divisions(config, stack, params["ends"], example, most_tp)):
         if (axes.tp, axes.cp) in found:
             continue
+        if divided_by_xla(stack, axes):
+            raise ConfigError(
+                f"tune.tp: {axes.tp} has XLA divide this model (Stack.sharding), and what devices then send along tp "
+                "is in no trace, so that a search would take it for free. Use tune.tp=[1], or a Stack.divided."
+            )
         try:
             divided = divided_stack(stack, axes, batch)
         except ConfigError:
             if config.tune.tp is not None or config.tune.cp is not None:
                 raise
             continue
-        shards = {} if divided.sharding is None else shards_of(params, divided.sharding, axes.tp)
+        shards, _ = shards_over_tp(stack, divided, axes)
         held = shapes_on_device(params, shards, axes.tp)
         layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
         model = Model(divided, held["ends"], layer, example, 1, Remat.NONE, config.executor.unroll, dtype, axes)

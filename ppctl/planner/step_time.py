@@ -199,7 +199,8 @@ def mfu_of(job: TrainingJob, step_s: float | None, flops: ModelFlops) -> Mfu:
 def param_bytes_of(pipe: Pipeline) -> ParamBytes:
     """Return the sizes of the parameters of a model, of one device's shards over tp."""
     whole = param_bytes(pipe.states.natural, pipe.dtype)
-    return replace(whole, layer=tree_bytes(pipe.model.layer), embed_head=tree_bytes(pipe.model.ends))
+    held = pipe.model.held
+    return replace(whole, layer=tree_bytes(held["layers"]), embed_head=tree_bytes(held["ends"]))
 
 
 def param_bytes(state: Tree, dtype: Any) -> ParamBytes:

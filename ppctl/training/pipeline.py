@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from ppctl.errors import ConfigError
-from ppctl.executors.layout import Layout, shards_of
+from ppctl.executors.layout import Layout
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.stage.flops import RelativeCosts, relative_costs
 from ppctl.executors.xla_flags import flags_for
@@ -49,6 +49,7 @@ from ppctl.training.request import (
     partition_for,
     schedule_for,
     shapes_of,
+    shards_over_tp,
     traced_stack,
 )
 from ppctl.training.train_step import init_state
@@ -291,10 +292,14 @@ def pipeline(
     costs = lambda: relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)  # noqa: E731
     with in_arguments():
         divided = divided_stack(stack, axes, shapes) if execution.is_pipelined else stack
-    shards = {}
-    if divided.sharding is not None:
-        shards = shards_of(jax.eval_shape(lambda: init(stack, seed)), divided.sharding, axes.tp)
-    layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of, shards)
+        shards, auto = shards_over_tp(stack, divided, axes)
+        if auto and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
+            raise ConfigError(
+                f"gather=layer with mesh.fsdp={mesh.shape['fsdp']} and mesh.tp={axes.tp}: layers are gathered one by "
+                "one where the model divides itself over tp (Stack.divided), not where XLA does (Stack.sharding). Use "
+                "gather=step."
+            )
+    layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of, shards, auto)
     optimizer = optim.clipped(optimizer, clip_norm)
     states = States(layout, lambda seed: init_state(init(stack, seed), optimizer), seed)
     optim.check_separable(optimizer, states.natural["params"], by_rank=execution.dispatches_tasks)

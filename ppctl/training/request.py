@@ -13,17 +13,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ppctl.errors import ConfigError
+from ppctl.executors.layout import Shard, shards_of
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.stage.flops import RelativeCosts
 from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.parallel import StageAxes
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, init
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.schedule.validate import validate
+from ppctl.training.own_sharding import checked_specs
 
 Tree = Any
 ARGUMENTS = (  # settings of the command line, and the arguments of `ppctl.pipeline` that they are here
@@ -123,14 +125,25 @@ def traced_stack(
 
 
 def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Stack:
-    """Return the model as one device computes it. ConfigError where its stages cannot be divided."""
+    """Return the model as one device computes it; whole, where XLA divides it by its `sharding`.
+
+    ConfigError where its stages cannot be divided.
+    """
     if axes.num_devices == 1:
         return stack
-    if stack.divided is None:
+    if stack.divided is None and stack.sharding is None:
         raise ConfigError(
-            f"mesh.tp={axes.tp} mesh.cp={axes.cp} divide the stages of models that say how (Stack.divided), as "
-            "model=transformer does; this one does not. Use mesh.tp=1 mesh.cp=1, and more of mesh.pp or mesh.fsdp."
+            f"mesh.tp={axes.tp} mesh.cp={axes.cp} divide the stages of models that say how (Stack.divided, or "
+            "sharding for tp), as model=transformer does; this one does not. Use mesh.tp=1 mesh.cp=1, and more of "
+            "mesh.pp or mesh.fsdp."
         )
+    if stack.divided is None and axes.cp > 1:
+        raise ConfigError(
+            f"mesh.cp={axes.cp} divides the sequences of models that say how (Stack.divided); this one gives "
+            "PartitionSpecs over tp alone (sharding). Use mesh.cp=1, and more of mesh.tp, mesh.pp or mesh.fsdp."
+        )
+    if stack.divided is None:
+        return stack
     num_tokens = shapes["inputs"].shape[1] if len(shapes["inputs"].shape) > 1 else 1
     if axes.cp > 1 and num_tokens < 2 * axes.cp:
         raise ConfigError(
@@ -138,6 +151,25 @@ def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeD
             f"mesh.cp={axes.cp} divides each into. Use mesh.cp={max(1, num_tokens // 2)} at most, or longer sequences."
         )
     return _divided(stack, axes)
+
+
+def divided_by_xla(stack: Stack, axes: StageAxes) -> bool:
+    """Return whether XLA divides the stages of a model over tp, which states where its parameters lie and no more."""
+    return axes.tp > 1 and stack.divided is None and stack.sharding is not None
+
+
+def shards_over_tp(
+    stack: Stack, divided: Stack, axes: StageAxes
+) -> tuple[dict[tuple[str, ...], Shard], tuple[str, ...]]:
+    """Return (the parameters that tp divides, the axes over which XLA does it).
+
+    divided: what `divided_stack` returns of the stack. ConfigError where the PartitionSpecs do not fit.
+    """
+    if axes.tp == 1:
+        return {}, ()
+    params, by_xla = jax.eval_shape(lambda: init(stack, 0)), divided_by_xla(stack, axes)
+    specs = checked_specs(params, divided.sharding, axes.tp, is_padded=not by_xla)
+    return shards_of(params, specs, axes.tp), ("tp",) if by_xla else ()
 
 
 @lru_cache(64)

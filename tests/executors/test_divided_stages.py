@@ -152,13 +152,6 @@ def test_what_cannot_be_divided_is_refused(mesh, how, message):
         difference(mesh, **how)
 
 
-def test_a_model_that_says_not_how_is_refused():
-    stack = ppctl.mlp(num_layers=4, input_dim=3, target_dim=2, d_model=8)
-    batch = {"inputs": np.zeros((8, 3)), "targets": np.zeros((8, 2))}
-    with pytest.raises(ConfigError, match="tp=2 cp=1 divide the stages of models that say how"):
-        make_pipe(stack, batch, {"tp": 2})
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 def test_ten_steps_in_float32_lose_what_the_reference_loses(executor):

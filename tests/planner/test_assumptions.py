@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from ppctl import config
+from ppctl.errors import ConfigError
 from ppctl.planner.assumptions import assumptions
+from ppctl.planner.count import work_of
+from ppctl.planner.device_models import device_models
 from ppctl.planner.step_time import device_kind, layout_of, machine_of
 from ppctl.training.job import assemble
 from ppctl.training.known_hardware import known
@@ -65,6 +68,30 @@ def test_what_is_assumed_follows_from_the_request(changes, words, others):
     text = said(replace(ROWS, **changes))
     assert words in text
     assert others not in text
+
+
+OF_ITS_OWN = replace(
+    ROWS,
+    model=config.CustomModel(target="support.sharded_models.of_config", num_layers=4),
+    data=config.Regression(batch_size=64, num_features=6, num_targets=4),
+    mesh=config.Mesh(1, 2, tp=2),
+)
+
+
+def test_collectives_that_xla_puts_in_are_said_not_to_be_counted():
+    assert "divided evenly over tp=2 by XLA, whose collectives along tp are not counted" in said(OF_ITS_OWN)
+    work, whole = (
+        work_of(assemble(replace(OF_ITS_OWN, mesh=mesh), only_planned=True).counted_model)
+        for mesh in (OF_ITS_OWN.mesh, config.Mesh(1, 2))
+    )
+    assert work.flops(4) == whole.flops(4) / 2
+
+
+def test_a_search_does_not_take_them_for_free():
+    request = replace(OF_ITS_OWN, mesh=config.Mesh(1, 2), tune=config.Tune(devices=4, tp=[2]), hardware=known()["h100"])
+    pipe = assemble(request, only_planned=True).pipe
+    with pytest.raises(ConfigError, match=r"tune.tp: 2 has XLA divide this model .* Use tune.tp=\[1\]"):
+        device_models(request, pipe.stack, pipe.states.natural, pipe.batch_shapes, pipe.dtype, 8)
 
 
 def test_speeds_and_links_are_those_that_seconds_are_counted_with():

@@ -375,7 +375,7 @@ REFUSED = {
     "tune.tp=[1,3]": "tune.tp: 3 does not divide 2 devices. Use some of 1, 2",
     "tune.cp=[]": r"tune.cp=\[\] leaves nothing to choose from",
     "tune.tp=[0]": "tune.tp=0 must be",
-    "tune.tp=[1,2]": "mesh.tp=2 mesh.cp=1 divide the stages of models that say how .*; this one does not",
+    "tune.tp=[1,2] model.d_model=33": "model.d_model=33 is not a multiple of mesh.tp=2",
     "tune.tp=[16] tune.devices=64 hardware=h100": "tune.tp: 16 would go over several hosts of 8 devices: what tp",
     "plan.memory_gib=1": "plan.memory_gib=1.0: applies to `ppctl plan` only",
     "hardware=h100 run.dtype=float64": "hardware=h100 states no peak for float64",

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.auto_axes import dim_of, in_manual, is_spec, shifted
 from ppctl.executors.compiler_preset import CompilerPreset
 from ppctl.executors.layout import Layout, gather_shards, scatter_sums
 from ppctl.executors.mesh import DATA_AXES, RANK_AXES
@@ -110,7 +111,7 @@ def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, 
     master = leaves[0].dtype
     zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros((1, *a.shape), master), tree)  # noqa: E731
     shards = jax.tree.map(lambda a: a.astype(model.dtype), params)
-    ends = gather_shards(shards["ends"], specs["ends"])
+    ends = in_manual(gather_shards, shards["ends"], specs["ends"], model.auto)
 
     def stages(layers: Tree) -> list[Any]:
         take = lambda *index: jax.tree.map(lambda a: a[index], layers)  # noqa: E731
@@ -121,7 +122,7 @@ def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, 
             for v, role in enumerate(here.stages)
         ]
 
-    whole = lambda: stages(gather_shards(shards["layers"], specs["layers"]))  # noqa: E731
+    whole = lambda: stages(in_manual(gather_shards, shards["layers"], specs["layers"], model.auto))  # noqa: E731
     by_embedding, by_head = model.uses
     found: dict[str, list] = {
         "w": whole() if model.layer_specs is None else stages(shards["layers"]),
@@ -139,14 +140,21 @@ def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, 
     return tuple(found[name].pop(0) for name in program.writes)
 
 
-def reduce_stage(model: Model, sums: StageSums, specs: Tree, acc: Any) -> tuple[Tree]:
-    """Return a stage's sums of gradients over its devices, [layer slots, ...], sharded as its layers are by `specs`."""
-    return (scatter_sums(_stacked(model, sums.num_layer_slots, acc), specs, RANK_AXES),)
+def reduce_stage(model: Model, sums: StageSums, specs: Tree, axes: tuple[str, ...], acc: Any) -> tuple[Tree]:
+    """Return a stage's sums of gradients over its devices, [layer slots, ...], sharded as its layers are by `specs`.
+
+    axes: those that devices sum over.
+    """
+    reduced = lambda sums, specs: scatter_sums(sums, specs, axes)  # noqa: E731
+    return (in_manual(reduced, _stacked(model, sums.num_layer_slots, acc), specs, model.auto),)
 
 
-def finish_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, *values: Any) -> tuple:
+def finish_rank(
+    model: Model, here: RankRole, program: ProgramId, specs: Tree, axes: tuple[str, ...], *values: Any
+) -> tuple:
     """Return a rank's gradients, summed over its devices and sharded as its parameters; not yet divided by the number.
 
+    axes: those that devices sum over.
     Those of its stages come reduced; embedding and head are summed here, the parts of a tied leaf as one.
     The embedding's rank adds the head's sums of tied leaves; the head's leaves them None in its gradients.
     """
@@ -157,7 +165,8 @@ def finish_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, *
     for part in (v.get("acc_in"), v.get("acc_out")):
         if part is not None:
             ends = jax.tree.map(_plus, ends, drop_device_dim(part), is_leaf=is_none)
-    grads = {"ends": scatter_sums(ends, specs["ends"], RANK_AXES), "layers": layers}
+    reduced = lambda grads, specs: scatter_sums(grads, specs, axes)  # noqa: E731
+    grads = {"ends": in_manual(reduced, ends, specs["ends"], model.auto), "layers": layers}
     if here.tied is None:
         return (grads,)
     tied = [leaf for leaf, is_tied in zip(_leaves(grads["ends"]), model.tied, strict=True) if is_tied]
@@ -195,8 +204,9 @@ def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
 class GradientPrograms:
     """The function, the PartitionSpecs and the donated arguments of every program up to the gradients."""
 
-    def __init__(self, model: Model, param_specs: dict[RankRole, Tree]):
-        self.model, self.param_specs = model, param_specs
+    def __init__(self, model: Model, param_specs: dict[RankRole, Tree], sum_axes: tuple[str, ...] = RANK_AXES):
+        self.model, self.param_specs, self.sum_axes = model, param_specs, sum_axes
+        self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
 
     def specs(self, program: ProgramId, name: str) -> Tree:
         """Return the spec of a value that a program reads or writes: a tree, or one for all its leaves."""
@@ -215,7 +225,7 @@ class GradientPrograms:
         if name == "sum":
             return self._stacked_specs
         # parameters are gathered: each device has its own shard over tp, or all have the same
-        return P() if name in ("ends_in", "ends_out", "m") else P(RANK_AXES)
+        return P() if name in ("ends_in", "ends_out", "m") else P(self.device_axes)
 
     def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
         """Return the specs of all values that a program reads, or of all that it writes."""
@@ -233,16 +243,40 @@ class GradientPrograms:
     def _stacked_specs(self) -> Tree:
         """Return the specs of the layers of a stage, stacked, as they lie over fsdp and tp."""
         staged = next(iter(self.param_specs.values()))["layers"]
-        return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=lambda a: isinstance(a, P))
+        return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=is_spec)
+
+    def divided_dims(self, program: ProgramId, name: str, value: Tree) -> Sequence[int | None] | None:
+        """Return the dim of each leaf of a value that XLA divides over tp; None: as the program's operations leave it.
+
+        value: its shapes. Of parameters and their sums it is that of the parameter, behind the dims before it. What
+        passes between stages is whole on every device.
+        """
+        del program
+        leaves = jax.tree.leaves(value)
+        if name in ("stash", "pending"):
+            return None
+        if not leaves:
+            return ()
+        if name in ("w", "acc", "sum"):
+            specs, shapes = self.model.auto_specs["layers"], self.model.layer
+        elif name in ("ends_in", "ends_out", "acc_in", "acc_out"):
+            used = self.model.uses[name in ("ends_out", "acc_out")]
+            specs, shapes = (self.model.keep(tree, used) for tree in (self.model.auto_specs["ends"], self.model.ends))
+        else:
+            return [None] * len(leaves)
+        one = [*zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(shapes), strict=True)]
+        of_leaves = one * (len(leaves) // len(one))  # of each layer in turn, where they are not stacked
+        return [shifted(dim_of(spec), a.ndim - whole.ndim) for (spec, whole), a in zip(of_leaves, leaves, strict=True)]
 
     def function(self, program: ProgramId) -> Callable[..., tuple]:
         """Return the function of one device of a program, from values in the order of its reads to those it writes."""
         model, shape = self.model, program.shape
-        if program.kind in ("prepare", "finish"):
-            run = prepare_rank if program.kind == "prepare" else finish_rank
-            return partial(run, model, shape, program, self.param_specs[shape])
+        if program.kind == "prepare":
+            return partial(prepare_rank, model, shape, program, self.param_specs[shape])
         if program.kind == "reduce":
-            return partial(reduce_stage, model, shape, self._stacked_specs)
+            return partial(reduce_stage, model, shape, self._stacked_specs, self.sum_axes)
+        if program.kind == "finish":
+            return partial(finish_rank, model, shape, program, self.param_specs[shape], self.sum_axes)
 
         def task(*values: Any) -> tuple:
             found = run_task(model, program.kind, shape, dict(zip(program.reads, values, strict=True)))

@@ -19,14 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ppctl.executors.compiler_preset import CompilerPreset, cpu_options, temp_bytes
+from ppctl.executors.auto_axes import is_spec, without_axes
+from ppctl.executors.compiler_preset import cpu_options, temp_bytes
+from ppctl.executors.mpmd.library import ProgramLibrary, written_specs
 from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.transfers import (
     TURN,
@@ -47,15 +49,6 @@ from ppctl.schedule.ir import Task
 
 Tree = Any
 MOST_STARTED = 32  # programs of a device that XLA has under way on CPU
-
-
-class ProgramLibrary(Protocol):
-    """The programs as a runtime must know them: functions, PartitionSpecs, donated arguments, compiler presets."""
-
-    def function(self, program: ProgramId) -> Callable[..., tuple]: ...
-    def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]: ...
-    def donated(self, program: ProgramId) -> tuple[str, ...]: ...
-    def preset(self, program: ProgramId) -> CompilerPreset: ...
 
 
 @dataclass(frozen=True)
@@ -269,12 +262,23 @@ class Runtime:
                 return turn + 1, *function(*values)
 
             local.__name__ = program.kind  # names the compiled module
+            auto = self.programs.auto
             whole = jax.shard_map(
-                local, mesh=self.abstract, in_specs=(P(), *specs), out_specs=(P(), *out_specs), check_vma=False
+                local,
+                mesh=self.abstract,
+                in_specs=(P(), *without_axes(specs, auto)),
+                out_specs=(P(), *without_axes(out_specs, auto)),
+                axis_names=set(self.abstract.axis_names) - set(auto),
+                check_vma=False,
             )
             donate = tuple(i for i, name in enumerate(program.reads, 1) if name in donated)
             turn = self.shape(jax.ShapeDtypeStruct((), np.int32), P())
             traced = jax.jit(whole, donate_argnums=donate).trace(turn, *reads)
+            if auto:  # what XLA divides must lie as the next program expects it
+                out_specs = written_specs(self.programs, program, traced, reads, out_specs)
+                shardings = jax.tree.map(partial(NamedSharding, self.abstract), (P(), *out_specs), is_leaf=is_spec)
+                again = jax.jit(whole, donate_argnums=donate, out_shardings=shardings)
+                traced = again.trace(turn, *reads)
             written = tuple(self.shape(out, spec) for out, spec in zip(traced.out_info[1:], out_specs, strict=True))
             self.traced[program] = traced, written
         return self.traced[program][1]

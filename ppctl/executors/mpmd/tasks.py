@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.executors.auto_axes import dim_of, is_spec, shards_by
 from ppctl.executors.layout import gather_shards
 from ppctl.executors.mpmd.plan import Role
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
+from ppctl.executors.stage.layers import DividedWeights
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
@@ -34,7 +36,8 @@ def is_none(a: Any) -> bool:
 class Model:
     """A model as the programs see it, equal to itself alone.
 
-    Shapes are those of one device's examples and of its shards over tp; parameters are whole otherwise.
+    Shapes are those of one device's examples and of its shards over tp; parameters are whole otherwise, and over tp
+    too where XLA divides them.
     """
 
     stack: Stack  # where tp or cp divide it, as one device computes it
@@ -46,12 +49,22 @@ class Model:
     unroll: int
     dtype: Any
     axes: StageAxes = WHOLE
-    layer_specs: Tree | None = (
-        None  # PartitionSpecs of a layer that tasks gather over fsdp; None: they are given it whole
-    )
+    layer_specs: Tree = None  # PartitionSpecs of a layer that tasks gather over fsdp; None: they are given it whole
+    auto_specs: Tree = None  # where XLA divides what is whole here: specs over tp of {"ends", "layers"}, of one layer
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """The axes over which XLA divides."""
+        return () if self.auto_specs is None else ("tp",)
+
+    @cached_property
+    def held(self) -> Tree:
+        """Shapes of {"ends", "layers"}, of one layer, as one device holds them."""
+        whole = {"ends": self.ends, "layers": self.layer}
+        return whole if self.auto_specs is None else shards_by(self.auto_specs, whole, "tp", self.axes.tp)
 
     @cached_property
     def x(self) -> jax.ShapeDtypeStruct:
@@ -69,7 +82,15 @@ class Model:
     @cached_property
     def stage(self) -> Stage:
         gather = None if self.layer_specs is None else partial(gather_shards, specs=self.layer_specs)
-        return Stage(self.stack.layer, self.remat, self._computed(self.layer), self.x, gather)
+        return Stage(self.stack.layer, self.remat, self._computed(self.layer), self.x, gather, self.divided)
+
+    @cached_property
+    def divided(self) -> DividedWeights | None:
+        """Where XLA divides the parameters of a layer; None where it does not."""
+        if self.auto_specs is None:
+            return None
+        specs = jax.tree.leaves(self.auto_specs["layers"], is_leaf=is_spec)
+        return DividedWeights(tuple(map(dim_of, specs)), self.axes.tp)
 
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:

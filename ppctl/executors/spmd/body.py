@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ppctl.executors.auto_axes import in_manual
 from ppctl.executors.layout import gather_shards, layer_specs
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
-from ppctl.executors.stage.layers import zeros_like
+from ppctl.executors.stage.layers import DividedWeights, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
 from ppctl.schedule.ir import Kind
@@ -75,11 +76,13 @@ class Device:
         specs: Tree,
         microbatches: Tree,
         layer_slots: Sequence[LayerSlots | None],  # of each chunk
+        divided: DividedWeights | None = None,  # by XLA, over an axis of the specs
     ):
+        self.auto = auto = () if divided is None else ("tp",)
         self.stack, self.ticks, self.options = stack, ticks, options
         self.params, self.specs, self.microbatches, self.layer_slots = params, specs, microbatches, layer_slots
         self.num_ranks, self.num_chunks = ticks.schedule.num_ranks, ticks.schedule.num_chunks
-        self.ends = gather_shards(self._compute(params["ends"]), specs["ends"])
+        self.ends = in_manual(gather_shards, self._compute(params["ends"]), specs["ends"], auto)
         gathered = partial(self._gathered, params["layers"])
         self.whole = jax.eval_shape(gathered)  # shapes
         by_layer = options.gather == "layer"
@@ -88,7 +91,7 @@ class Device:
         w = self.whole[0]
         w0 = w[0] if isinstance(w, list) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w)
         gather = partial(gather_shards, specs=layer_specs(specs["layers"])) if by_layer else None
-        self.stage = Stage(stack.layer, options.remat, w0, self.x, gather)
+        self.stage = Stage(stack.layer, options.remat, w0, self.x, gather, divided)
 
     # parameters and data
 
@@ -97,7 +100,7 @@ class Device:
 
     def _gathered(self, layers: Tree) -> list[Any]:
         """Return the layers of each chunk, whole and in the compute dtype, in which they are gathered."""
-        return self._chunks(gather_shards(self._compute(layers), self.specs["layers"]))
+        return self._chunks(in_manual(gather_shards, self._compute(layers), self.specs["layers"], self.auto))
 
     def _chunks(self, staged: Tree) -> list[Any]:
         """Return the layers of each chunk, of [V, 1, K, ...]: a list of layers, or stacked for a scan."""

@@ -30,20 +30,39 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, gather: str, layers: 
 
 def _bytes(model: Model, layout: Layout, ticks: Ticks, gather: str, layers: Tree) -> dict[str, int]:
     num_layers = int(layout.counts.max())  # of a chunk, padded
-    held = layout.num_chunks * num_layers
-    whole = tree_bytes((model.ends, *[model.layer] * held))
+    held, layer, ends = layout.num_chunks * num_layers, model.held["layers"], model.held["ends"]
+    whole = tree_bytes((ends, *[layer] * held))
     # of a tick those of a chunk, as they are gathered and as they are cut out
     at_once = {"step": held, "tick": min(held, 2 * num_layers), "layer": min(2, num_layers)}[gather]
-    computed = tree_bytes(_in(model.dtype, (model.ends, *[model.layer] * at_once)))
+    computed = tree_bytes(_in(model.dtype, (ends, *[layer] * at_once)))
     if gather == "layer":
         computed += tree_bytes(_in(model.dtype, shard_shapes(layers)))
     slots, x = ticks.num_slots, tree_bytes(model.x)
-    stage, w = model.stage, _in(model.dtype, [model.layer] * num_layers)
-    kept = slots["stash"] * tree_bytes(stage.stash_shapes(w))
-    if slots.get("pending"):
-        kept += slots["pending"] * tree_bytes(stage.pending_shapes(w))
+    stash_bytes, pending_bytes = _waiting(model, num_layers, with_pending=bool(slots.get("pending")))
+    kept = slots["stash"] * stash_bytes + slots.get("pending", 0) * pending_bytes
     arriving = sum(slots.get(kind, 0) for kind in ("act", "grad", "value")) * x
     return {"weights": computed, "gradients": whole, "activations": kept, "transfers": arriving}
+
+
+def _waiting(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
+    """Return the bytes on one device of a microbatch's stash and of what I hands to W, for so many layers."""
+    stage, w = model.stage, _in(model.dtype, [model.layer] * num_layers)
+    if model.divided is None:
+        return tree_bytes(stage.stash_shapes(w)), tree_bytes(stage.pending_shapes(w)) if with_pending else 0
+
+    def of_layer(what: str) -> int:
+        """Bytes of one layer, or as those that differ wait packed."""
+        if len(stage.layers) > 1:
+            packing = getattr(stage.packings, what)
+            shapes, dims = packing.shapes, packing.dims
+        else:
+            shapes, dims = getattr(stage.layers[0], what), getattr(stage.layers[0], f"{what}_dims")
+        sizes = (1 if dim is None else model.axes.tp for dim in dims)
+        return sum(tree_bytes(a) // size for a, size in zip(shapes, sizes, strict=True))
+
+    keeps = model.remat.keeps_residuals
+    stash = num_layers * of_layer("saved") if keeps else tree_bytes(stage.stash_shapes(w))
+    return stash, num_layers * of_layer("pending") if with_pending else 0
 
 
 def tree_bytes(tree: Tree) -> int:

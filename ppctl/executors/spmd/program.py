@@ -19,11 +19,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
+from ppctl.executors.auto_axes import dim_of, in_manual, is_spec, shifted
 from ppctl.executors.layout import Layout, scatter_sums
 from ppctl.executors.mesh import AXES, DATA_AXES, RANK_AXES
 from ppctl.executors.spmd.body import Device, Options
 from ppctl.executors.spmd.fb_ticks import run_fb_ticks
 from ppctl.executors.spmd.op_ticks import run_op_ticks
+from ppctl.executors.stage.layers import DividedWeights
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.stack import Stack
 from ppctl.schedule.ticks import Ticks
@@ -47,23 +49,30 @@ def spmd(
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         specs = layout.staged_specs(params)
+        own_specs = layout.manual_specs(specs)
+        axes, rank_axes = layout.manual(AXES), layout.manual(RANK_AXES)
 
         def local(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[jax.Array, Tree]:
             loss, number, grads = _results(Device, stack, layout, ticks, options, params, specs, batch, *rank)
-            loss, number = jax.lax.psum((loss, number), AXES)
+            loss, number = jax.lax.psum((loss, number), axes)
             if grads is None:
                 return loss / number, None
-            grads = {
-                "ends": scatter_sums(grads["ends"], specs["ends"], AXES),
-                "layers": scatter_sums(grads["layers"], specs["layers"], RANK_AXES),
-            }
+
+            def reduced(grads: Tree, specs: Tree) -> Tree:
+                return {
+                    "ends": scatter_sums(grads["ends"], specs["ends"], axes),
+                    "layers": scatter_sums(grads["layers"], specs["layers"], rank_axes),
+                }
+
+            grads = in_manual(reduced, grads, specs, layout.auto)
             return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 
         return jax.shard_map(
             local,
             mesh=layout.mesh,
-            in_specs=(specs, P(DATA_AXES), P("pp"), P(None, "pp"), P(None, "pp")),
-            out_specs=(P(), specs if ticks.has_backward else None),
+            in_specs=(own_specs, P(DATA_AXES), P("pp"), P(None, "pp"), P(None, "pp")),
+            out_specs=(P(), own_specs if ticks.has_backward else None),
+            axis_names=set(AXES) - set(layout.auto),
             check_vma=False,
         )(params, batch, *_of_ranks(layout, ticks))
 
@@ -127,7 +136,12 @@ def _results(
     """Return what a device of one rank has after all ticks: (sum of losses, their number, sums of gradients)."""
     microbatches = jax.tree.map(lambda a: a.reshape(ticks.schedule.num_microbatches, -1, *a.shape[1:]), batch)
     layer_slots = [_layer_slots(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in range(layout.num_chunks)]
-    device = kind(stack, ticks, options, params, specs, microbatches, layer_slots)
+    divided = None
+    if layout.auto:
+        of_layers = jax.tree.leaves(specs["layers"], is_leaf=is_spec)
+        dims = tuple(shifted(dim_of(spec), -len(layout.numbers.shape)) for spec in of_layers)
+        divided = DividedWeights(dims, layout.mesh.shape["tp"])
+    device = kind(stack, ticks, options, params, specs, microbatches, layer_slots, divided)
     run = run_fb_ticks if ticks.program == "fb" else run_op_ticks
     return device.results(run(device, table[0]))
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ppctl.executors.stage.divided_dims import divided_dims
 from ppctl.executors.stage.jaxprs import depending_only, flatten, is_literal, run_jaxpr
 from ppctl.executors.stage.split import Split, split
 from ppctl.schedule.remat import Remat
@@ -77,11 +78,21 @@ class Residuals:
         return x, zeros_like(self.shapes)
 
 
-class LayerPrograms:
-    """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes."""
+class DividedWeights(NamedTuple):
+    """The dim of each leaf of a layer's parameters that XLA divides over so many devices."""
 
-    def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape):
-        self.run, self.remat, self._shapes = function, remat, (w, x)
+    dims: tuple[int | None, ...]
+    number: int
+
+
+class LayerPrograms:
+    """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes.
+
+    divided: None: each device has all of the layer's arrays, as its program knows them.
+    """
+
+    def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape, divided: DividedWeights | None = None):
+        self.run, self.remat, self._shapes, self.divided = function, remat, (w, x), divided
 
     @cached_property
     def residuals(self) -> Residuals:
@@ -106,6 +117,28 @@ class LayerPrograms:
     def pending(self) -> list[Shape]:
         """Shapes of the values that `input_grad` hands to `weight_grad`."""
         return self.split.pending
+
+    @cached_property
+    def saved_dims(self) -> list[int | None]:
+        """The dim of each residual that XLA divides."""
+        return [None] * len(self.saved) if self.divided is None else self._dims_of(self.save, [None], *self._shapes)
+
+    @cached_property
+    def pending_dims(self) -> list[int | None]:
+        """The dim of each value that `input_grad` hands on that XLA divides."""
+        if self.divided is None:
+            return [None] * len(self.pending)
+        w, x = self._shapes
+        return self._dims_of(self.input_grad, [*self.saved_dims, None], w, self.saved, x)
+
+    def _dims_of(self, program: Callable[..., tuple], dims: Sequence[int | None], *args: Any) -> list[int | None]:
+        """Return those of the second result of a program of w and other arguments, which have these dims."""
+        divided = self.divided
+        assert divided is not None, "of layers that XLA divides"
+        closed, (_, shapes) = jax.make_jaxpr(program, return_shape=True)(*args)
+        _, *found = divided_dims(closed.jaxpr, [*divided.dims, *dims])
+        is_even = lambda a, dim: dim is not None and a.shape[dim] % divided.number == 0  # noqa: E731
+        return [dim if is_even(a, dim) else None for a, dim in zip(shapes, found, strict=True)]
 
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """Return (the output, the arrays that the backward needs)."""
@@ -137,11 +170,15 @@ class SwitchPackings:
 
     @cached_property
     def saved(self) -> FlatPacking:
-        return FlatPacking([layer.saved for layer in self.layers])
+        return self._packing([(layer.saved, layer.saved_dims) for layer in self.layers])
 
     @cached_property
     def pending(self) -> FlatPacking:
-        return FlatPacking([layer.pending for layer in self.layers])
+        return self._packing([(layer.pending, layer.pending_dims) for layer in self.layers])
+
+    def _packing(self, lists: Sequence[tuple[Sequence[Shape], Sequence[int | None]]]) -> FlatPacking:
+        divided = self.layers[0].divided
+        return FlatPacking(lists, 1 if divided is None else divided.number)
 
 
 class LayerSwitch:
@@ -170,25 +207,28 @@ class LayerSwitch:
     def save(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         def save(layer: LayerPrograms, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
             y, saved = layer.save(w, x)
-            return y, self.packings.saved.pack(saved)
+            return y, self.packings.saved.pack(saved, layer.saved_dims)
 
         return self._switch(save, w, x)
 
     def pull(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, Tree]:
-        unpack = self.packings.saved.unpack
-        return self._switch(lambda layer, w, saved, gy: layer.pull(w, unpack(saved, layer.saved), gy), w, saved, gy)
+        run = lambda layer, w, saved, gy: layer.pull(w, self._saved(layer, saved), gy)  # noqa: E731
+        return self._switch(run, w, saved, gy)
 
     def input_grad(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         def input_grad(layer: LayerPrograms, w: Tree, saved: list, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-            gx, pending = layer.input_grad(w, self.packings.saved.unpack(saved, layer.saved), gy)
-            return gx, self.packings.pending.pack(pending)
+            gx, pending = layer.input_grad(w, self._saved(layer, saved), gy)
+            return gx, self.packings.pending.pack(pending, layer.pending_dims)
 
         return self._switch(input_grad, w, saved, gy)
 
     def weight_grad(self, w: Tree, pending: list[jax.Array]) -> Tree:
         unpack = self.packings.pending.unpack
-        run = lambda layer, w, pending: layer.weight_grad(w, unpack(pending, layer.pending))  # noqa: E731
+        run = lambda layer, w, pending: layer.weight_grad(w, unpack(pending, layer.pending, layer.pending_dims))  # noqa: E731
         return self._switch(run, w, pending)
+
+    def _saved(self, layer: LayerPrograms, packed: list[jax.Array]) -> list[jax.Array]:
+        return self.packings.saved.unpack(packed, layer.saved, layer.saved_dims)
 
     def _switch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Return run(layer, *args) of the layer that `number` is."""
@@ -198,23 +238,56 @@ class LayerSwitch:
 
 
 class FlatPacking:
-    """Lists of arrays of several kinds of lists as one kind: a flat array for each dtype, as long as the longest."""
+    """Lists of arrays of several kinds of lists as one kind: a flat array for each dtype, as long as the longest.
 
-    def __init__(self, lists: Sequence[Sequence[Shape]]):
-        sizes: dict[Any, int] = {}
-        for shapes in lists:
-            for dtype in {shape.dtype for shape in shapes}:
-                sizes[dtype] = max(sizes.get(dtype, 0), sum(a.size for a in shapes if a.dtype == dtype))
-        self.shapes = [Shape((sizes[dtype],), dtype) for dtype in sorted(sizes, key=str)]
+    lists: of shapes, and of the dim of each array that XLA divides over `number` devices; those arrays are packed as a
+    matrix of as many rows, so that each device packs what it has.
+    """
 
-    def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def __init__(self, lists: Sequence[tuple[Sequence[Shape], Sequence[int | None]]], number: int = 1):
+        sizes: dict[tuple[str, bool], int] = {}
+        for shapes, dims in lists:
+            keys = [_kind(a, dim) for a, dim in zip(shapes, dims, strict=True)]
+            for key in set(keys):
+                size = sum(a.size for a, each in zip(shapes, keys, strict=True) if each == key)
+                sizes[key] = max(sizes.get(key, 0), size)
+        rows = lambda is_divided: (number,) if is_divided else ()  # noqa: E731
+        self.kinds = sorted(sizes)
+        self.shapes = [Shape((*rows(d), sizes[t, d] // (number if d else 1)), jnp.dtype(t)) for t, d in self.kinds]
+        self.dims = [0 if is_divided else None for _, is_divided in self.kinds]
+
+    def pack(self, arrays: Sequence[jax.Array], dims: Sequence[int | None]) -> list[jax.Array]:
         """Return the arrays one behind the other, then zeros."""
-        return [pack_flat([a for a in arrays if a.dtype == to.dtype], to) for to in self.shapes]
+        first = [a if dim is None else jnp.moveaxis(a, dim, 0) for a, dim in zip(arrays, dims, strict=True)]
+        of_kind = lambda kind: [a for a, dim in zip(first, dims, strict=True) if _kind(a, dim) == kind]  # noqa: E731
+        return [pack_flat(of_kind(kind), to) for kind, to in zip(self.kinds, self.shapes, strict=True)]
 
-    def unpack(self, packed: Sequence[jax.Array], shapes: Sequence[Shape]) -> list[jax.Array]:
+    def unpack(
+        self, packed: Sequence[jax.Array], shapes: Sequence[Shape], dims: Sequence[int | None]
+    ) -> list[jax.Array]:
         """Return arrays of these shapes, as `pack` put them."""
-        of_dtype = {a.dtype: iter(unpack_flat([s for s in shapes if s.dtype == a.dtype], a)) for a in packed}
-        return [next(of_dtype[shape.dtype]) for shape in shapes]
+        first = [Shape(dim_first(a.shape, dim), a.dtype) for a, dim in zip(shapes, dims, strict=True)]
+        kinds = [_kind(a, dim) for a, dim in zip(shapes, dims, strict=True)]
+        parts = {
+            kind: iter(unpack_flat([a for a, each in zip(first, kinds, strict=True) if each == kind], of_kind))
+            for kind, of_kind in zip(self.kinds, packed, strict=True)
+        }
+        found = [next(parts[kind]) for kind in kinds]
+        return [a if dim is None else jnp.moveaxis(a, 0, dim) for a, dim in zip(found, dims, strict=True)]
+
+
+def _kind(a: Any, dim: int | None) -> tuple[str, bool]:
+    """Return by what arrays are packed apart: the dtype, and whether XLA divides them."""
+    return str(a.dtype), dim is not None
+
+
+def dim_first(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    """Return a shape with one of its dims before the others.
+
+    >>> dim_first((2, 3, 4), 1), dim_first((2, 3, 4), None)
+    ((3, 2, 4), (2, 3, 4))
+    """
+    return shape if dim is None else (shape[dim], *shape[:dim], *shape[dim + 1 :])
 
 
 def pack_flat(arrays: Sequence[jax.Array], to: Shape) -> jax.Array:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.stage.gathered import Gather, fold_gathered
-from ppctl.executors.stage.layers import Layer, LayerPrograms, LayerSwitch, SwitchPackings, zeros_like
+from ppctl.executors.stage.layers import DividedWeights, Layer, LayerPrograms, LayerSwitch, SwitchPackings, zeros_like
 from ppctl.schedule.remat import Remat
 
 Tree = Any
@@ -85,7 +85,8 @@ class Stage:
 
     layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
     given the `slots` that it has. None: layers that are all alike. gather: from a layer's shards, of which `w` then is
-    made, to the layer; None: `w` is of whole layers. Gradients are whole.
+    made, to the layer; None: `w` is of whole layers. Gradients are whole. divided: where XLA divides a layer's
+    parameters.
     """
 
     def __init__(
@@ -95,10 +96,11 @@ class Stage:
         w0: Tree,
         x: jax.ShapeDtypeStruct,
         gather: Gather | None = None,
+        divided: DividedWeights | None = None,
     ):
         functions = (layers,) if callable(layers) else layers
         self.remat, self.are_alike, self.w0, self.x, self.gather = remat, callable(layers), w0, x, gather
-        self.layers = [LayerPrograms(function, remat, w0, x) for function in functions]
+        self.layers = [LayerPrograms(function, remat, w0, x, divided) for function in functions]
         self.packings = SwitchPackings(self.layers)
 
     def layer(self, slots: LayerSlots | None, k: Any) -> LayerPrograms | LayerSwitch:

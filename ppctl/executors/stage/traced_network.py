@@ -1,7 +1,8 @@
 """A network, any function of a batch, as a stack: its operations in order, cut into layers.
 
 x is one vector an example, parameters of a layer are one vector each for "kernel" and "bias", both padded to the
-largest; docs/executors-internals.md, "A network as a stack", says what is embedding, layer and head.
+largest; of those that tp divides one matrix each, a row for each piece. docs/executors-internals.md, "A network as a
+stack", says what is embedding, layer and head.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.stage.layers import pack_flat, unpack_flat
+from ppctl.executors.auto_axes import check_spec, dim_of, spread_specs
+from ppctl.executors.stage.layers import dim_first, pack_flat, unpack_flat
 from ppctl.executors.stage.trace import Trace
 from ppctl.model.network import Network
 from ppctl.model.stack import NO_DECAY, Contents, Stack
@@ -28,6 +31,7 @@ from ppctl.schedule.partition.clusters import clusters
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 NUM_EXAMPLES = (2, 3)  # of the batches by which a network is cut: values that cross have to grow with them
+PIECES = "pieces"  # of parameters that tp divides
 MULTIPLE = 64  # of the length of a layer's parameters, so that they can be sharded
 WIDE = 2  # times the widest boundary: wider outputs are the head's
 
@@ -50,10 +54,20 @@ class TracedNetwork:
         for name, (_, leaf) in zip(self.names, flat_params, strict=True):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ConfigError(f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype.")
+        self.specs = self._specs(params)
         self.traces: dict[int, Trace] = {}
         self.bounds = self._bounds(self.at(NUM_EXAMPLES[0]))
         self.places = self._places(self.at(NUM_EXAMPLES[0]))
         self.widths = [self._checked(place) for place in self.bounds]
+
+    def _specs(self, params: Tree) -> list[P] | None:
+        """Return the PartitionSpec over tp of each leaf, or None where the network has none."""
+        if self.network.sharding is None:
+            return None
+        specs = spread_specs(self.network.sharding, params)
+        for name, shape, spec in zip(self.names, self.shapes, specs, strict=True):
+            check_spec(name, shape, spec)
+        return specs
 
     # where it is cut
 
@@ -190,13 +204,28 @@ class TracedNetwork:
         return [_back(a, shape) for a, shape in zip(unpack_flat(shapes, x), shapes, strict=True)]
 
     @cached_property
-    def groups(self) -> dict[str, list[list[int]]]:
-        """For "kernel" and "bias" the leaves of each layer that belong to it."""
-        found: dict[str, list[list[int]]] = {name: [[] for _ in range(self.num_layers)] for name in ("kernel", "bias")}
+    def groups(self) -> dict[tuple[str, ...], list[list[int]]]:
+        """For "kernel" and "bias", and those of both that tp divides, the leaves of each layer that belong to it."""
+        whole = [("kernel",), ("bias",)]
+        found: dict[tuple[str, ...], list[list[int]]] = {
+            name: [[] for _ in range(self.num_layers)] for name in (*whole, *((PIECES, *each) for each in whole))
+        }
         for i, place in enumerate(self.places):
             if place is not None:
-                found[self._group(i)][place].append(i)
-        return {name: leaves for name, leaves in found.items() if name == "kernel" or any(leaves)}
+                name = (self._group(i),) if self._dim(i) is None else (PIECES, self._group(i))
+                found[name][place].append(i)
+        used = {name: leaves for name, leaves in found.items() if any(leaves)}
+        return used or {("kernel",): found["kernel",]}
+
+    def _dim(self, leaf: int) -> int | None:
+        """Return the dim of a leaf that tp divides, or None."""
+        return None if self.specs is None else dim_of(self.specs[leaf])
+
+    @cached_property
+    def num_pieces(self) -> int:
+        """Into so many pieces every leaf of a layer that tp divides can be cut: tp may be any divisor of it."""
+        divided = ((i, self._dim(i)) for i, place in enumerate(self.places) if place is not None)
+        return math.gcd(*(self.shapes[i][dim] for i, dim in divided if dim is not None))
 
     def _group(self, leaf: int) -> str:
         """Return "kernel" for a leaf that weight decay is for, a matrix whose name is not in NO_DECAY, else "bias"."""
@@ -204,28 +233,43 @@ class TracedNetwork:
         return "bias" if is_vector else "kernel"
 
     @cached_property
-    def lengths(self) -> dict[str, int]:
-        """The numbers of each group of a layer, padded."""
-        size = lambda leaves: sum(math.prod(self.shapes[i]) for i in leaves)  # noqa: E731
-        return {name: -(-max(1, *map(size, layers)) // MULTIPLE) * MULTIPLE for name, layers in self.groups.items()}
+    def packed_shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The shape of each group of a layer, padded: a vector, or a row for each piece of what tp divides."""
+
+        def shape(name: tuple[str, ...], layers: list[list[int]]) -> tuple[int, ...]:
+            pieces = (self.num_pieces,) if name[0] == PIECES else ()
+            sizes = (sum(math.prod(self.shapes[i]) for i in leaves) for leaves in layers)
+            longest = max(1, *sizes) // math.prod(pieces)
+            return (*pieces, -(-longest // MULTIPLE) * MULTIPLE)
+
+        return {name: shape(name, layers) for name, layers in self.groups.items()}
 
     @cached_property
     def tag(self) -> str:
         """A name by where each parameter lies, so that a checkpoint of another cut is never taken for one of this."""
-        lies = list(zip(self.names, self.shapes, self.places, strict=True))
+        lies: list[tuple] = list(zip(self.names, self.shapes, self.places, strict=True))
+        lies += [] if self.specs is None else [tuple(map(self._dim, range(len(self.names))))]
         return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
     def to_parts(self, params: Tree) -> Tree:
         """Return a stack's parameters, of the network's."""
         leaves = [leaf.astype(self.dtype) for leaf in jax.tree.leaves(params)]
         ends = {self.names[i]: {self._group(i): leaves[i]} for i, place in enumerate(self.places) if place is None}
+        first = [leaf if (dim := self._dim(i)) is None else jnp.moveaxis(leaf, dim, 0) for i, leaf in enumerate(leaves)]
         layers = {
-            name: jnp.stack(
-                [pack_flat([leaves[i] for i in of_layer], Shape((size,), self.dtype)) for of_layer in found]
-            )
-            for (name, found), size in zip(self.groups.items(), self.lengths.values(), strict=True)
+            name: jnp.stack([pack_flat([first[i] for i in of_layer], Shape(shape, self.dtype)) for of_layer in found])
+            for (name, found), shape in zip(self.groups.items(), self.packed_shapes.values(), strict=True)
         }
-        return {"ends": ends, "layers": {self.tag: layers}}
+        return {"ends": ends, "layers": {self.tag: _nested(layers)}}
+
+    @property
+    def sharding(self) -> Tree:
+        """The PartitionSpecs over tp of a stack's parameters, None where the network has none."""
+        if self.specs is None:
+            return None
+        ends = {self.names[i]: {self._group(i): self.specs[i]} for i, place in enumerate(self.places) if place is None}
+        layers = {name: P("tp") if name[0] == PIECES else P() for name in self.groups}
+        return {"ends": ends, "layers": {self.tag: _nested(layers)}}
 
     def from_parts(self, parts: Tree) -> Tree:
         """Return the network's parameters, of a stack's in natural order."""
@@ -234,11 +278,14 @@ class TracedNetwork:
             leaves |= self._leaves_of(l, jax.tree.map(lambda a, l=l: a[l], parts["layers"]))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
-    def _leaves_of(self, l: int, w: Mapping[str, Mapping[str, jax.Array]]) -> dict[int, jax.Array]:
+    def _leaves_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, jax.Array]:
         layer, found = w[self.tag], dict[int, jax.Array]()
-        for name, layers in self.groups.items():
-            shapes = [Shape(self.shapes[i], layer[name].dtype) for i in layers[l]]
-            found |= dict(zip(layers[l], unpack_flat(shapes, layer[name]), strict=True)) if shapes else {}
+        for (*above, name), layers in self.groups.items():
+            packed = layer[PIECES][name] if above else layer[name]
+            shapes = [Shape(dim_first(self.shapes[i], self._dim(i)), packed.dtype) for i in layers[l]]
+            for i, leaf in zip(layers[l], unpack_flat(shapes, packed) if shapes else [], strict=True):
+                dim = self._dim(i)
+                found[i] = leaf if dim is None else jnp.moveaxis(leaf, 0, dim)
         return found
 
     def _unpacked_ends(self, ends: Tree) -> dict[int, jax.Array]:
@@ -285,8 +332,17 @@ def stack_of(network: TracedNetwork) -> Stack:
         export=network.from_parts,
         mixes_examples=network.network.mixes_examples,
         outputs=network.outputs,
+        sharding=network.sharding,
         contents=network.contents,
     )
+
+
+def _nested(groups: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Return values by their paths as a tree."""
+    found: dict[str, Any] = {}
+    for (*above, name), value in groups.items():
+        (found.setdefault(above[0], {}) if above else found)[name] = value
+    return found
 
 
 def _is_floating(a: Shape) -> bool:

@@ -78,16 +78,17 @@ def model_of(
     axes: StageAxes = WHOLE,
 ) -> Model:
     """Return the model as the tasks of one device see it; stack: divided over `axes`."""
-    mesh = states.layout.mesh
-    params = shapes_on_device(states.natural["params"], states.layout.shards, mesh.shape["tp"])
+    mesh, layout = states.layout.mesh, states.layout
+    params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards, mesh.shape["tp"])
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     size = shapes["inputs"].shape[0] // (mesh.shape["dp"] * mesh.shape["fsdp"] * num_microbatches)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
     specs = None
     if execution.dispatches_tasks and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
         specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
+    auto_specs = layout.auto_specs({"ends": params["ends"], "layers": layer}) if layout.auto else None
     sizes = num_microbatches, execution.remat, execution.unroll, dtype, axes
-    return Model(stack, params["ends"], layer, microbatch, *sizes, layer_specs=specs)
+    return Model(stack, params["ends"], layer, microbatch, *sizes, layer_specs=specs, auto_specs=auto_specs)
 
 
 def _by_reference(

@@ -22,15 +22,7 @@ from ppctl.executors.compiler_preset import CompilerPreset
 from ppctl.executors.layout import sharded_over
 from ppctl.executors.mesh import DATA_AXES, RANK_AXES
 from ppctl.executors.mpmd.division import Division
-from ppctl.executors.mpmd.plan import (
-    Key,
-    PlanEntry,
-    ProgramId,
-    roles,
-    task_entries,
-    transfer_entry,
-    with_reductions,
-)
+from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, roles, task_entries, transfer_entry, with_reductions
 from ppctl.executors.mpmd.rank import GradientPrograms, rank_entries, rank_entry, rank_roles, reductions, with_tied
 from ppctl.executors.mpmd.runtime import Runtime, Walk
 from ppctl.executors.mpmd.tasks import Model
@@ -315,7 +307,9 @@ class _Programs:
             }
             for r, here in enumerate(engine.roles)
         }
-        self.library = GradientPrograms(engine.model, {here: specs["params"] for here, specs in self.of_state.items()})
+        self.axes, self.auto = engine.layout.manual(RANK_AXES), engine.layout.auto
+        param_specs = {here: specs["params"] for here, specs in self.of_state.items()}
+        self.library = GradientPrograms(engine.model, param_specs, self.axes)
         self.functions = {
             "mean": self._mean,
             "divide": self._divide,
@@ -338,6 +332,9 @@ class _Programs:
             return [self.specs(program, name) for name in names]
         return self.library.all_specs(program, names)
 
+    def divided_dims(self, program: ProgramId, name: str, value: Tree) -> Sequence[int | None] | None:
+        return self.library.divided_dims(program, name, value)
+
     def function(self, program: ProgramId) -> Callable[..., tuple]:
         if program.kind not in self.functions:
             return self.library.function(program)
@@ -352,7 +349,7 @@ class _Programs:
         return "once" if program.kind in self.functions else self.library.preset(program)
 
     def _mean(self, _: ProgramId, losses: Tree) -> tuple:
-        loss, number = (jax.lax.psum(a[0], RANK_AXES) for a in losses)
+        loss, number = (jax.lax.psum(a[0], self.axes) for a in losses)
         return loss / number, number
 
     def _scaled(self, grads: Tree, number: jax.Array, tied: Sequence[Tree]) -> Tree:
@@ -369,7 +366,8 @@ class _Programs:
         specs = jax.tree.leaves(self.specs(program, "grads"), is_leaf=lambda a: isinstance(a, P))
         shards: dict[tuple[str, ...], list] = {}
         for leaf, spec in zip(jax.tree.leaves(grads), specs, strict=True):
-            shards.setdefault(sharded_over(spec), []).append(leaf)
+            axes = tuple(axis for axis in sharded_over(spec) if axis not in self.auto)
+            shards.setdefault(axes, []).append(leaf)
         sums = (jax.lax.psum(sum_of_squares(leaves), axes) for axes, leaves in shards.items())
         return (sum(sums, start=jnp.zeros((), jnp.float32)),)
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.compiler_preset import temp_bytes, total_bytes
 from ppctl.executors.mesh import DATA_AXES
 from ppctl.executors.spmd.memory import shard_bytes, shard_shapes
+from ppctl.executors.spmd.stuck import refuse_stuck
 from ppctl.executors.xla_flags import Flags
 from ppctl.training.engines import Footprint, Temporaries
 from ppctl.training.engines.examples import examples_of, put_examples
@@ -120,8 +121,11 @@ class OneProgram:
         return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
 
     def compile_program(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Return a lowered program compiled as those of training are."""
-        return lowered.compile(dict(self.flags) or None)
+        """Return a lowered program compiled as those of training are. ConfigError where it would stand still."""
+        compiled, layout = lowered.compile(dict(self.flags) or None), self.states.layout
+        if layout.auto:
+            refuse_stuck(compiled.as_text() or "", layout.mesh.shape)
+        return compiled
 
     def memory(self, temporaries: Temporaries | None = None) -> tuple[dict[str, int], ...]:
         """Return bytes by part, the same for every rank; temporaries as compiled are what the program has beyond."""
@@ -148,5 +152,8 @@ class OneProgram:
         return self.compiled["loss"](state["params"], batch)
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        loss, grads = jax.jit(self.loss_and_grads_of)(state["params"], batch)
+        run = jax.jit(self.loss_and_grads_of)
+        if self.states.layout.auto:
+            run = self.compile_program(run.lower(state["params"], batch))
+        loss, grads = run(state["params"], batch)
         return loss, jax.jit(self.states.layout.to_natural)(grads)

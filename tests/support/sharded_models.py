@@ -1,0 +1,87 @@
+"""Models of one's own that give PartitionSpecs of their parameters over tp, for the tests beside this file."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import ppctl
+
+INPUTS, TARGETS, WIDTH = 6, 4, 8
+COLUMNS_THEN_ROWS = {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp"), "scale": None}
+
+
+def normal(*shape):
+    """Numbers of variance 1 / the first size, the same ones for every key: random numbers of JAX's compile slowly."""
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape) / shape[0] ** 0.5)
+
+
+def block(params, x):
+    return x + jax.nn.gelu((x * params["scale"]) @ params["up"] + params["bias"]) @ params["down"]
+
+
+def new_block(hidden):
+    up, down, bias = normal(WIDTH, hidden), normal(hidden, WIDTH), 0.1 * jnp.arange(hidden, dtype=float)
+    return {"up": up, "bias": bias, "down": down, "scale": 1.0 + normal(WIDTH)}
+
+
+def squared_error(outputs, targets):
+    errors = outputs - targets
+    return jnp.square(errors).sum(), jnp.asarray(errors.size, errors.dtype)
+
+
+def stack(num_layers=4, *, hidden=16, layer=block, sharding=None, dtype=jnp.float64):
+    """Residual layers of two matrices, the first in columns, the second in rows; the head in columns."""
+
+    def init_layer(key, index):
+        del key
+        return jax.tree.map(lambda a: (a * (1 + 0.1 * index)).astype(dtype), new_block(hidden))
+
+    def init_ends(key):
+        del key
+        return {"embed": normal(INPUTS, WIDTH).astype(dtype), "head": normal(WIDTH, TARGETS).astype(dtype)}
+
+    def embed(ends, inputs):
+        return jnp.tanh(inputs.astype(ends["embed"].dtype) @ ends["embed"])
+
+    def head(ends, x, targets):
+        return squared_error(x @ ends["head"], targets)
+
+    if sharding is None:
+        sharding = {"ends": {"embed": P(), "head": P(None, "tp")}, "layers": COLUMNS_THEN_ROWS}
+    return ppctl.Stack(num_layers, init_ends, init_layer, embed, layer, head, sharding=sharding)
+
+
+def of_config(*, num_layers, dtype, data):
+    """The stack for a request with model=custom and rows of these sizes."""
+    assert (data.input_dim, data.target_dim) == (INPUTS, TARGETS)
+    return stack(num_layers, dtype=dtype)
+
+
+def network(num_layers=4, *, sharding=None):
+    """The same as any function, with layers of two sizes."""
+
+    def init(key):
+        del key
+        blocks = [new_block(16 * (1 + i % 2)) for i in range(num_layers)]
+        return {"in": normal(INPUTS, WIDTH), "blocks": blocks, "out": normal(WIDTH, TARGETS)}
+
+    def apply(params, x):
+        x = jnp.tanh(x @ params["in"])
+        for i, each in enumerate(params["blocks"]):
+            x = block(each, ppctl.stage_boundary(x) if i else x)
+        return x @ params["out"]
+
+    given = {"in": None, "blocks": [COLUMNS_THEN_ROWS] * num_layers, "out": None}
+    return ppctl.Network(init, apply, squared_error, sharding=given if sharding is None else sharding)
+
+
+def mlp(num_layers=4, dtype=jnp.float64):
+    """The built-in one, which divides itself by hand."""
+    return ppctl.mlp(num_layers=num_layers, input_dim=INPUTS, target_dim=TARGETS, d_model=WIDTH, dtype=dtype)
+
+
+def rows(number=16):
+    rng = np.random.default_rng(0)
+    shapes = {"inputs": (number, INPUTS), "targets": (number, TARGETS)}
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
