@@ -65,11 +65,6 @@ def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
             f"costs=measure times devices that are here, but plan.topology={config.plan.topology} describes "
             "others. Use costs=analytic."
         )
-    if config.mesh.tp * config.mesh.cp > 1:
-        raise ConfigError(
-            f"costs=measure times pieces of a model on devices by themselves, but mesh.tp={config.mesh.tp} "
-            f"mesh.cp={config.mesh.cp} divide each over several. Use costs=analytic."
-        )
     return measured_op_times(job, cache_dir(request))
 
 
