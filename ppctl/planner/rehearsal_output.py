@@ -61,7 +61,10 @@ def _lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str]]:
     yield "schedule", f"{found.schedule}, {config.schedule.num_microbatches} microbatches, {config.executor.name}"
     yield "step", _step_text(found)
     if mesh.tp * mesh.cp > 1:
-        yield "tp, cp", f"{found.sent_s:.3g} s of the step, counted: what devices that divide a stage send; one ran here"
+        yield (
+            "tp, cp",
+            f"{found.sent_s:.3g} s of the step, counted: what devices that divide a stage send; one ran here",
+        )
     if found.analytic_step_time_s is None:
         yield "analytic", f"not known: {found.analytic_unknown}"
     else:

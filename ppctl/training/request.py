@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ppctl.config.division import check_sequences
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.stage.flops import RelativeCosts
@@ -132,11 +133,7 @@ def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeD
             "model=transformer does; this one does not. Use mesh.tp=1 mesh.cp=1, and more of mesh.pp or mesh.fsdp."
         )
     num_tokens = shapes["inputs"].shape[1] if len(shapes["inputs"].shape) > 1 else 1
-    if axes.cp > 1 and num_tokens < 2 * axes.cp:
-        raise ConfigError(
-            f"sequences of {num_tokens} tokens are fewer than the 2*mesh.cp = 2*{axes.cp} = {2 * axes.cp} pieces that "
-            f"mesh.cp={axes.cp} divides each into. Use mesh.cp={max(1, num_tokens // 2)} at most, or longer sequences."
-        )
+    check_sequences(axes.cp, num_tokens)
     return _divided(stack, axes)
 
 
