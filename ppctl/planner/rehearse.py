@@ -173,9 +173,9 @@ class Simulated:
             like = self.ran_as[rank]
             times, stage = self.ran[like].task_s, schedule.stages_of[like][schedule.chunk_of[s]]
             whole = times.get((stage, "B"), 0.0) / 2
-            forward.append(times.get((stage, "F"), 0.0) + gather_s + sent.forward_s[s])
-            input_grad.append(times.get((stage, "I"), whole) + gather_s + sent.input_grad_s[s])
-            weight_grad.append(times.get((stage, "W"), whole) + sent.weight_grad_s[s])
+            forward.append(times.get((stage, "F"), 0.0) + gather_s + sent.seconds("F", s, 1))
+            input_grad.append(times.get((stage, "I"), whole) + gather_s + sent.seconds("I", s, 1))
+            weight_grad.append(times.get((stage, "W"), whole) + sent.seconds("W", s, 1))
         return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=self._counted.hop_s)
 
     @cached_property

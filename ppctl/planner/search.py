@@ -48,7 +48,7 @@ class Found:
     num_simulated: int
     smallest: Candidate | None  # the one that needs least, where none fits
     # by whether tp and cp divide stages: the best one; of both, or empty where there is no such choice
-    by_division: Mapping[bool, Candidate | None] = field(default_factory=dict)
+    by_division: Mapping[bool, Candidate | None] = field(default_factory=dict[bool, Candidate | None])
     refused: tuple[Layout, ...] = field(default=(), repr=False)  # for their memory alone, as far as they were looked at
 
 
