@@ -57,7 +57,7 @@ golden: $(INSTALLED) ## rewrite the golden schedules and show what changed
 bench: $(INSTALLED) ## CPU seconds of a pipelined step compared with the un-pipelined one, compile time, memory
 	$(BIN)/ppctl bench recipes=bench
 
-bench-plan: $(INSTALLED) ## predicted and measured steps of 25 layouts: errors, ranking, regret; about 10 minutes
+bench-plan: $(INSTALLED) ## predicted and measured steps of 28 layouts: errors, ranking, regret; about 10 minutes
 	$(BIN)/python tests/support/bench_plan.py
 
 clean: ## remove .venv and what runs left

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from ppctl.config.checks import numbers
 from ppctl.config.costs import Analytic, Costs, Measure
 from ppctl.config.data import CustomData, Regression, Stdlib, Synthetic, Text, Tokens
+from ppctl.config.division import check_sequences, check_widths
 from ppctl.config.executor import Mpmd, Reference, Spmd
 from ppctl.config.extent import check_bounds, check_parameters, check_tasks
 from ppctl.config.hardware import AutoHardware, Hardware
@@ -75,6 +76,7 @@ def check(config: Config) -> None:
     _check_launch(config)
     _check_topology(config)
     _check_executor(config)
+    _check_division(config)
     _check_data(config)
     _check_timeline(config)
     _check_inspected(config)
@@ -139,6 +141,15 @@ def _check_executor(config: Config) -> None:
             f"partition={partition} divides layers over stages, and executor=reference has none. "
             "Use partition=uniform or another executor."
         )
+
+
+def _check_division(config: Config) -> None:
+    """Refuse what tp and cp cannot divide; a model of the user's own says itself what that is."""
+    model, mesh = config.model, config.mesh
+    if isinstance(model, Transformer):
+        hidden = round(model.mlp_ratio * model.d_model)
+        check_widths(mesh.tp, model.num_heads, model.num_kv_heads or model.num_heads, hidden)
+        check_sequences(mesh.cp, model.seq_len)
 
 
 def _check_data(config: Config) -> None:

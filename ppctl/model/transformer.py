@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from ppctl.errors import ConfigError
+from ppctl.config.division import check_widths
 from ppctl.model.attention import Kernel, attention
 from ppctl.model.cross_entropy import NO_TOKEN, cross_entropy, logits
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter, shard_of
@@ -192,7 +192,7 @@ def transformer(
     error of the operation; those that tp does not divide raise ConfigError.
     """
     given = {name: value for name, value in locals().items() if name != "axes"}
-    _check_divides(axes, num_heads, num_kv_heads or num_heads, round(mlp_ratio * d_model))
+    check_widths(axes.tp, num_heads, num_kv_heads or num_heads, round(mlp_ratio * d_model))
     block_settings = {
         "d_model": d_model,
         "num_heads": num_heads,
@@ -250,23 +250,6 @@ def transformer(
         None if axes.tp == 1 else _sharding(jax.eval_shape(lambda: init(stack, 0)), axes, num_kv_heads or num_heads)
     )
     return replace(stack, divided=divided, sharding=sharding)
-
-
-def _check_divides(axes: StageAxes, num_heads: int, num_kv_heads: int, hidden: int) -> None:
-    """Raise ConfigError for widths that tp does not divide."""
-    tp = axes.tp
-    for name, size in (("model.num_heads", num_heads), ("the width of the MLP", hidden)):
-        if size % tp:
-            fitting = ", ".join(str(n) for n in range(2, tp) if num_heads % n == 0 and hidden % n == 0)
-            raise ConfigError(
-                f"{name}={size} is not a multiple of mesh.tp={tp}: each device has whole heads and as many columns. "
-                f"Use mesh.tp={fitting or 1}, or other sizes of the model."
-            )
-    if num_kv_heads % tp and tp % num_kv_heads:
-        raise ConfigError(
-            f"model.num_kv_heads={num_kv_heads} and mesh.tp={tp}: neither is a multiple of the other, so that devices "
-            "would share heads unevenly. Use a mesh.tp that divides it, or is a multiple of it."
-        )
 
 
 def _sharding(params: Tree, axes: StageAxes, num_kv_heads: int) -> Tree:

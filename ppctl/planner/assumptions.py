@@ -60,6 +60,8 @@ def _kernel(job: TrainingJob) -> str:
 
 def _measured(job: TrainingJob) -> Iterator[str]:
     yield "a layer, the embedding and the head as they were timed here, each apart"
+    if job.pipe.execution.axes.num_devices > 1:
+        yield "what devices along tp or cp send is in these times, as they sent it here"
     if job.pipe.execution.dispatches_tasks and job.config.mesh.pp > 1:
         yield "values on the next rank at once"
 
@@ -117,7 +119,7 @@ def _overlap(job: TrainingJob) -> Iterator[str]:
         yield f"each layer gathered in each task that reads it, {how}"
         yield "sums of gradients and the optimizer after all tasks, no overlap"
     elif mesh.num_devices > 1:
-        if mesh.tp * mesh.cp > 1 and not pipe.layout.auto:
+        if mesh.tp * mesh.cp > 1 and not pipe.layout.auto and not isinstance(job.config.costs, Measure):
             yield "nothing computed while devices along tp or cp send"
         yield "gathers of parameters before all tasks, sums of gradients and the optimizer after, no overlap"
     else:

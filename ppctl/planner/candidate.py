@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from math import inf
+from math import inf, prod
 from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
@@ -48,11 +48,17 @@ class Candidate:
     rank_of: tuple[int, ...] = field(default=(), compare=False)  # the rank of each stage
     stage_s: tuple[tuple[float, ...], ...] = field(default=(), compare=False)  # of a microbatch: F, B, I, W
     ideal_bubble: float | None = field(default=None, compare=False)  # 0..1: of the schedule alone, equal stages
+    sent_fraction: float = field(default=0.0, compare=False)  # of the tasks' work: what devices along tp and cp send
     bubble: float | None = field(default=None, compare=False)  # once it is predicted as `ppctl plan` does
 
     @property
     def total_bytes(self) -> int:
         return sum(self.memory.values())
+
+    @property
+    def sent_share(self) -> float:
+        """The share of the step, 0..1, in which a device sends to others of its stage, the mean of all devices."""
+        return self.sent_fraction * self.time.tasks_s / (prod(self.mesh) * self.time.total_s)
 
     def is_like(self, other: Candidate) -> bool:
         """Return whether `other`, found before, is as good on the same mesh with the same microbatches and remat."""
@@ -127,6 +133,12 @@ class LayoutPredictor:
         recomputed = again * op_times.layer.forward_s * microbatch.number * layout.rank_devices / time.tasks_s
         if time.total_s > last_s:
             return None
+        sent = 0.0
+        if bounds.mesh.divides_stages:
+            how = {"keeps_input": keeps_input, "split": placed.is_split}
+            sends = costs_of_stages(bounds.sent_at(layout), relative, **how)
+            each_s = sum(sends.seconds(kind, s, 1) for kind in "FIW" for s in range(len(sizes)))
+            sent = each_s * microbatch.number * layout.rank_devices / time.tasks_s
         if is_spmd:
             slots = along(numbers, [_slots(*key, microbatch.remat) for key in keys], microbatch.number)
             held |= bounds.held_bytes(layout, slots)
@@ -134,7 +146,7 @@ class LayoutPredictor:
                 return None
         of_stages = tuple(tuple(costs.seconds(kind, s, 1) for kind in "FBIW") for s in range(len(sizes)))
         layout_of = bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes
-        return Candidate(*layout_of, time, recomputed, held, tuple(placed.rank_of), of_stages)
+        return Candidate(*layout_of, time, recomputed, held, tuple(placed.rank_of), of_stages, sent_fraction=sent)
 
 
 def least_share(bounds: Bounds, family: str) -> float:

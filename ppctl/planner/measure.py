@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from ppctl.config import Config, CustomModel
 from ppctl.config.sources import sources
 from ppctl.errors import ConfigError
 from ppctl.executors.compiler_preset import cpu_options
-from ppctl.executors.mesh import RANK_AXES
+from ppctl.executors.mesh import AXES, RANK_AXES
 from ppctl.planner.calibrate import corrected, small_request, small_step
 from ppctl.planner.op_times import OpTimes, PieceTimes
 from ppctl.planner.step_runs import examples_of_device, run_steps
@@ -68,7 +67,7 @@ def _combined(pipe: Pipeline, times: Times) -> OpTimes:
     these in a second; all together turn over more, but not as many times more as there are devices.
     """
     is_shared = _is_shared(pipe)
-    alone = times["alone"].cpu_s / times["alone"].wall_s if is_shared else 1.0
+    alone = times["alone"].cpu_s / times["alone"].wall_s / pipe.execution.axes.num_devices if is_shared else 1.0
     layers = [times[kind] for kind in "FBIW" if kind in times]
     together = sum(each.cpu_s for each in layers) / sum(each.wall_s for each in layers)
     number = pipe.mesh.size
@@ -100,13 +99,16 @@ def _is_shared(pipe: Pipeline) -> bool:
 
 
 def _pieces(job: TrainingJob) -> Times:
-    """Time the tasks of a layer, of embedding and of head on all devices at the same time; "alone": F on one device."""
+    """Time the tasks of a layer, of embedding and of head on all devices at the same time.
+
+    "alone": F on one device, or on those that a stage is divided over.
+    """
     pipe, model, mesh = job.pipe, job.pipe.model, job.pipe.mesh
     bodies = layer_bodies(model, split=pipe.schedule.is_split) | embed_head_bodies(model, examples_of_device(job))
     is_quick = pipe.execution.dispatches_tasks and not model.remat.recomputes and _is_shared(pipe)
     options = cpu_options("quick") if is_quick else None
     times = {name: turn(*body, mesh, options) for name, body in bodies.items()}
-    one = Mesh(np.array(mesh.devices.flat[:1]), ("all",), axis_types=mesh.axis_types[:1])
+    one = Mesh(mesh.devices[:1, :1, :1], AXES, axis_types=mesh.axis_types)
     times["alone"] = turn(*bodies["F"], one, options)
     return times
 
@@ -188,6 +190,7 @@ def _key(job: TrainingJob, *, with_mesh: bool) -> dict[str, Any]:
         "executor": [execution.executor, execution.remat, execution.unroll],
         "model": [asdict(config.model) | {"num_layers": None}, job.data.vocab_size, _own_source(config)],
         "data": config.data.name,
+        "divided": asdict(execution.axes),
         "shapes": jax.tree.map(lambda a: [a.shape, str(a.dtype)], pipe.model.microbatch),
         "dtype": str(pipe.dtype),
     }

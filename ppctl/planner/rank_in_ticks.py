@@ -11,6 +11,7 @@ import jax
 from ppctl.executors.mpmd.rank import RankRole
 from ppctl.executors.spmd.program import rank_arrays, spmd_of_rank
 from ppctl.planner.rank_on_device import RankTimes, staged_layers
+from ppctl.planner.stand_ins import alone
 from ppctl.planner.timing import Timing, median, random_like, timed_at_once
 from ppctl.schedule.ticks import Ticks
 from ppctl.training.engines.make import tick_options
@@ -27,8 +28,8 @@ def time_in_ticks(
     params = jax.device_put(random_like({"ends": model.ends, "layers": staged_layers(model, here)}), device)
     arguments = (params, jax.device_put(dict(batch), device), *rank_arrays(pipe.layout, pipe.ticks, rank))
     options = tick_options(pipe.layout, pipe.execution, model.dtype)
-    function = jax.jit(spmd_of_rank(model.stack, pipe.layout, pipe.ticks, options))
-    program = function.lower(*arguments).compile(dict(pipe.execution.xla_flags) or None)
+    function = alone(spmd_of_rank(model.stack, pipe.layout, pipe.ticks, options), model.axes)
+    program = jax.jit(function).lower(*arguments).compile(dict(pipe.execution.xla_flags) or None)
     calls = [lambda: program(*arguments)] * copies
     return median([timed_at_once(calls) for _ in range(runs + 1)][1:])
 

@@ -20,6 +20,7 @@ from ppctl.executors.compiler_preset import cpu_options, temp_bytes
 from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.rank import GradientPrograms, RankRole, prepare_rank
 from ppctl.executors.mpmd.tasks import Model
+from ppctl.planner.stand_ins import alone
 from ppctl.planner.timing import Timing, median, random_like, timed_at_once
 from ppctl.training.job import TrainingJob
 from ppctl.training.optim import global_norm
@@ -117,7 +118,7 @@ class RankOnDevice:
         ends = model.keep(model.ends, model.used_by(here.has_first, here.has_last))
         params = {"ends": ends, "layers": staged_layers(model, here)}
         whole = jax.tree.map(lambda _: P(), params)
-        made = jax.eval_shape(partial(prepare_rank, model, here, program, whole), params)
+        made = model.traced(lambda: jax.eval_shape(partial(prepare_rank, model, here, program, whole), params))
         read = {key for entry in self.entries for key in entry.reads}
         given: dict[Key, Tree] = dict(zip(prepare.writes, made, strict=True))
         given |= {(name,): jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items() if (name,) in read}
@@ -138,7 +139,7 @@ class RankOnDevice:
             program = _id(entry)
             if program not in lowered:
                 donated = self.library.donated(program)
-                function = self.library.function(program)
+                function = alone(self.library.function(program), self.model.axes)
                 donate = [i for i, name in enumerate(program.reads) if name in donated]
                 reads = [shapes.get(key, self.model.x) for key in entry.reads]
                 lowered[program] = jax.jit(function, donate_argnums=donate).lower(*reads)

@@ -60,6 +60,11 @@ def _lines(found: Rehearsal, config: Config) -> Iterator[tuple[str, str]]:
     yield "ran here", f"{number} of {len(found.ranks)} ranks on one {found.device}; the others are like these"
     yield "schedule", f"{found.schedule}, {config.schedule.num_microbatches} microbatches, {config.executor.name}"
     yield "step", _step_text(found)
+    if mesh.tp * mesh.cp > 1:
+        yield (
+            "tp, cp",
+            f"{found.sent_s:.3g} s of the step, counted: what devices that divide a stage send; one ran here",
+        )
     if found.analytic_step_time_s is None:
         yield "analytic", f"not known: {found.analytic_unknown}"
     else:

@@ -2,7 +2,8 @@
 
 Each rank that differs from those before it runs its own tasks, or ticks, and its optimizer's update here. The whole
 pipeline is then simulated from these times, with transfers and collectives as `planner.analytic` counts them for the
-links of hardware=.
+links of hardware=. Of a rank whose devices divide its stages over tp and cp one device runs; what the others send to it
+stands in (`planner.stand_ins`), and its seconds are counted, too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from ppctl.planner.memory import device_limit
 from ppctl.planner.op_times import OpTimes, PieceTimes, StepTime
 from ppctl.planner.rank_in_ticks import in_ticks, time_in_ticks
 from ppctl.planner.rank_on_device import RankOnDevice, RankTimes
-from ppctl.planner.step_runs import examples_of_device, out_of_memory, time_of, timeline_of
+from ppctl.planner.roofline import Speed
+from ppctl.planner.step_runs import as_run, examples_of_device, out_of_memory, time_of, timeline_of
 from ppctl.planner.step_time import (
     counted_op_times,
     device_kind,
@@ -49,11 +51,11 @@ class RehearsedRank:
 
     rank: int
     ran_as: int  # the rank whose run this is: ranks with equal stages run once
-    tasks_s: float  # all its tasks, one after the other
+    tasks_s: float  # all its tasks, one after the other, as they ran here
     update_s: float  # the norm of its gradients, the optimizer
     cpu_s: float | None  # CPU seconds of both; None for accelerators
     stages: tuple[int, ...]
-    forward_s: tuple[float, ...]  # of a microbatch through each stage
+    forward_s: tuple[float, ...]  # of a microbatch through each stage, with what its devices send each other
     backward_s: tuple[float, ...]  # B, or I and W
     memory_bytes: Mapping[str, int]  # of one device, by part
     total_bytes: int
@@ -69,6 +71,7 @@ class Rehearsal:
     step_time_s: float
     per_step_overhead_s: float  # of it: gathering parameters, reducing gradients, the optimizer
     step_cpu_s: float | None  # CPU seconds of all devices; None for accelerators
+    sent_s: float  # counted, not run: what devices along tp and cp send in a step, on the rank that sends longest
     unit: str  # tokens_per_s | rows_per_s
     tokens_per_s: float  # or examples, as `unit` says
     mfu_fraction: float | None  # 0..1: of the hardware's peak; None where that is not known, as of CPUs
@@ -88,6 +91,11 @@ def rehearse(config: Config) -> tuple[Rehearsal, Timeline]:
     """
     _check(config)
     job = assemble(config, on_one_device=True, only_planned=True)
+    if job.pipe.layout.auto:
+        raise ConfigError(
+            f"`ppctl rehearse` runs one device's work, but mesh.tp={config.mesh.tp} is divided by XLA (sharding of the "
+            "model), which divides whole programs. Use mesh.tp=1, or `ppctl plan`."
+        )
     machine = machine_of(config, device_kind(job.pipe), str(job.pipe.dtype))  # refused before anything is compiled
     simulated = Simulated(job, machine, *_run_ranks(job))
     return simulated.found, simulated.timeline
@@ -101,9 +109,6 @@ def _check(config: Config) -> None:
         refused = f"run.distributed={config.run.distributed} joins processes, but one device runs. Leave it out"
     elif isinstance(config.costs, Measure):
         refused = "costs=measure times pieces of a model, a rehearsal whole ranks. Leave it out"
-    elif config.mesh.tp * config.mesh.cp > 1:
-        axes = f"mesh.tp={config.mesh.tp} mesh.cp={config.mesh.cp}"
-        refused = f"{axes} divide a rank over several. Use mesh.tp=1 mesh.cp=1, or `ppctl plan`"
     if refused is not None:
         raise ConfigError(f"`ppctl rehearse` runs each rank on one device: {refused}.")
 
@@ -168,15 +173,16 @@ class Simulated:
         schedule = self.job.pipe.schedule
         forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
         gather_s = self._counted.task_s - self.machine.task_s  # executor.gather=tick: of a chunk's parameters
+        sent = self._sent
         for s, rank in enumerate(schedule.rank_of):
             like = self.ran_as[rank]
             times, stage = self.ran[like].task_s, schedule.stages_of[like][schedule.chunk_of[s]]
             whole = times.get((stage, "B"), 0.0) / 2
             ran = times.get((stage, "F"), 0.0), times.get((stage, "I"), whole), times.get((stage, "W"), whole)
             f, i = self._with_gathers(len(self.job.pipe.partition[stage]), *ran)
-            forward.append(f + gather_s)
-            input_grad.append(i + gather_s)
-            weight_grad.append(ran[2])
+            forward.append(f + gather_s + sent.seconds("F", s, 1))
+            input_grad.append(i + gather_s + sent.seconds("I", s, 1))
+            weight_grad.append(ran[2] + sent.seconds("W", s, 1))
         return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=self._counted.hop_s)
 
     def _with_gathers(self, layers: int, f: float, i: float, w: float) -> tuple[float, float]:
@@ -205,7 +211,7 @@ class Simulated:
         unit, count = unit_of_work(job)
         mfu = mfu_of(job, step.total_s, model_flops(job))
         ranks = tuple(self._rank(r) for r in range(pipe.schedule.num_ranks))
-        copies = pipe.mesh.shape["dp"] * pipe.mesh.shape["fsdp"]
+        copies = pipe.mesh.size // pipe.mesh.shape["pp"]
         limit = device_limit(config, pipe.mesh.devices.flat[0])
         return Rehearsal(
             schedule=label(config.schedule),
@@ -214,6 +220,7 @@ class Simulated:
             step_time_s=step.total_s,
             per_step_overhead_s=step.overhead_s,
             step_cpu_s=sum(each.cpu_s or 0.0 for each in ranks) * copies if _is_shared(self.job) else None,
+            sent_s=self._sent_s,
             unit=unit,
             tokens_per_s=count / step.total_s,
             mfu_fraction=mfu.full,
@@ -248,6 +255,19 @@ class Simulated:
     def _counted(self) -> OpTimes:
         """The op times of costs=analytic, for what ranks exchange."""
         return counted_op_times(self.job, self.machine)
+
+    @cached_property
+    def _sent(self) -> Costs:
+        """What devices along tp and cp send in each stage's tasks: the counted costs where computing takes no time."""
+        counted = counted_op_times(self.job, replace(self.machine, speed=Speed(inf, inf)))
+        costs, _ = as_run(self.job.pipe, replace(counted, task_s=0.0, gathers=None))
+        return costs
+
+    @property
+    def _sent_s(self) -> float:
+        schedule, sent = self.job.pipe.schedule, self._sent
+        of_stage = [sum(sent.seconds(kind, s, 1) for kind in "FIW") for s in range(schedule.num_stages)]
+        return schedule.num_microbatches * max(sum(of_stage[s] for s in stages) for stages in schedule.stages_of)
 
     @cached_property
     def _op_times(self) -> OpTimes:

@@ -47,6 +47,8 @@ class Found:
     num_too_large: int  # of these: no room for state and one microbatch
     num_simulated: int
     smallest: Candidate | None  # the one that needs least, where none fits
+    # by whether tp and cp divide stages: the best one; of both, or empty where there is no such choice
+    by_division: Mapping[bool, Candidate | None] = field(default_factory=dict[bool, Candidate | None])
     refused: tuple[Layout, ...] = field(default=(), repr=False)  # for their memory alone, as far as they were looked at
 
 
@@ -84,24 +86,33 @@ class LayoutSearch:
                 refused.append(layout)
         too_large = len(refused)
         best: list[Candidate] = []
-        alone: Candidate | None = None
+        divisions = {tp * cp > 1 for tp, cp in self.space.divisions}
+        first: dict[str | bool, Candidate | None] = {"alone": None}  # of the layouts of each of these kinds
+        first |= dict.fromkeys(divisions if len(divisions) > 1 else ())
         for _, _, layout in sorted(opened, key=lambda each: each[:2]):
-            last_s, bound_s = best[-1].time.total_s if len(best) == keep else inf, layout.bound_s
-            is_alone = layout.bounds.mesh.pp == 1 and (alone is None or bound_s < alone.time.total_s)
-            if bound_s > last_s and not is_alone:
+            last_s, bound_s, mesh = (
+                best[-1].time.total_s if len(best) == keep else inf,
+                layout.bound_s,
+                layout.bounds.mesh,
+            )
+            kinds = ["alone"] * (mesh.pp == 1) + [mesh.divides_stages] * (len(divisions) > 1)
+            before_s = {kind: inf if (found := first[kind]) is None else found.time.total_s for kind in kinds}
+            may_be_first = [kind for kind in kinds if bound_s < before_s[kind]]
+            if bound_s > last_s and not may_be_first:
                 continue
             before = self.predictor.num_refused
-            candidate = self.predictor.candidate(*layout, inf if is_alone else last_s)
+            candidate = self.predictor.candidate(*layout, max([last_s, *(before_s[kind] for kind in may_be_first)]))
             if self.predictor.num_refused > before:
                 refused.append(layout)
             if candidate is None or any(candidate.is_like(other) for other in best):
                 continue
             best = sorted([*best, candidate], key=rank)[:keep]
-            if is_alone and (alone is None or candidate.time.total_s < alone.time.total_s):
-                alone = candidate
+            first |= {kind: candidate for kind in may_be_first if candidate.time.total_s < before_s[kind]}
+        alone = first.pop("alone")
         smallest = None if best else LayoutSearch(self.space, self.models, self.machine)._smallest()
         counts = len(opened) + too_large, too_large, self.predictor.num_simulated
-        return Found(tuple(best), alone, *counts, smallest, tuple(refused))
+        by_division = {bool(kind): found for kind, found in first.items()}
+        return Found(tuple(best), alone, *counts, smallest, by_division, tuple(refused))
 
     def with_room(self, found: Found, room_bytes: float) -> Candidate | None:
         """Return the fastest of the layouts that were refused for their memory, on devices with so much of it.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times
 from ppctl.planner.op_times import OpTimes
-from ppctl.planner.roofline import ModelWork
+from ppctl.planner.roofline import ModelWork, Speed
 from ppctl.planner.sizes import Microbatch, held_bytes
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
 from ppctl.schedule.remat import Remat
@@ -27,6 +28,10 @@ class MeshSizes(NamedTuple):
     fsdp: int
     tp: int = 1
     cp: int = 1
+
+    @property
+    def divides_stages(self) -> bool:
+        return self.tp * self.cp > 1
 
 
 class DeviceModel(NamedTuple):
@@ -112,11 +117,16 @@ class Bounds:
         layers = -(-self.space.num_layers // self.mesh.pp)
         return self.op_times_at(self.layout(layers, layers))
 
-    def op_times_at(self, layout: PlannedLayout) -> OpTimes:
+    def sent_at(self, layout: PlannedLayout) -> OpTimes:
+        """Return the op times of what devices along tp and cp send alone: as if computing took no time."""
+        free = replace(self.machine, speed=Speed(inf, inf), task_s=0.0)
+        return replace(self.op_times_at(layout, free), task_s=0.0)
+
+    def op_times_at(self, layout: PlannedLayout, machine: Machine | None = None) -> OpTimes:
         return op_times(
             self.work,
             self.params,
-            self.machine,
+            machine or self.machine,
             layout,
             microbatch_examples=self.microbatch.examples,
             remat=self.microbatch.remat,

@@ -71,10 +71,10 @@ def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
             f"costs=measure times layers that are whole, but executor.gather=layer gathers each over mesh.fsdp="
             f"{config.mesh.fsdp} in every task. Use costs=analytic, or executor.gather=step."
         )
-    if config.mesh.tp * config.mesh.cp > 1:
+    if pipe.layout.auto:
         raise ConfigError(
-            f"costs=measure times pieces of a model on devices by themselves, but mesh.tp={config.mesh.tp} "
-            f"mesh.cp={config.mesh.cp} divide each over several. Use costs=analytic."
+            f"costs=measure times pieces of one device, but mesh.tp={config.mesh.tp} is divided by XLA (sharding of "
+            "the model), which divides whole programs. Use costs=analytic."
         )
     return measured_op_times(job, cache_dir(request))
 

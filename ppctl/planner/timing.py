@@ -1,6 +1,7 @@
 """Seconds of the pieces of a model on this backend: each compiled as the executors run it, in a loop, and timed.
 
-Simulated devices share cores, so on CPU all devices of the mesh run a piece at the same time.
+Simulated devices share cores, so on CPU all devices of the mesh run a piece at the same time. Pieces of a stage that tp
+and cp divide run on its devices together, and what these send each other is in their seconds.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tr
     """Return for "F", "B" (or "I" and "W") of a stage of LAYERS layers: its body, what stays and what goes round."""
     stage = model.stage
     w = [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, model.dtype), model.layer)] * LAYERS
-    stash = stage.stash_shapes(w)
+    stash = model.traced(lambda: stage.stash_shapes(w))
     slots = lambda tree: random_like(jax.tree.map(lambda a: jax.ShapeDtypeStruct((SLOTS, *a.shape), a.dtype), tree))  # noqa: E731
     weights, x = random_like(w), random_like(model.x)
     acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), [model.layer] * LAYERS)
@@ -150,7 +151,7 @@ def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tr
     bodies: dict[str, tuple[Body, Tree, Tree]] = {"F": (forward, weights, (x, stashes))}
     if not split:
         return bodies | {"B": (backward, (weights, stashes), (x, acc))}
-    pending = slots(stage.pending_shapes(w))
+    pending = slots(model.traced(lambda: stage.pending_shapes(w)))
     bodies["I"] = (input_grad, (weights, stashes), (x, pending))
     bodies["W"] = (weight_grad, (weights, pending), acc)
     return bodies

@@ -8,7 +8,7 @@ best ones here. Model, data, batch, executor and optimizer are those of the requ
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -170,15 +170,24 @@ def planned(
     rows = sorted(filter(fits, rows or filter(None, [smallest])), key=lambda row: rank(row[0]))
     found = replace(found, best=tuple(row for row, _ in rows))
     roomier = _roomier(found, config, stack, search, limit, too_large)
-    alone, before = None, found.without_pipeline
-    while before is not None:
-        alone = as_planned(before)
-        if limit_bytes is None or fits(alone):
-            break
-        room = _less_room(limit_bytes, [(alone, before)])
-        before, alone = search.run(1, room_bytes=room).without_pipeline, None
-    alone = None if alone is None else alone[0]
-    found = replace(found, without_pipeline=alone, smallest=None if smallest is None else smallest[0])
+
+    def first(of: Callable[[Found], Candidate | None]) -> Candidate | None:
+        """Return the best layout of a kind, one that fits as it is planned."""
+        before = of(found)
+        while before is not None:
+            row = as_planned(before)
+            if limit_bytes is None or fits(row):
+                return row[0]
+            before = of(search.run(1, room_bytes=_less_room(limit_bytes, [(row, before)])))
+        return None
+
+    others = [each for each in found.by_division if found.best and each != found.best[0].mesh.divides_stages]
+    found = replace(
+        found,
+        without_pipeline=first(lambda found: found.without_pipeline),
+        by_division={each: first(lambda found, each=each: found.by_division[each]) for each in others},
+        smallest=None if smallest is None else smallest[0],
+    )
     return found, [request for _, request in rows], roomier
 
 

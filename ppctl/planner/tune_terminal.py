@@ -96,6 +96,9 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
         say(f"stages as partition.layers takes them: {LETTERS}")
     show_stages(console, _stages(found.best[0]), configs[0].mesh.submesh_text)
     say(_about_pipelines(tuned, configs[0]))
+    about_divisions = _about_divisions(tuned)
+    if about_divisions is not None:
+        say(about_divisions)
     if tuned.roomier is not None:
         say(tuned.roomier.text)
     if tuned.token_budget is not None:
@@ -169,6 +172,39 @@ def _about_pipelines(tuned: Tuned, best: Config) -> str:
     )
 
 
+def _about_divisions(tuned: Tuned) -> str | None:
+    """Return a line: what dividing stages over tp and cp buys and costs; None where there was no choice.
+
+    It compares the best layout with the best of the other kind.
+    """
+    first = tuned.found.best[0]
+    is_divided = first.mesh.divides_stages
+    otherwise = not is_divided
+    if otherwise not in tuned.found.by_division:
+        return None
+    other = tuned.found.by_division[otherwise]
+    if other is None:
+        return f"{'without' if is_divided else 'with'} tp and cp nothing fits."
+    schedule = "" if other.mesh.pp == 1 else f" {other.family}"
+    layout = f"mesh={settings.Mesh(*other.mesh).text}{schedule}, {other.num_microbatches} microbatches"
+    slower = f"{layout}, remat={other.remat}: {_times(tuned, other):.2f} times as long"
+    if not is_divided:
+        sent = f"its devices send to each other inside stages for {other.sent_share:.1%} of it"
+        return f"no stage is divided: with tp or cp the best is {slower}; {sent}."
+    axes = " ".join(f"{name}={size}" for name, size in (("tp", first.mesh.tp), ("cp", first.mesh.cp)) if size > 1)
+    shares = {
+        "bubble": [each.bubble or 0.0 for each in (other, first)],
+        "recomputed": [each.recomputed_fraction for each in (other, first)],
+        "per-step overhead": [each.time.overhead_s / each.time.total_s for each in (other, first)],
+    }
+    compared = [f"{name} {there:.1%} ({here:.1%} here)" for name, (there, here) in shares.items()]
+    compared.append(f"memory {size_text(other.total_bytes)} ({size_text(first.total_bytes)} here)")
+    return (
+        f"{axes}: devices of a stage send to each other for {first.sent_share:.1%} of the step. Without, the best is "
+        f"{slower}, with {', '.join(compared)}."
+    )
+
+
 def _times(tuned: Tuned, other: Candidate) -> float:
     """Return how many times as long as the first another layout takes: as measured, where both were."""
     first = tuned.found.best[0]
@@ -194,6 +230,7 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
         "limit_fraction": None if limit is None else limit.fraction,
         "with_more_memory": None if roomier is None else _roomier(roomier),
         "best": best,
+        "with_stages_divided_otherwise": next(map(_plain, filter(None, found.by_division.values())), None),
         "without_pipeline": None if found.without_pipeline is None else _plain(found.without_pipeline),
         "num_layouts": found.num_layouts,
         "num_too_large": found.num_too_large,
@@ -213,9 +250,11 @@ def _roomier(found: RoomierLayout) -> dict[str, Any]:
 
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
-    found = {name: value for name, value in asdict(candidate).items() if name not in ("ideal_bubble", "bubble")}
+    apart = ("ideal_bubble", "bubble", "sent_fraction")
+    found = {name: value for name, value in asdict(candidate).items() if name not in apart}
     return found | {
         "step_time_s": candidate.time.total_s,
+        "sent_fraction": candidate.sent_share,
         "ideal_bubble_fraction": candidate.ideal_bubble,
         "predicted_bubble_fraction": candidate.bubble,
         "total_bytes": candidate.total_bytes,

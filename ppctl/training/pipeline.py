@@ -295,7 +295,7 @@ def pipeline(
         shards, auto = shards_over_tp(stack, divided, axes)
         if auto and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
             raise ConfigError(
-                f"gather=layer with mesh.fsdp={mesh.shape['fsdp']} and mesh.tp={axes.tp}: layers are gathered one by "
+                f"gather=layer with fsdp={mesh.shape['fsdp']} and tp={axes.tp}: layers are gathered one by "
                 "one where the model divides itself over tp (Stack.divided), not where XLA does (Stack.sharding). Use "
                 "gather=step."
             )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ppctl.config.division import check_sequences
 from ppctl.errors import ConfigError
 from ppctl.executors.layout import Shard, shards_of
 from ppctl.executors.mpmd.tasks import Model
@@ -145,11 +146,7 @@ def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeD
     if stack.divided is None:
         return stack
     num_tokens = shapes["inputs"].shape[1] if len(shapes["inputs"].shape) > 1 else 1
-    if axes.cp > 1 and num_tokens < 2 * axes.cp:
-        raise ConfigError(
-            f"sequences of {num_tokens} tokens are fewer than the 2*mesh.cp = 2*{axes.cp} = {2 * axes.cp} pieces that "
-            f"mesh.cp={axes.cp} divides each into. Use mesh.cp={max(1, num_tokens // 2)} at most, or longer sequences."
-        )
+    check_sequences(axes.cp, num_tokens)
     return _divided(stack, axes)
 
 

@@ -42,6 +42,12 @@ FAULTS = [
     ("train run.checkpoint.evry=3", "run.checkpoint.evry is not a setting of run. Did you mean run.checkpoint.every"),
     ("train mesh.ep=2", "mesh.ep is not a setting of mesh=2x4x1.* .settings: dp, pp, fsdp, tp, cp, order"),
     ("plan mesh.tp=16 model.num_heads=16 hardware=h100", "mesh.tp=16 would go over 2 hosts of 8 devices: .* mesh.tp=8"),
+    (
+        "train mesh.tp=3",
+        "model.num_heads=4 is not a multiple of mesh.tp=3: each .* Use mesh.tp=2, or other sizes of the model",
+    ),
+    ("verify mesh.tp=4 model.num_heads=12 model.d_model=96 model.num_kv_heads=6", "num_kv_heads=6 and mesh.tp=4: nei"),
+    ("rehearse mesh.cp=8 model.seq_len=15", "15 tokens are fewer than the 2.mesh.cp = 2.8 = 16 .* Use mesh.cp=7 at mo"),
     ("train mesh.pp.x=2", "mesh.pp.x: mesh.pp is one value, with nothing below it"),
     (
         "train schedule=gpipe schedule.num_chunks=2",

@@ -191,7 +191,7 @@ def test_what_cannot_be_divided_is_refused(model, mesh, message):
 
 
 def test_layers_that_xla_divides_are_not_gathered_one_by_one():
-    with pytest.raises(ConfigError, match=r"gather=layer with mesh.fsdp=2 and mesh.tp=2: .* Use gather=step"):
+    with pytest.raises(ConfigError, match=r"gather=layer with fsdp=2 and tp=2: .* Use gather=step"):
         make_pipe(stack(), {"tp": 2, "fsdp": 2}, gather="layer")
 
 

@@ -27,6 +27,7 @@ TOKENS = replace(
     run=config.Run(dtype="bfloat16"),
     hardware=known()["h100"],
 )
+TEXT = {"model": TOKENS.model, "data": TOKENS.data}
 
 
 def said(request, *, is_timed=True):
@@ -59,6 +60,12 @@ def said(request, *, is_timed=True):
         ({"mesh": config.Mesh(), "executor": config.Reference()}, "the optimizer after all tasks", "links"),
         ({"costs": config.Measure()}, "as they were timed here", "TFLOP/s"),
         ({"costs": config.Measure(), "executor": config.Mpmd()}, "values on the next rank at once", "GB/s"),
+        ({"mesh": config.Mesh(1, 2, 1, tp=2), **TEXT}, "nothing computed while devices along tp", "is in these times"),
+        (
+            {"mesh": config.Mesh(1, 2, 1, tp=2), "costs": config.Measure(), **TEXT},
+            "what devices along tp or cp send is in these times",
+            "nothing computed while",
+        ),
         ({}, "equal microbatches (8 examples a device)", "attention"),
         ({}, "whole layers on each device (no tensor or sequence parallelism)", "hosts"),
         ({"plan": config.Plan(compile=True)}, "equal layers and devices", "fragmented"),

@@ -109,6 +109,9 @@ def assert_none_is_missed(found, layouts, keep=10):
             assert candidate in best or any(candidate.is_like(other) for other in best)
     alone = [c.time.total_s for c in layouts if c.mesh.pp == 1]
     assert (found.without_pipeline and found.without_pipeline.time.total_s) == min(alone, default=None)
+    for is_divided, first in found.by_division.items():
+        of_kind = [c.time.total_s for c in layouts if c.mesh.divides_stages == is_divided]
+        assert (first and first.time.total_s) == min(of_kind, default=None)
 
 
 @seeds
@@ -118,6 +121,8 @@ def test_the_best_are_those_of_all_layouts(seed):
     assert_none_is_missed(found, layouts)
     assert found.num_simulated < found.num_layouts
     assert found.smallest is None
+    assert set(found.by_division) == ({True, False} if seed % 3 == 0 else set())
+    assert all((c.sent_fraction > 0) == c.mesh.divides_stages for c in found.best)
 
 
 @seeds

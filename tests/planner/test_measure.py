@@ -88,6 +88,36 @@ def test_what_it_depends_on_is_measured_anew(changes, again, timings, tmp_path):
     assert timings == again
 
 
+DIVIDED = replace(
+    TINY,
+    model=config.Transformer(num_layers=4, d_model=16, num_heads=2, seq_len=16, attention="xla"),
+    data=config.Synthetic(batch_size=16, vocab_size=32),
+    mesh=config.Mesh(1, 2, 1, tp=2),
+)
+
+
+def test_how_stages_are_divided_is_part_of_what_was_measured():
+    keys = [
+        measure._key(assemble(replace(DIVIDED, **changes)), with_mesh=False)
+        for changes in (
+            {},
+            {"mesh": config.Mesh(1, 2, 1, cp=2)},
+            {"executor": config.Spmd(remat="none", sequence_parallel=False)},
+        )
+    ]
+    assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2}], ids=["tp", "cp"])
+def test_pieces_of_a_divided_stage_run_on_its_devices(mesh, tmp_path):
+    job = assemble(replace(DIVIDED, mesh=config.Mesh(1, 2, 1, **mesh), model=replace(DIVIDED.model, num_layers=2)))
+    time, _ = predicted_time(job, config.Measure(cache_dir=str(tmp_path)))
+    assert time is not None
+    assert 0 < time.overhead_s < time.total_s < 60
+
+
 def test_other_versions_and_other_code_are_measured_anew(timings, tmp_path, monkeypatch):
     job = assemble(TINY)
     measure.measured_op_times(job, tmp_path)

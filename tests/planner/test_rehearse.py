@@ -17,6 +17,7 @@ from ppctl.planner.rank_in_ticks import in_ticks
 from ppctl.planner.rank_on_device import RankOnDevice, RankTimes
 from ppctl.planner.roofline import Link, Speed
 from ppctl.planner.step_runs import examples_of_device
+from ppctl.planner.step_time import counted_op_times
 from ppctl.planner.timing import Timing
 from ppctl.schedule import build
 from ppctl.schedule import costs as schedule_costs
@@ -144,6 +145,47 @@ def test_gathering_each_tick_is_counted_in_tasks_and_not_once(gather):
     found = replace(times(asked, 1.0, 2.0), machine=slow)
     assert found.costs.forward_s[0] == pytest.approx(1.0 + (gather == "tick"))  # fsdp - 1 messages
     assert found.step.overhead_s == pytest.approx(0.5 + 1.0 * (gather == "step") + 1.0 + 2 * 3.0)
+
+
+DIVIDED = replace(
+    SMALL,
+    model=config.Transformer(num_layers=4, d_model=16, num_heads=2, seq_len=16, attention="xla"),
+    data=config.Synthetic(batch_size=24, vocab_size=32),
+    mesh=config.Mesh(1, 4, 1, tp=2),
+)
+
+
+def test_what_devices_of_a_stage_send_is_counted_beside_what_one_of_them_computes():
+    asked = replace(DIVIDED, mesh=config.Mesh(1, 4, 1, tp=2, cp=2))
+    found = times(asked, 1.0, 2.0, busy=0.25)
+    assert found.costs.forward_s[1] == pytest.approx(1.0)
+    slow = replace(found, machine=replace(FREE, link=Link(1.0, 1e30)))  # a second a message
+    along_tp, along_cp = 4, 2  # two gathers and two scatters of a block; its keys and its values
+    assert slow.costs.forward_s[1] == pytest.approx(1.0 + along_tp + along_cp)
+    layer = counted_op_times(slow.job, slow.machine).layer
+    assert slow.costs.seconds("B", 1, 1) == pytest.approx(2.0 + layer.input_grad_s + layer.weight_grad_s)
+    assert layer.input_grad_s + layer.weight_grad_s > along_tp + along_cp  # and what its forward gathered, again
+    stages = [slow.costs.seconds("F", s, 1) + slow.costs.seconds("B", s, 1) - 3.0 for s in range(4)]
+    assert slow.found.sent_s == pytest.approx(6 * max(stages))
+    assert slow.found.step_cpu_s == pytest.approx(4 * 4 * (0.25 + 0.25))  # of all devices of four ranks
+
+
+def test_one_device_of_a_divided_rank_runs_its_tasks():
+    asked = replace(DIVIDED, model=replace(DIVIDED.model, num_layers=2), mesh=config.Mesh(1, 2, 1, tp=2))
+    job = assemble(asked, on_one_device=True)
+    found = RankOnDevice(job, *rehearse.rank_parts(job)[1], examples_of_device(job)).times(1)
+    assert sum(6 * seconds for seconds in found.task_s.values()) == pytest.approx(found.tasks.wall_s)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", [config.Spmd(remat="layer"), config.Mpmd(remat="full")], ids=["spmd", "mpmd"])
+def test_one_device_of_each_rank_stands_for_those_that_tp_and_cp_divide_it_over(executor):
+    asked = replace(DIVIDED, mesh=config.Mesh(1, 2, 1, tp=2, cp=2), executor=executor)
+    found, _ = rehearse.rehearse(asked)
+    assert all(each.tasks_s > 0 for each in found.ranks)
+    held = assemble(asked, on_one_device=True).pipe.memory()
+    assert [each.memory_bytes["parameters"] for each in found.ranks] == [each["parameters"] for each in held]
 
 
 def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, capsys):

@@ -136,6 +136,23 @@ def test_stages_are_divided_over_tp_and_cp_as_the_request_allows(executor, capsy
     assert step_s(assemble(asked)) == pytest.approx(layout["step_time_s"], rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("tune.tp=[8]", r"model.num_heads=4 is not a multiple of mesh.tp=8: .* Use mesh.tp=2, 4, or other sizes"),
+        (
+            "tune.tp=[1] tune.cp=[8] model.seq_len=8",
+            r"8 tokens are fewer than the 2\*mesh.cp = 2\*8 = 16 .* mesh.cp=4 at",
+        ),
+    ],
+)
+def test_what_tp_and_cp_cannot_divide_is_refused_before_the_search(words, message, capsys):
+    assert cli.main(["tune", *DIVIDED.replace("--json", "").split(), *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert re.search(message, err), err
+
+
 # --- none fits, none is needed ----------------------------------------------------------------------------------------
 
 
@@ -180,6 +197,27 @@ def test_a_line_says_whether_a_pipeline_is_faster():
     # as measured, where both were
     assert said([one, flat], flat, (3.0, 3.3)).endswith("1.10 times as long.")
     assert said([flat, one], flat, (3.0, 3.6)).endswith("the best pipeline takes 1.20 times as long.")
+
+
+def said_of_divisions(best, by_division):
+    found = Found(tuple(best), None, 9, 0, 9, None, by_division)
+    return tune_terminal._about_divisions(tune_terminal.Tuned(found, (), 0.1, "", None, None, 1.0, None, None))
+
+
+def test_a_line_says_what_dividing_stages_buys_and_costs():
+    halves = replace(layout((1, 4, 1, 2), 1.0), sent_fraction=0.8, bubble=0.1)  # one device in eight works all the time
+    whole = replace(layout((1, 8, 1), 1.25), recomputed_fraction=0.2, bubble=0.3, memory={"parameters": 3 * 2**30})
+    assert said_of_divisions([halves], {}) is None  # nothing else was looked at
+    assert said_of_divisions([halves], {False: whole}) == (
+        "tp=2: devices of a stage send to each other for 10.0% of the step. Without, the best is mesh=1x8 1f1b, 4 "
+        "microbatches, remat=none: 1.25 times as long, with bubble 30.0% (10.0% here), recomputed 20.0% (0.0% here), "
+        "per-step overhead 0.0% (0.0% here), memory 3.0 GiB (1 B here)."
+    )
+    assert said_of_divisions([halves], {False: None}) == "without tp and cp nothing fits."
+    assert said_of_divisions([whole], {True: replace(halves, time=replace(halves.time, pipeline_s=2.5))}) == (
+        "no stage is divided: with tp or cp the best is mesh=1x4x1x2 1f1b, 4 microbatches, remat=none: 2.00 times as "
+        "long; its devices send to each other inside stages for 4.0% of it."
+    )
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

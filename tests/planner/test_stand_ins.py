@@ -1,0 +1,67 @@
+"""A device of a divided stage alone: the same shapes as among others, and nothing is sent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ppctl.errors import ConfigError
+from ppctl.model.parallel import StageAxes
+from ppctl.planner.stand_ins import alone
+
+AXES = StageAxes(tp=2, cp=3)
+X = np.arange(12.0).reshape(6, 2)
+
+
+def gathers(x):
+    return jax.lax.all_gather(x, "cp", axis=1, tiled=True), jax.lax.all_gather(x, "cp", axis=0)
+
+
+def sums(x):
+    return jax.lax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True), jax.lax.psum(x, ("tp", "cp"))
+
+
+def in_bodies(x):
+    """Sends inside a scan, a branch, a loop, a call, and both ways of a derivative."""
+
+    def body(carry, _):
+        carry = jax.lax.cond(carry.sum() > 0, lambda a: jax.lax.psum(a, "tp") / 2, lambda a: a, carry)
+        return jax.lax.fori_loop(0, 2, lambda _, a: jax.lax.ppermute(a, "cp", [(0, 1), (1, 2), (2, 0)]), carry), None
+
+    carry, _ = jax.lax.scan(body, x, length=2)
+    called = jax.jit(lambda a: jax.checkpoint(lambda b: jnp.sin(jax.lax.all_gather(b, "tp", tiled=True)))(a).sum())
+    return jax.grad(called)(carry), jax.lax.axis_index("cp")
+
+
+@pytest.mark.parametrize("function", [gathers, sums, in_bodies])
+def test_results_have_their_shapes_and_nothing_is_sent(function):
+    expected = jax.make_jaxpr(function, axis_env=list(AXES.sizes), return_shape=True)(X)[1]
+    text = str(jax.make_jaxpr(function, axis_env=list(AXES.sizes))(X))
+    program = jax.jit(alone(function, AXES))
+    found = program(X)
+    shapes = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)  # noqa: E731
+    assert shapes(found) == shapes(expected)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(found))
+    sends = ("all_gather", "psum", "reduce_scatter", "ppermute", "axis_index")
+    assert any(name in text for name in sends)
+    assert not any(f" {name}[" in str(jax.make_jaxpr(alone(function, AXES))(X)) for name in sends)
+
+
+def test_what_arrives_is_made_of_what_is_here():
+    beside, before = alone(gathers, AXES)(X)
+    np.testing.assert_array_equal(np.asarray(beside)[:, :2], X)
+    np.testing.assert_array_equal(np.asarray(before)[0], X)
+    assert not (np.asarray(before)[1] == X).all()  # of equal parts a compiler would make a view
+    scattered, total = alone(sums, AXES)(X)
+    np.testing.assert_array_equal(scattered, X[:3] + X[3:])
+    np.testing.assert_array_equal(total, X)
+
+
+def test_a_whole_stage_is_left_as_it_is():
+    assert alone(gathers, StageAxes()) is gathers
+
+
+def test_what_has_no_stand_in_is_refused():
+    to_all = lambda x: jax.lax.all_to_all(x, "tp", 0, 1, tiled=True)  # noqa: E731
+    with pytest.raises(ConfigError, match=r"nothing stands in for what others send by all_to_all. Use `ppctl plan`"):
+        alone(to_all, AXES)(X)
