@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ppctl.config.division import check_sequences
 from ppctl.errors import ConfigError
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.stage.flops import RelativeCosts
@@ -22,6 +21,7 @@ from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.partition.division import check_sequences
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.schedule.validate import validate
