@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from ppctl.config.checks import numbers
 from ppctl.config.costs import Analytic, Costs, Measure
 from ppctl.config.data import CustomData, Regression, Stdlib, Synthetic, Text, Tokens
-from ppctl.config.division import check_sequences, check_widths
 from ppctl.config.executor import Mpmd, Reference, Spmd
 from ppctl.config.extent import check_bounds, check_parameters, check_tasks
 from ppctl.config.hardware import AutoHardware, Hardware
@@ -24,6 +23,7 @@ from ppctl.config.schedule import Auto, Chunked, Csv, Eager1F1B, Gis, Hanayo, In
 from ppctl.config.tune import Tune
 from ppctl.config.verify import Verify
 from ppctl.errors import ConfigError
+from ppctl.schedule.partition.division import check_sequences, check_widths
 
 
 @dataclass

@@ -18,11 +18,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from ppctl.config.division import check_widths
 from ppctl.model.attention import Kernel, attention
 from ppctl.model.cross_entropy import NO_TOKEN, cross_entropy, logits
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter, shard_of
 from ppctl.model.stack import Stack, Tree, init
+from ppctl.schedule.partition.division import check_widths
 
 EMBED_STD = 0.02
 Rotate = Callable[..., jax.Array]  # (x [B, T, N, H], theta, axes of the stage) -> the same turned by position

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ppctl.config.division import check_sequences
 from ppctl.errors import ConfigError
 from ppctl.executors.layout import Shard, shards_of
 from ppctl.executors.mpmd.tasks import Model
@@ -23,6 +22,7 @@ from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, init
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.partition.division import check_sequences
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.schedule.validate import validate
