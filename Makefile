@@ -51,8 +51,9 @@ soak: $(INSTALLED) ## 20,000 steps with evaluations, checkpoints and TensorBoard
 fuzz: $(INSTALLED) ## 30 random requests through plan, verify and five train steps, compared with the reference
 	$(BIN)/python tests/fuzz.py 30 0
 
-golden: $(INSTALLED) ## rewrite the golden schedules and show what changed
+golden: $(INSTALLED) ## rewrite the golden schedules and show what changed; then the tiny models of transformers (extra oracle)
 	$(BIN)/python tests/support/golden.py
+	$(BIN)/python tests/support/oracle.py
 
 bench: $(INSTALLED) ## CPU seconds of a pipelined step compared with the un-pipelined one, compile time, memory
 	$(BIN)/ppctl bench recipes=bench

@@ -13,6 +13,8 @@ MOST_TASKS = 500_000  # of a step: each is laid out and simulated, which takes 1
 MOST_PARAMETERS = 10**15  # with their moments 12 petabytes: more than the largest machines hold
 BOUNDS = {  # of settings by themselves, and why
     "model.num_layers": (4096, "each is given to a stage by itself"),
+    "model.head_dim": (2**16, "each head is on one device"),
+    "model.mlp_width": (2**30, "no device holds a column of it"),
     "model.seq_len": (2**20, "a sequence is read whole"),
     "model.vocab_size": (2**24, "a head of that many logits fits no device"),
     "data.vocab_size": (2**24, "a head of that many logits fits no device"),
@@ -62,9 +64,9 @@ def check_parameters(model: Transformer | MLP | CustomModel) -> None:
     square, terms = model.d_model**2, f"model.num_layers={model.num_layers} of model.d_model={model.d_model}"
     of_layer: float = square
     if isinstance(model, Transformer):
-        heads = model.num_kv_heads or model.num_heads
-        matrices = 3 if model.activation == "swiglu" else 2
-        of_layer = square * (2 + 2 * heads / model.num_heads + matrices * model.mlp_ratio)
+        matrices = 3 if model.activation in model.GATED else 2
+        widths = 2 * (model.num_heads + model.kv_heads) * model.head_width + matrices * model.hidden_width
+        of_layer = model.d_model * widths
     number = model.num_layers * of_layer
     if number > MOST_PARAMETERS:
         raise ConfigError(

@@ -147,8 +147,7 @@ def _check_division(config: Config) -> None:
     """Refuse what tp and cp cannot divide; a model of the user's own says itself what that is."""
     model, mesh = config.model, config.mesh
     if isinstance(model, Transformer):
-        hidden = round(model.mlp_ratio * model.d_model)
-        check_widths(mesh.tp, model.num_heads, model.num_kv_heads or model.num_heads, hidden)
+        check_widths(mesh.tp, model.num_heads, model.kv_heads, model.hidden_width)
         check_sequences(mesh.cp, model.seq_len)
 
 

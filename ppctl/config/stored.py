@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
+from ppctl.config.model import Transformer
 from ppctl.config.request import Config
 from ppctl.config.run import Checkpoint, Profile
 from ppctl.errors import ConfigError
@@ -26,6 +27,8 @@ def model_and_data(settings: object) -> Config:
         values = _mapping(stored.get(part))
         classes = typing.get_args(kinds[part]) or (kinds[part],)
         found = [each for each in classes if part == "run" or each().name == values.get("name")]
+        if not found and part == "model" and "num_heads" in values:  # of sizes with a name
+            found = [Transformer]
         if not found:
             raise ConfigError(f"{part}={values.get('name')} of this run is none that this version of ppctl has.")
         unknown = sorted({*values} - {field.name for field in fields(found[0])})

@@ -81,7 +81,10 @@ def _before_head(
     """Return x behind the last layer."""
     x = stack.embed(params["ends"], inputs)
     if stack.num_layers <= unroll or not stack.are_alike:
-        for l in range(stack.num_layers):
-            x = layer(l)(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
+        functions = [stack.layer_of(l) for l in range(stack.num_layers)]
+        traced_once = {id(f): jax.jit(layer(l)) for l, f in enumerate(functions) if functions.count(f) > 1}
+        for l, function in enumerate(functions):
+            run = layer(l) if stack.are_alike else traced_once.get(id(function), layer(l))
+            x = run(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
         return x
     return jax.lax.scan(lambda x, w: (layer(0)(w, x), None), x, params["layers"])[0]

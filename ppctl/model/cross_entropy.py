@@ -29,16 +29,18 @@ def cross_entropy(
     *,
     is_tied: bool,
     vocabulary: Vocabulary | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
     """Return the sum over tokens of -log softmax(logits)[target] in nats, in at least float32.
 
-    w: the head's matrix [D, V], or the embedding's [V, D] where it is tied. logits are x @ w in at least float32.
+    w: the head's matrix [D, V], or the embedding's [V, D] where it is tied. logits are x @ w in at least float32,
+    or cap*tanh(x @ w/cap).
     vocabulary: where devices along tp have parts of it, w is this device's, and the result its part of the sum, which
     is the sum over devices; targets may be NO_TOKEN. None: no device has but a part, and all targets are tokens.
     """
     num_tokens, vocab_size = x_MD.shape[0], w.shape[0 if is_tied else 1]
     if num_tokens * vocab_size <= FEW_LOGITS:
-        losses_M = _losses(x_MD, w, targets_M, is_tied, vocabulary)
+        losses_M = _losses(x_MD, w, targets_M, is_tied, vocabulary, cap)
         return (losses_M if vocabulary is None else jnp.where(targets_M == NO_TOKEN, 0, losses_M)).sum()
     size = max(LEAST_TOKENS, MOST_LOGITS // vocab_size)
     num_chunks = -(-num_tokens // size)
@@ -46,13 +48,18 @@ def cross_entropy(
     padding = num_chunks * size - num_tokens
     x_KCD = jnp.pad(x_MD, ((0, padding), (0, 0))).reshape(num_chunks, size, -1)
     targets_KC = jnp.pad(targets_M, (0, padding), constant_values=NO_TOKEN).reshape(num_chunks, size)
-    return _chunked(x_KCD, w, targets_KC, is_tied, vocabulary)
+    return _chunked(x_KCD, w, targets_KC, is_tied, vocabulary, cap)
 
 
 def _losses(
-    x_MD: jax.Array, w: jax.Array, targets_M: jax.Array, is_tied: bool, vocabulary: Vocabulary | None
+    x_MD: jax.Array,
+    w: jax.Array,
+    targets_M: jax.Array,
+    is_tied: bool,
+    vocabulary: Vocabulary | None,
+    cap: float | None,
 ) -> jax.Array:
-    logits_MV, first = _own_logits(x_MD, w, is_tied, vocabulary)
+    logits_MV, first = _own_logits(x_MD, w, is_tied, vocabulary, cap)
     if vocabulary is None:
         picked_M = jnp.take_along_axis(logits_MV, targets_M[:, None], axis=-1)[:, 0]
         return jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
@@ -61,10 +68,10 @@ def _losses(
 
 
 def _own_logits(
-    x_MD: jax.Array, w: jax.Array, is_tied: bool, vocabulary: Vocabulary | None
+    x_MD: jax.Array, w: jax.Array, is_tied: bool, vocabulary: Vocabulary | None, cap: float | None
 ) -> tuple[jax.Array, jax.Array | int]:
     """Return (logits of this device's part of the vocabulary, the first id of it). Padding is never likely."""
-    logits_MV = logits(x_MD, w, is_tied=is_tied)
+    logits_MV = logits(x_MD, w, is_tied=is_tied, cap=cap)
     if vocabulary is None:
         return logits_MV, 0
     vocab_size, tp = vocabulary
@@ -89,19 +96,25 @@ def _is_target(logits_MV: jax.Array, targets_M: jax.Array) -> jax.Array:
     return targets_M[:, None] == jax.lax.broadcasted_iota(targets_M.dtype, logits_MV.shape, 1)
 
 
-def logits(x_MD: jax.Array, w: jax.Array, *, is_tied: bool) -> jax.Array:
-    """Return x @ w in at least float32; w as in `cross_entropy`."""
+def logits(x_MD: jax.Array, w: jax.Array, *, is_tied: bool, cap: float | None = None) -> jax.Array:
+    """Return the logits of `cross_entropy`."""
     dtype = jnp.promote_types(x_MD.dtype, jnp.float32)
-    return jax.lax.dot_general(x_MD, w, (((1,), (1 if is_tied else 0,)), ((), ())), preferred_element_type=dtype)
+    products = jax.lax.dot_general(x_MD, w, (((1,), (1 if is_tied else 0,)), ((), ())), preferred_element_type=dtype)
+    return products if cap is None else cap * jnp.tanh(products / cap)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _chunked(
-    x_KCD: jax.Array, w: jax.Array, targets_KC: jax.Array, is_tied: bool, vocabulary: Vocabulary | None
+    x_KCD: jax.Array,
+    w: jax.Array,
+    targets_KC: jax.Array,
+    is_tied: bool,
+    vocabulary: Vocabulary | None,
+    cap: float | None,
 ) -> jax.Array:
     def add(loss: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x_CD, targets_C = chunk
-        losses_C = _losses(x_CD, w, targets_C, is_tied, vocabulary)
+        losses_C = _losses(x_CD, w, targets_C, is_tied, vocabulary, cap)
         return loss + jnp.where(targets_C == NO_TOKEN, 0, losses_C).sum(), None
 
     zero = jnp.zeros((), jnp.promote_types(x_KCD.dtype, jnp.float32))
@@ -109,7 +122,12 @@ def _chunked(
 
 
 def _there(
-    x_KCD: jax.Array, w: jax.Array, targets_KC: jax.Array, is_tied: bool, vocabulary: Vocabulary | None
+    x_KCD: jax.Array,
+    w: jax.Array,
+    targets_KC: jax.Array,
+    is_tied: bool,
+    vocabulary: Vocabulary | None,
+    cap: float | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Return the loss, and its gradients in x and w: they need nothing that is not known by now."""
     dtype = jnp.promote_types(x_KCD.dtype, jnp.float32)
@@ -119,12 +137,15 @@ def _there(
         sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         (loss, gw), (x_CD, targets_C) = sums, chunk
-        logits_CV, first = _own_logits(x_CD, w, is_tied, vocabulary)
+        logits_CV, first = _own_logits(x_CD, w, is_tied, vocabulary, cap)
         is_token_C = targets_C != NO_TOKEN
         lse_C = _log_sums(logits_CV, vocabulary)
         is_target_CV = _is_target(logits_CV, targets_C - first)
         losses_C = lse_C / parts - jnp.where(is_target_CV, logits_CV, 0).sum(-1)
-        g_CV = jnp.where(is_token_C[:, None], jnp.exp(logits_CV - lse_C[:, None]) - is_target_CV, 0).astype(x_CD.dtype)
+        g_CV = jnp.where(is_token_C[:, None], jnp.exp(logits_CV - lse_C[:, None]) - is_target_CV, 0)
+        if cap is not None:
+            g_CV = g_CV * (1 - jnp.square(jnp.clip(logits_CV / cap, -1, 1)))  # padding has no slope
+        g_CV = g_CV.astype(x_CD.dtype)
         gx_CD = jax.lax.dot_general(g_CV, w, (((1,), (0 if is_tied else 1,)), ((), ())))
         left, right = (g_CV, x_CD) if is_tied else (x_CD, g_CV)
         gw = gw + jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
@@ -136,7 +157,11 @@ def _there(
 
 
 def _back(
-    is_tied: bool, vocabulary: Vocabulary | None, grads: tuple[jax.Array, jax.Array], g: jax.Array
+    is_tied: bool,
+    vocabulary: Vocabulary | None,
+    cap: float | None,
+    grads: tuple[jax.Array, jax.Array],
+    g: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None]:
     gx_KCD, gw = grads  # of the sum over devices, each of which is handed the same g
     return (g * gx_KCD).astype(gx_KCD.dtype), (g * gw).astype(gw.dtype), None

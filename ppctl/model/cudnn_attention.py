@@ -17,19 +17,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.model.scoring import PLAIN, Scoring
+
 CALLS = FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 BTNH = (0, 2, 1, 3)  # axes of a [B, N, T, H] result from major to minor: in memory it is [B, T, N, H]
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, causal: bool = True
+    q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, causal: bool = True, scoring: Scoring = PLAIN
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (attention [B, T, N, H], logarithms of the softmax's sums, float32 [B, N, T])."""
+    """Return (attention [B, T, N, H], logarithms of the softmax's sums, float32 [B, N, T]).
+
+    Of `scoring` only the scale is known here.
+    """
     B, T, N, H = q_BTNH.shape
     results = _Shape((B, N, T, H), q_BTNH.dtype), _Shape((B, N, T), jnp.float32), _WORKSPACE
     products = {"bmm1": _product(3, 3, (0, 2)), "bmm2": _product(3, 1, (0, 2))}
-    out_BNTH, log_sums, _ = _call(FORWARD, causal, results, [BTNH, None, None], products, q_BTNH, k_BSGH, v_BSGH)
+    out_BNTH, log_sums, _ = _call(
+        FORWARD, causal, scoring, results, [BTNH, None, None], products, q_BTNH, k_BSGH, v_BSGH
+    )
     return out_BNTH.transpose(0, 2, 1, 3), log_sums
 
 
@@ -41,6 +48,7 @@ def backward(
     log_sums: jax.Array,
     g_BTNH: jax.Array,
     causal: bool = True,
+    scoring: Scoring = PLAIN,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v from those of the output."""
     of = lambda a: _Shape((a.shape[0], a.shape[2], a.shape[1], a.shape[3]), a.dtype)  # noqa: E731
@@ -52,7 +60,7 @@ def backward(
     }
     results = of(q_BTNH), of(k_BSGH), of(v_BSGH), _WORKSPACE
     arrays = q_BTNH, k_BSGH, v_BSGH, log_sums, g_BTNH, out_BTNH
-    dq, dk, dv, _ = _call(BACKWARD, causal, results, [BTNH, BTNH, BTNH, None], products, *arrays)
+    dq, dk, dv, _ = _call(BACKWARD, causal, scoring, results, [BTNH, BTNH, BTNH, None], products, *arrays)
     return dq.transpose(0, 2, 1, 3), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
@@ -77,7 +85,13 @@ _WORKSPACE = _Shape((0,), jnp.uint8)
 
 
 def _call(
-    name: str, causal: bool, results: Sequence[_Shape], layouts: list, products: dict[str, Any], *arrays: jax.Array
+    name: str,
+    causal: bool,
+    scoring: Scoring,
+    results: Sequence[_Shape],
+    layouts: list,
+    products: dict[str, Any],
+    *arrays: jax.Array,
 ) -> Any:
     q_BTNH, k_BSGH = arrays[:2]
     (B, T, N, H), S = q_BTNH.shape, k_BSGH.shape[1]
@@ -108,7 +122,7 @@ def _call(
     }
     config = {
         "algorithm": algorithm,
-        "fmha_scale": H**-0.5,
+        "fmha_scale": scoring.scale_of(H),
         "is_flash_attention": True,
         "mask_type": "CAUSAL" if causal else "NO_MASK",
         "dropout_rate": 0.0,

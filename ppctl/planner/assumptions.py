@@ -13,7 +13,7 @@ from ppctl.planner.roofline import Link
 from ppctl.planner.step_time import device_kind, layout_of, machine_of
 from ppctl.reports.bubbles import shared_cores_text
 from ppctl.training.job import TrainingJob
-from ppctl.training.models import attention_kernel
+from ppctl.training.models import attention_kernels
 
 KERNELS = {
     "xla": "all scores of a sequence in memory",
@@ -48,14 +48,14 @@ def _of_the_layout(job: TrainingJob) -> Iterator[str]:
     yield f"equal microbatches ({job.pipe.model.microbatch['inputs'].shape[0]} examples a device)"
     yield "equal layers and devices" if job.pipe.stack.are_alike else "layers by their FLOPs, equal devices"
     if isinstance(job.config.model, Transformer):
-        yield f"attention={_kernel(job)} ({KERNELS[_kernel(job)]})"
+        yield " and ".join(f"attention={kernel} ({KERNELS[kernel]})" for kernel in _kernels(job))
 
 
-def _kernel(job: TrainingJob) -> str:
-    """Return the kernel of attention that is counted, or that is timed here."""
+def _kernels(job: TrainingJob) -> tuple[str, ...]:
+    """Return the kernels of attention that are counted, or that are timed here."""
     is_here = isinstance(job.config.costs, Measure)
     device = job.pipe.mesh.devices.flat[0] if is_here else job.counted_device
-    return attention_kernel(job.config, job.pipe.dtype, device)
+    return attention_kernels(job.config, job.pipe.dtype, device)
 
 
 def _measured(job: TrainingJob) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _counted(job: TrainingJob) -> Iterator[str]:
     machine = machine_of(job.config, device_kind(pipe), str(pipe.dtype))
     speed = machine.speed
     kernels = ""
-    has_kernel = isinstance(job.config.model, Transformer) and _kernel(job) in ("cudnn", "pallas")
+    has_kernel = isinstance(job.config.model, Transformer) and not {"cudnn", "pallas"}.isdisjoint(_kernels(job))
     if has_kernel and speed.attention_forward is not None:
         backward = speed.attention_backward or speed.flops_per_s
         kernels = f", {speed.attention_forward / 1e12:.4g} in attention forward, {backward / 1e12:.4g} backward"

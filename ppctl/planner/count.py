@@ -72,11 +72,13 @@ def _work_of(of: _Counted) -> ModelWork:
 
 def _counted_work(model: Model) -> ModelWork:
     few, many = counted = [CountedModel(model, number) for number in (FEW[0], 2 * FEW[0])]
-    number = 1 if model.stack.are_alike else model.stack.num_layers
-    layers = [_piece(model, lambda counted, l=l: counted.layer(l), few, many) for l in range(number)]
+    first: dict[int, int] = {}  # layer of each function
+    firsts = [first.setdefault(id(model.stack.layer_of(l)), l) for l in range(model.stack.num_layers)]
+    work_of_layer = {l: _piece(model, lambda counted, l=l: counted.layer(l), few, many) for l in first.values()}
+    layers = [work_of_layer[l] for l in firsts]
     pieces = {
         "embed": _piece(model, CountedModel.embed, few, many),
-        "layer": layers[0] if number == 1 else _mean(layers),
+        "layer": layers[0] if model.stack.are_alike else _mean(layers),
         "head": _piece(model, CountedModel.head, few, many),
     }
     stash, pending = {}, {}
@@ -150,11 +152,11 @@ class CountedModel:
     def residual_bytes(self) -> int:
         """Return the bytes that the backward of a layer, a mean one where they differ, reads of its whole forward."""
         layers = self.stages[Remat.LAYER].layers  # its programs are those of remat=full
-        found = [
-            bytes_to_make(lambda w, x, layer=layer: layer.save(w, x)[1], self.weights[0], self.model.x)
-            for layer in layers
-        ]
-        return sum(found) // len(found)
+        bytes_of = {
+            layer: bytes_to_make(lambda w, x, layer=layer: layer.save(w, x)[1], self.weights[0], self.model.x)
+            for layer in dict.fromkeys(layers)
+        }
+        return sum(bytes_of[layer] for layer in layers) // len(layers)
 
     def head_bytes(self) -> int:
         return peak_bytes(self._head_grads, self._computed(self._gradients(1)), self.model.x, self._targets)

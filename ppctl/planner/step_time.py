@@ -53,8 +53,8 @@ def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
         return counted_op_times(job, machine_of(config, device_kind(pipe), str(pipe.dtype)))
     if not pipe.stack.are_alike:
         raise ConfigError(
-            "costs=measure times one layer for all, but the layers that a ppctl.Network is cut into differ. Use "
-            "costs=analytic."
+            "costs=measure times one layer for all, but the layers of this model differ: a ppctl.Network is cut into "
+            "unequal ones, and model.window_pattern gives a window to some. Use costs=analytic."
         )
     if config.run.distributed != "off":
         raise ConfigError(

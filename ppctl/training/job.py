@@ -27,6 +27,7 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.stage.flops import RelativeCosts, matmul_flops
 from ppctl.executors.topology import check_gpu_shape, check_size, described_mesh
+from ppctl.model.scoring import Scoring
 from ppctl.model.stack import Stack, init
 from ppctl.schedule import Schedule
 from ppctl.schedule.partition.partition import Partition, explicit, stages_text, uniform
@@ -240,7 +241,7 @@ class ModelFlops:
     """FLOPs of the model in one step: matrix products of a forward and its backward, nothing recomputed."""
 
     full: int  # each token attends to all of its sequence, as most publications count
-    causal: int  # each token attends to itself and those before it, which is all that a kernel need compute
+    causal: int  # each token attends to itself and those before it in its window: all that a kernel need compute
 
 
 def model_flops(job: TrainingJob) -> ModelFlops:
@@ -252,8 +253,9 @@ def model_flops(job: TrainingJob) -> ModelFlops:
             plain = replace(job.config, model=replace(model, attention="xla"))
             stack = make_stack(plain, job.data, pipe.dtype, pipe.mesh.devices.flat[0])
         num_examples, num_tokens = pipe.batch_shapes["inputs"].shape
+        pairs = sum(num_tokens**2 - Scoring(window=window).num_pairs(num_tokens) for window in model.windows)
         # scores and their product with values: 4 FLOPs a pair of tokens and unit of width, twice as many backward
-        masked = 12 * num_examples * model.num_layers * model.d_model * (num_tokens * (num_tokens - 1) // 2)
+        masked = 12 * num_examples * model.num_heads * model.head_width * pairs
     loss_and_grads = reference(stack, num_microbatches=1, remat="none", unroll=0, dtype=pipe.dtype)
     params = jax.eval_shape(lambda: init(stack, 0))
     full = matmul_flops(loss_and_grads, params, pipe.batch_shapes)

@@ -14,8 +14,9 @@ from ppctl.errors import ConfigError
 from ppctl.model import mlp as mlp_model
 from ppctl.model import transformer as transformer_model
 from ppctl.model.attention import attention, choose
+from ppctl.model.rotary import rotation
+from ppctl.model.scoring import Scoring
 from ppctl.model.stack import Stack
-from ppctl.model.transformer import rotation
 from ppctl.training.user_code import custom_stack
 
 
@@ -25,15 +26,15 @@ def transformer(*, vocab_size: int, dtype: Any = jnp.float32, **sizes: Any) -> S
     Args:
         vocab_size: Number of token ids.
         dtype: Of parameters.
-        sizes: num_layers, d_model, num_heads, num_kv_heads, mlp_ratio, activation (gelu | swiglu), tied, rope_theta,
-            attention (auto | xla | chunked | cudnn | pallas), as in `ppctl.config.Transformer`, with its defaults.
+        sizes: num_layers, d_model, num_heads, activation, window and all else that `ppctl.config.Transformer` has
+            (`ppctl train --help model=transformer` lists it), with its defaults.
 
     Raises:
         ConfigError: A size is unknown or does not fit the others.
     """
     checked = _checked(settings.Transformer, {**sizes, "vocab_size": vocab_size}, drop=("name", "seq_len"))
     wanted = checked.pop("attention")
-    return transformer_model.transformer(**checked, dtype=dtype, mix=lambda axes: attention(wanted, axes=axes))
+    return transformer_model.transformer(**checked, dtype=dtype, mix=_mix(wanted, None))
 
 
 def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
@@ -80,7 +81,7 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
                 f"model=mlp needs rows of numbers, but data={data.name} states no input_dim and no target_dim."
             )
         return mlp_model.mlp(**sizes, input_dim=input_dim, target_dim=target_dim, dtype=dtype)
-    del sizes["seq_len"], sizes["attention"]
+    del sizes["seq_len"]
     num_ids = data.vocab_size
     if num_ids is None:
         raise ConfigError(f"model=transformer needs token ids, but data={data.name} states no vocab_size.")
@@ -90,15 +91,24 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
             f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of data={data.name}. "
             f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
         )
-    kernel = attention_kernel(config, compute, device)
-    mix = lambda axes: attention(kernel, device, axes)  # noqa: E731
+    attention_kernels(config, compute, device)  # refuses those that cannot run
+    mix = _mix(sizes.pop("attention"), device)
     return transformer_model.transformer(**sizes, vocab_size=vocab_size, dtype=dtype, mix=mix, rotate=rotation(device))
 
 
-def attention_kernel(config: Config, compute: jnp.dtype, device: Any) -> str:
-    """Return the attention kernel that the config's transformer has on a device. ConfigError where it cannot run."""
+def _mix(wanted: str, device: Any) -> transformer_model.Mix:
+    return lambda axes, scoring: attention(wanted, device, axes, scoring)
+
+
+def attention_kernels(config: Config, compute: jnp.dtype, device: Any) -> tuple[str, ...]:
+    """Return the attention kernels that the config's transformer has on a device: that of its first layer, and others.
+
+    ConfigError where one cannot run.
+    """
     model = config.model
     assert isinstance(model, settings.Transformer), "other models have no attention of ours"
     cp = config.mesh.cp
     length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
-    return choose(model.attention, device, compute, model.d_model // model.num_heads, length, cp)
+    scorings = [Scoring(None, model.attention_softcap, window) for window in dict.fromkeys(model.windows)]
+    chosen = [choose(model.attention, device, compute, model.head_width, length, cp, each) for each in scorings]
+    return tuple(dict.fromkeys(chosen))

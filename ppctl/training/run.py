@@ -54,7 +54,7 @@ from ppctl.training.heartbeat import Heartbeat
 from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble, partition_text
 from ppctl.training.loop import Loop, writing
 from ppctl.training.metrics import Metrics, NoMetrics
-from ppctl.training.models import attention_kernel
+from ppctl.training.models import attention_kernels
 from ppctl.training.prediction import StepPrediction
 from ppctl.training.process_group import compare, process_group
 from ppctl.training.resume import Resumed, resume
@@ -250,8 +250,8 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     schedule, ticks = pipe.schedule, pipe.ticks
     device = pipe.mesh.devices.flat[0]
     model, mesh = config.model, config.mesh
-    kernel = attention_kernel(config, pipe.dtype, device) if isinstance(model, Transformer) else "xla"
-    attention = "" if kernel == "xla" else f", attention by {kernel}"
+    kernels = attention_kernels(config, pipe.dtype, device) if isinstance(model, Transformer) else ("xla",)
+    attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
     yield (
         f"model     {model.name}, {model.num_layers} layers, {pipe.num_parameters:,} parameters, {pipe.dtype} compute"
         f"{attention}"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from support.selection import every_other
+from support.selection import every_other, full
 
 from ppctl import config as c
 from ppctl.cli.choices import PARTS, all_settings, default_option, options, schema_of, schemas, settings_of
@@ -30,7 +30,13 @@ NEEDS = {
     ("partition", "explicit"): ["partition.layers=[1,1,1,1,1,1,1,1]"],
 }
 OF_SCHEDULE = ("costs", "unit")  # what `ppctl schedule` alone takes
-CHOICES = [(part, option) for part in PARTS for option in options(part) if (part, option) != OF_SCHEDULE]
+SIZES = [name for name in options("model") if "_" in name]  # of models that people know
+CHOICES = [
+    (part, option)
+    for part in PARTS
+    for option in options(part)
+    if (part, option) != OF_SCHEDULE and (part != "model" or option not in SIZES)
+]
 
 
 def composed(*overrides: str) -> c.Config:
@@ -58,6 +64,13 @@ def test_every_choice_composes_to_its_dataclass_and_defaults(part, option):
             "layers",
         ):
             assert getattr(chosen, field.name) == getattr(default, field.name), field.name
+
+
+@pytest.mark.parametrize("name", [SIZES[0], *map(full, SIZES[1:])])
+def test_every_size_of_a_model_composes_and_states_its_source(name):
+    model = composed(f"model={name}").model
+    assert (type(model), model.name) == (c.Transformer, name)
+    assert "config.json of huggingface.co/" in (ROOT / "conf" / "model" / f"{name}.yaml").read_text().splitlines()[0]
 
 
 @pytest.mark.parametrize("recipe", options("recipes"))
@@ -152,7 +165,10 @@ def config_with(**parts: object) -> c.Config:
     ("config", "message"),
     [
         (config_with(model=c.Transformer(num_layers=0)), "model.num_layers=0 must be .* at least 1"),
-        (config_with(model=c.Transformer(activation="relu")), "model.activation=relu is not one of gelu, swiglu"),
+        (
+            config_with(model=c.Transformer(activation="relu")),
+            "model.activation=relu is not one of gelu, gelu_exact, silu, swiglu",
+        ),
         (config_with(model=c.Transformer(d_model=130)), "d_model=130 is not a multiple of .*=4. Use d_model=132"),
         (config_with(model=c.Transformer(d_model=12)), "12/4 = 3 is odd"),
         (config_with(model=c.Transformer(num_kv_heads=3)), "num_heads=4 is not a multiple of model.num_kv_heads=3"),
@@ -160,6 +176,31 @@ def config_with(**parts: object) -> c.Config:
         (config_with(model=c.Transformer(mlp_ratio=float("inf"))), "not a whole positive width"),
         (config_with(model=c.Transformer(mlp_ratio=float("nan"))), "not a whole positive width"),
         (config_with(model=c.Transformer(rope_theta=0.5)), "model.rope_theta=0.5 must be .* at least 1"),
+        (config_with(model=c.Transformer(head_dim=5)), "model.head_dim=5 is odd"),
+        (config_with(model=c.Transformer(head_dim=0)), "model.head_dim=0 must be .* at least 1"),
+        (config_with(model=c.Transformer(mlp_width=0)), "model.mlp_width=0 must be"),
+        (config_with(model=c.Transformer(norm_eps=0.0)), "model.norm_eps=0.0 must be a finite number above 0"),
+        (config_with(model=c.Transformer(logit_softcap=-1.0)), "model.logit_softcap=-1.0 must be"),
+        (config_with(model=c.Transformer(window=0)), "model.window=0 must be"),
+        (
+            config_with(model=c.Transformer(window=4, window_pattern="WL")),
+            "window_pattern=WL is not made of W .* and F",
+        ),
+        (config_with(model=c.Transformer(window_pattern="WF")), "window_pattern=WF is not used: model.window=null"),
+        (config_with(model=c.Transformer(rope_local_theta=1e4)), "rope_local_theta=10000.0 is not used: model.window"),
+        (config_with(model=c.Transformer(rope_fraction=0.3)), "fraction=0.3 of heads 32 wide is 9.6, and rotary"),
+        (config_with(model=c.Transformer(rope_fraction=1.5)), "rope_fraction=1.5 of heads 32 wide is 48"),
+        (config_with(model=c.Transformer(rope_scaling="ntk")), "rope_scaling=ntk is not one of none, linear, llama3"),
+        (config_with(model=c.Transformer(rope_factor=2.0)), "rope_factor=2.0 is not used: model.rope_scaling=none"),
+        (
+            config_with(model=c.Transformer(rope_scaling="linear", rope_beta_fast=8.0)),
+            "rope_beta_fast=8.0 is not used: model.rope_scaling=linear reads none",
+        ),
+        (config_with(model=c.Transformer(rope_scaling="yarn")), "State that as model.rope_original_len"),
+        (
+            config_with(model=c.Transformer(rope_scaling="llama3", rope_original_len=64, rope_low_freq_factor=4.0)),
+            "rope_low_freq_factor=4.0 is not below model.rope_high_freq_factor=4.0",
+        ),
         (config_with(model=c.MLP(d_model=0), data=c.Regression()), "model.d_model=0 must be"),
         (config_with(model=c.MLP(num_layers=0), data=c.Regression()), "model.num_layers=0 must be"),
         (config_with(model=c.MLP(activation="swiglu"), data=c.Regression()), "model.activation=swiglu is not one of"),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.selection import full
 
 import ppctl
 from ppctl.errors import ConfigError
@@ -47,11 +48,19 @@ def difference(mesh, model=None, num_tokens=16, vocab_size=32, **how):
     return max(float(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b))) for a, b in pairs)
 
 
+WIDE = {"head_dim": 6, "qkv_bias": True, "qk_norm": True, "norm_plus_one": True, "post_norms": True}
+CAPPED = {"attention_softcap": 1.5, "logit_softcap": 2.0, "scale_embedding": True, "qkv_bias": True, "num_kv_heads": 1}
 ODD = {"num_tokens": 131, "vocab_size": 257}
 CASES = {  # every value of each setting, in both executors, and lengths and vocabularies that nothing divides
-    "tp2 spmd": ({"tp": 2, "pp": 2}, {"schedule": "zb_h1", "num_tokens": 17, "vocab_size": 33}),
-    "tp2 cp2 mpmd odd tied": ({"tp": 2, "cp": 2, "pp": 2}, ODD | {"executor": "mpmd", "model": {"tied": True}}),
-    "tp4 kv2 fsdp2 layer": ({"tp": 4, "fsdp": 2}, {"model": {"num_kv_heads": 2}, "remat": "layer"}),
+    "tp2 spmd": ({"tp": 2, "pp": 2}, {"schedule": "zb_h1", "num_tokens": 17, "vocab_size": 33, "model": WIDE}),
+    "tp2 cp2 mpmd odd tied": (
+        {"tp": 2, "cp": 2, "pp": 2},
+        ODD | {"executor": "mpmd", "model": {"tied": True, **CAPPED}},
+    ),
+    "tp4 kv2 fsdp2 layer": (
+        {"tp": 4, "fsdp": 2},
+        {"model": {"num_kv_heads": 2, "qk_norm": True, "window": 5, "window_pattern": "WWF"}, "remat": "layer"},
+    ),
     "cp2 ring full": (
         {"cp": 2, "dp": 2},
         ODD | {"context": "ring", "remat": "full", "model": {"attention": "chunked"}},
@@ -104,6 +113,25 @@ def test_loss_and_gradients_are_the_references_everywhere(mesh, how):
     assert difference(mesh, **how) <= TOLERANCE
 
 
+PATTERN = {"window": 3, "window_pattern": "WWF", "rope_local_theta": 100.0, "num_layers": 8}
+UNLIKE = [  # two chunks of a rank with a switch between two functions; programs of their own; the split backward
+    ({"pp": 2}, {"schedule": "interleaved", "num_chunks": 2}),
+    *map(
+        full,
+        [
+            ({"pp": 2}, {"executor": "mpmd", "schedule": "1f1b", "remat": "layer"}),
+            ({"pp": 2}, {"schedule": "zb_v"}),
+            ({"pp": 2, "tp": 2}, {"schedule": "zb_h1", "remat": "full"}),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "how"), UNLIKE)
+def test_layers_with_and_without_a_window_have_the_references_gradients(mesh, how):
+    assert difference(mesh, model=PATTERN, **how) <= TOLERANCE
+
+
 def lines(text, kind):
     """The instructions of a kind, started asynchronously or not, in all computations of a compiled program."""
     _, found = computations(text)
@@ -141,6 +169,7 @@ REFUSED = [
     ({"tp": 4}, {"model": {"num_heads": 12, "d_model": 48, "num_kv_heads": 6}}, "neither is a multiple of the other"),
     ({"cp": 4}, {"num_tokens": 7}, r"7 tokens are fewer than the 2\*cp = 2\*4 = 8 pieces .* Use cp=3 at most"),
     ({"cp": 2, "pp": 2}, {"context": "ring"}, "context=ring with cp=2 .* Use context=gather, executor=mpmd, or idle="),
+    ({"cp": 2}, {"model": {"window": 4}}, "model.window=4 and cp=2: .* Use cp=1, and tp"),
     ({"cp": 2}, {"context": "rong"}, "context=rong is not one of gather, ring"),
     ({"cp": 2}, {"model": {"attention": "pallas"}}, "mesh.cp=2 merges parts of a softmax, which pallas does not give"),
 ]

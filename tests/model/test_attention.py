@@ -7,18 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.selection import every_other
+from support.selection import every_other, few
 
 from ppctl.config import Transformer
 from ppctl.errors import ConfigError
 from ppctl.executors.stage.flops import matmul_flops
 from ppctl.executors.stage.stage import Stage
-from ppctl.model import attention
-from ppctl.model.attention import KERNELS, choose
+from ppctl.model import attention, chunked_attention
+from ppctl.model.attention import KERNELS, choose, kernel_named
+from ppctl.model.scoring import PLAIN, Scoring
 from ppctl.model.transformer import transformer
 from ppctl.schedule.remat import Remat
 
 SIZES = [(20, 4, 2), (8, 4, 4), (5, 6, 1), (1, 2, 2)]  # tokens, heads, kv heads; blocks have 8 tokens
+SCORINGS = [Scoring(scale=0.4, softcap=1.5, window=6), PLAIN, Scoring(window=1), Scoring(window=17), Scoring(softcap=2)]
 
 
 def arrays_of(tokens, heads, kv_heads, dtype, width=16):
@@ -27,15 +29,18 @@ def arrays_of(tokens, heads, kv_heads, dtype, width=16):
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def oracle(q, k, v):
+def oracle(q, k, v, scoring=PLAIN):
     """One query at a time, as the formula has it."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     group = q.shape[2] // k.shape[2]
     out = np.zeros(q.shape)
     for b, t, n in np.ndindex(q.shape[:3]):
-        scores = k[b, : t + 1, n // group] @ q[b, t, n] / np.sqrt(q.shape[3])
+        first = 0 if scoring.window is None else max(0, t + 1 - scoring.window)
+        scores = k[b, first : t + 1, n // group] @ q[b, t, n] * (scoring.scale or 1 / np.sqrt(q.shape[3]))
+        if scoring.softcap is not None:
+            scores = scoring.softcap * np.tanh(scores / scoring.softcap)
         weights = np.exp(scores - scores.max())
-        out[b, t, n] = weights @ v[b, : t + 1, n // group] / weights.sum()
+        out[b, t, n] = weights @ v[b, first : t + 1, n // group] / weights.sum()
     return out
 
 
@@ -47,9 +52,42 @@ def there_and_back(kernel, q, k, v, g):
 @pytest.mark.parametrize("size", every_other(map(pytest.param, SIZES)), ids=str)
 @pytest.mark.parametrize("kernel", ["xla", "chunked"])
 def test_attention_is_the_formula(kernel, size, monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK", 8)
+    monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     q, k, v, _ = arrays_of(*size, jnp.float64)
     np.testing.assert_allclose(KERNELS[kernel](q, k, v), oracle(q, k, v), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("scoring", few(SCORINGS, 1), ids=str)
+@pytest.mark.parametrize("kernel", ["xla", "chunked"])
+def test_windows_caps_and_scales_are_those_of_the_formula(kernel, scoring, monkeypatch):
+    monkeypatch.setattr(chunked_attention, "BLOCK", 8)
+    q, k, v, _ = arrays_of(*SIZES[0], jnp.float64)
+    found = kernel_named(kernel, scoring)(q, k, v)
+    np.testing.assert_allclose(found, oracle(q, k, v, scoring), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("scoring", few(SCORINGS, 1), ids=str)
+def test_windows_and_caps_have_the_gradients_of_the_plain_form(scoring, monkeypatch):
+    monkeypatch.setattr(chunked_attention, "BLOCK", 8)
+    arrays = arrays_of(*SIZES[0], jnp.float64)
+    kernels = (jax.jit(partial(there_and_back, kernel_named(name, scoring))) for name in ("chunked", "xla"))
+    for found, wanted in zip(*(kernel(*arrays) for kernel in kernels), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_chunked_computes_the_blocks_of_a_window_alone(monkeypatch):
+    monkeypatch.setattr(chunked_attention, "BLOCK", 8)
+    shapes = [jax.ShapeDtypeStruct((2, 64, heads, 16), jnp.float32) for heads in (4, 2, 2)]
+    flops = lambda window: matmul_flops(kernel_named("chunked", Scoring(window=window)), *shapes)  # noqa: E731
+    pairs = {
+        None: 36,
+        64: 36,
+        8: 15,
+        9: 15,
+        10: 21,
+        1: 8,
+    }  # of 8 blocks: a query at a block's start sees the one before
+    assert {window: flops(window) / flops(1) * 8 for window in pairs} == pairs
 
 
 @pytest.mark.parametrize(
@@ -61,7 +99,7 @@ def test_attention_is_the_formula(kernel, size, monkeypatch):
     ],
 )
 def test_chunked_has_the_gradients_of_the_plain_form(size, dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK", 8)
+    monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     arrays = arrays_of(*size, dtype)
     exact = there_and_back(KERNELS["xla"], *(a.astype("float64") for a in arrays))
     for found, wanted in zip(there_and_back(KERNELS["chunked"], *arrays), exact, strict=True):
@@ -70,15 +108,16 @@ def test_chunked_has_the_gradients_of_the_plain_form(size, dtype, tolerance, mon
         assert error < tolerance or jnp.linalg.norm(wanted) < 1e-12
 
 
-def test_the_kernel_of_tpus_has_the_numbers_of_the_plain_form():
+@pytest.mark.parametrize("scoring", few([Scoring(scale=0.2, softcap=1.5, window=130), PLAIN], 1), ids=str)
+def test_the_kernel_of_tpus_has_the_numbers_of_the_plain_form(scoring):
     """By interpretation, and in 32 bits: Pallas's kernels do not lower with 64-bit integers."""
     with jax.enable_x64(False):
         arrays = arrays_of(256, 4, 2, jnp.float32, width=128)
-        found = there_and_back(partial(attention.pallas, interpret=True), *arrays)
-        for one, wanted in zip(found, there_and_back(KERNELS["xla"], *arrays), strict=True):
+        found = there_and_back(partial(attention.pallas, scoring=scoring, interpret=True), *arrays)
+        for one, wanted in zip(found, there_and_back(kernel_named("xla", scoring), *arrays), strict=True):
             assert jnp.linalg.norm(one - wanted) < 1e-5 * jnp.linalg.norm(wanted)
         shapes = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in arrays]
-        text = lowered(lambda *a: there_and_back(attention.pallas, *a), *shapes, platform="tpu")
+        text = lowered(lambda *a: there_and_back(kernel_named("pallas", scoring), *a), *shapes, platform="tpu")
     assert text.count("tpu_custom_call") == 3  # forward, gradients of q, gradients of k and v
 
 
@@ -107,7 +146,7 @@ def test_memory_of_chunked_grows_with_the_tokens():
 
 
 def test_cudnn_counts_the_flops_of_the_plain_form_and_chunked_those_of_its_blocks(monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK", 8)
+    monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     arrays = [jax.ShapeDtypeStruct((2, 24, heads, 16), jnp.bfloat16) for heads in (4, 2, 2, 4)]
     forward = lambda kernel: matmul_flops(KERNELS[kernel], *arrays[:3])  # noqa: E731
     both = lambda kernel: matmul_flops(lambda *a: there_and_back(KERNELS[kernel], *a), *arrays)  # noqa: E731
@@ -133,7 +172,7 @@ def block_of(kernel, tokens=128):
         tied=True,
         rope_theta=1e4,
         dtype=jnp.bfloat16,
-        mix=lambda _: KERNELS[kernel],
+        mix=lambda *_: KERNELS[kernel],
     )
     w = jax.eval_shape(stack.init_layer, jax.random.key(0), 0)
     return stack.layer_of(0), w, jax.ShapeDtypeStruct((2, tokens, 256), jnp.bfloat16)
@@ -191,6 +230,16 @@ def test_the_config_names_every_kernel():
 @pytest.mark.parametrize(("device", "dtype", "width", "tokens", "kernel"), CHOICES)
 def test_auto_takes_the_kernel_of_the_device(device, dtype, width, tokens, kernel):
     assert choose("auto", device, jnp.dtype(dtype), width, tokens) == kernel
+
+
+def test_auto_takes_another_kernel_for_what_one_has_not():
+    sizes = jnp.dtype("bfloat16"), 128, 2048
+    for scoring in (Scoring(window=64), Scoring(softcap=50.0)):
+        assert choose("auto", H100, *sizes, scoring=scoring) == "chunked"
+        assert choose("auto", TPU, *sizes, scoring=scoring) == "pallas"
+    assert choose("auto", H100, *sizes, scoring=Scoring(scale=0.1)) == "cudnn"
+    with pytest.raises(ConfigError, match=r"no windows and no caps of scores, and the model has model.window=64\. Use"):
+        choose("cudnn", H100, *sizes, scoring=Scoring(window=64))
 
 
 REFUSALS = [

@@ -29,23 +29,27 @@ def arrays(num_tokens, is_tied, dtype="float64"):
     return jnp.asarray(x, dtype), jnp.asarray(w.T if is_tied else w, dtype), draw.integers(VOCAB_SIZE, size=num_tokens)
 
 
-def formula(x, w, targets, is_tied):
+def formula(x, w, targets, is_tied, cap=None):
     logits = np.asarray(x) @ (np.asarray(w).T if is_tied else np.asarray(w))
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
     return -(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[np.arange(len(targets)), targets].sum()
 
 
-def plain(x, w, targets, is_tied):
-    return module._losses(x, w, targets, is_tied, None).sum()
+def plain(x, w, targets, is_tied, cap=None):
+    return module._losses(x, w, targets, is_tied, None, cap).sum()
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(("is_tied", "cap"), [(False, None), (True, 1.5)])
 @pytest.mark.parametrize("num_tokens", few([5, 10, 6, 13], 2))
-def test_any_number_of_tokens_has_the_loss_and_the_gradients_of_the_formula(num_tokens, is_tied, chunks):
+def test_any_number_of_tokens_has_the_loss_and_the_gradients_of_the_formula(num_tokens, is_tied, cap, chunks):
     x, w, targets = arrays(num_tokens, is_tied)
-    function = lambda f: jax.value_and_grad(lambda x, w: 3.0 * f(x, w, jnp.asarray(targets), is_tied=is_tied), (0, 1))  # noqa: E731
+
+    def function(f):
+        return jax.value_and_grad(lambda x, w: 3.0 * f(x, w, jnp.asarray(targets), is_tied=is_tied, cap=cap), (0, 1))
+
     loss, grads = function(cross_entropy)(x, w)
-    assert loss == pytest.approx(3.0 * formula(x, w, targets, is_tied), rel=1e-13)
-    assert cross_entropy(x, w, targets, is_tied=is_tied) * 3.0 == pytest.approx(
+    assert loss == pytest.approx(3.0 * formula(x, w, targets, is_tied, cap), rel=1e-13)
+    assert cross_entropy(x, w, targets, is_tied=is_tied, cap=cap) * 3.0 == pytest.approx(
         float(loss), rel=1e-13
     )  # without gradients
     wanted_loss, wanted = function(plain)(x, w)

@@ -10,9 +10,11 @@ import pytest
 from support.selection import few
 
 from ppctl.executors.reference import reference
-from ppctl.model.attention import KERNELS, softmax
+from ppctl.model.attention import KERNELS
+from ppctl.model.plain_attention import softmax
+from ppctl.model.rotary import Rope, rotate, rotate_reversed, rotation
 from ppctl.model.stack import init
-from ppctl.model.transformer import rotate, rotate_reversed, rotation, transformer
+from ppctl.model.transformer import transformer
 
 B, T, D, V, L, HEADS = 2, 8, 16, 32, 3, 4
 SETTINGS = {
@@ -108,7 +110,7 @@ def test_scores_of_rotated_queries_and_keys_depend_on_the_distance_alone(theta):
     rng = np.random.default_rng(0)
     q_H, k_H = rng.standard_normal((2, 6))
     repeat = lambda x_H: jnp.asarray(np.tile(x_H, (1, 12, 1, 1)))  # noqa: E731  the same vector at every position
-    q_TH, k_TH = rotate(repeat(q_H), theta)[0, :, 0], rotate(repeat(k_H), theta)[0, :, 0]
+    q_TH, k_TH = rotate(repeat(q_H), Rope(theta))[0, :, 0], rotate(repeat(k_H), Rope(theta))[0, :, 0]
     scores_TS = np.asarray(q_TH @ k_TH.T)
     for distance in range(-11, 12):
         diagonal = np.diagonal(scores_TS, distance)
@@ -119,12 +121,20 @@ def test_scores_of_rotated_queries_and_keys_depend_on_the_distance_alone(theta):
 def test_pairs_turn_by_the_angle_of_their_frequency():
     H, theta, t = 6, 100.0, 5
     x = np.random.default_rng(0).standard_normal((1, t + 1, 1, H))
-    turned = np.asarray(rotate(jnp.asarray(x), theta))[0, t, 0]
+    turned = np.asarray(rotate(jnp.asarray(x), Rope(theta)))[0, t, 0]
     for i in range(H // 2):
         number = complex(x[0, t, 0, i], x[0, t, 0, i + H // 2])
         number *= np.exp(1j * t * theta ** (-2 * i / H))
         assert (turned[i], turned[i + H // 2]) == pytest.approx((number.real, number.imag))
-    assert np.asarray(rotate(jnp.asarray(x), theta))[0, 0, 0] == pytest.approx(x[0, 0, 0])  # position 0 stays
+    assert np.asarray(rotate(jnp.asarray(x), Rope(theta)))[0, 0, 0] == pytest.approx(x[0, 0, 0])  # position 0 stays
+
+
+def test_the_rest_of_a_head_stays_where_a_fraction_is_turned():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 8)))
+    for form in (rotate, rotate_reversed):
+        turned = np.asarray(form(x, Rope(50.0, fraction=0.5)))
+        np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+        np.testing.assert_array_equal(turned[..., :4], form(x[..., :4], Rope(50.0)))
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -230,7 +240,7 @@ def test_bfloat16_compute_keeps_losses_and_parameters_in_float32(changes):
 
 def test_both_forms_of_rotary_positions_have_the_same_bits():
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
-    pulls = [jax.vjp(lambda x, form=form: form(x, 10000.0), x) for form in (rotate, rotate_reversed)]
+    pulls = [jax.vjp(lambda x, form=form: form(x, Rope()), x) for form in (rotate, rotate_reversed)]
     for one, other in zip(*((out, pull(out)[0]) for out, pull in pulls), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -238,6 +248,6 @@ def test_both_forms_of_rotary_positions_have_the_same_bits():
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_rotary_positions_are_concatenated_on_cpu_alone(platform):
     turn = rotation(SimpleNamespace(platform=platform))
-    there_and_back = lambda x: jax.vjp(lambda x: turn(x, 10000.0), x)[1](x)  # noqa: E731
+    there_and_back = lambda x: jax.vjp(lambda x: turn(x, Rope()), x)[1](x)  # noqa: E731
     found = {eqn.primitive.name for eqn in jax.make_jaxpr(there_and_back)(jnp.zeros((1, 4, 2, 8))).jaxpr.eqns}
     assert ("concatenate" in found, "rev" in found) == (platform == "cpu", platform != "cpu")

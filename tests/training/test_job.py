@@ -70,6 +70,19 @@ def test_flops_of_a_transformer_are_six_a_weight_and_token_plus_attention(activa
         assert found.causal == 6 * weights * M + 3 * attention * (T + 1) // (2 * T)  # token t to t + 1 tokens
 
 
+def test_flops_of_layers_with_a_window_are_of_fewer_pairs():
+    window, T = 3, SEQ_LEN
+    found = [
+        model_flops(
+            assemble(transformer_config(model=small(attention="xla", head_dim=8, window=window, window_pattern=p)))
+        )
+        for p in ("F", "WWWF")
+    ]
+    assert found[0].full == found[1].full
+    pairs = T * (T + 1) // 2 - sum(min(t + 1, window) for t in range(T))  # that three layers of four leave out
+    assert found[0].causal - found[1].causal == 12 * BATCH_SIZE * 3 * (4 * 8) * pairs  # heads of their own width
+
+
 def test_flops_of_an_mlp_are_six_a_weight_and_row_less_the_gradient_of_the_data():
     L, D, I, O = 4, 16, 5, 3
     inputs = 2 * BATCH_SIZE * I * D  # the data need no gradient

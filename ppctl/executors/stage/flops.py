@@ -75,10 +75,9 @@ def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) ->
         again = matmul_flops(function, layer, x) if recompute else 0
         return matmul_flops(partial(there_and_back, function), layer, x) + again
 
-    if stack.are_alike:
-        costs = [cost(stack.layer_of(0))] * stack.num_layers
-    else:
-        costs = [cost(stack.layer_of(l)) for l in range(stack.num_layers)]
+    functions = [stack.layer_of(l) for l in range(stack.num_layers)]
+    cost_of = {number: cost(function) for number, function in {id(each): each for each in functions}.items()}
+    costs = [cost_of[id(function)] for function in functions]
     one = sum(costs) / len(costs) or 1.0  # without products all cost the same: nothing
     return RelativeCosts(
         layers=tuple(cost / one for cost in costs) if any(costs) else (1.0,) * len(costs),

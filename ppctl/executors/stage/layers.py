@@ -184,11 +184,14 @@ class SwitchPackings:
 class LayerSwitch:
     """`LayerPrograms` of layer `number`, which is traced and one of `among`; arrays wait packed as all layers' are.
 
-    Every branch is in the program. `saved` and `pending` are packed: a device keeps the largest layer's for each.
+    Every branch is in the program, one for each function that layers are. `saved` and `pending` are packed: a device
+    keeps the largest layer's for each.
     """
 
     def __init__(self, layers: Sequence[LayerPrograms], number: Any, among: Sequence[int], packings: SwitchPackings):
-        self.layers, self.number, self.among, self.packings = [layers[l] for l in among], number, among, packings
+        self.layers = list(dict.fromkeys(layers[l] for l in among))
+        self.place_of = {l: self.layers.index(layers[l]) for l in among}
+        self.number, self.packings = number, packings
 
     @property
     def saved(self) -> list[Shape]:
@@ -232,8 +235,8 @@ class LayerSwitch:
 
     def _switch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Return run(layer, *args) of the layer that `number` is."""
-        place = np.zeros(max(self.among) + 1, np.int32)
-        place[list(self.among)] = range(len(self.among))
+        place = np.zeros(max(self.place_of) + 1, np.int32)
+        place[list(self.place_of)] = list(self.place_of.values())
         return jax.lax.switch(jnp.asarray(place)[self.number], [partial(run, layer) for layer in self.layers], *args)
 
 

@@ -100,7 +100,8 @@ class Stage:
     ):
         functions = (layers,) if callable(layers) else layers
         self.remat, self.are_alike, self.w0, self.x, self.gather = remat, callable(layers), w0, x, gather
-        self.layers = [LayerPrograms(function, remat, w0, x, divided) for function in functions]
+        programs = {id(function): LayerPrograms(function, remat, w0, x, divided) for function in functions}
+        self.layers = [programs[id(function)] for function in functions]
         self.packings = SwitchPackings(self.layers)
 
     def layer(self, slots: LayerSlots | None, k: Any) -> LayerPrograms | LayerSwitch:
@@ -109,7 +110,7 @@ class Stage:
             return self.layers[0]
         assert slots is not None, "layers differ"
         number, among = slots.at(k)
-        if len(among) == 1 and not slots.is_one_of:
+        if self._are_one(among) and not slots.is_one_of:
             return self.layers[among[0]]
         return LayerSwitch(self.layers, number, among, self.packings)
 
@@ -154,7 +155,11 @@ class Stage:
         if self.are_alike:
             return getattr(self.layers[0], what)
         among = range(len(self.layers)) if slots is None or slots.is_one_of else slots.may_be(k)
-        return getattr(self.layers[among[0]], what) if len(among) == 1 else getattr(self.packings, what).shapes
+        return getattr(self.layers[among[0]], what) if self._are_one(among) else getattr(self.packings, what).shapes
+
+    def _are_one(self, among: Sequence[int]) -> bool:
+        """Return whether these layers have the same programs."""
+        return all(self.layers[l] is self.layers[among[0]] for l in among)
 
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
         """Return the stage's output and its stash."""

@@ -1,0 +1,65 @@
+"""The names of parameters in `transformers`, and those of ppctl: one table, read in both directions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+Tree = Any
+ENDS = {
+    "embedding": "model.embed_tokens.weight",
+    "norm/scale": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+LAYER = {  # behind model.layers.L.
+    "attention_norm/scale": "input_layernorm.weight",
+    "attention/query/kernel": "self_attn.q_proj.weight",
+    "attention/query/bias": "self_attn.q_proj.bias",
+    "attention/key/kernel": "self_attn.k_proj.weight",
+    "attention/key/bias": "self_attn.k_proj.bias",
+    "attention/value/kernel": "self_attn.v_proj.weight",
+    "attention/value/bias": "self_attn.v_proj.bias",
+    "attention/out/kernel": "self_attn.o_proj.weight",
+    "attention/query_norm/scale": "self_attn.q_norm.weight",
+    "attention/key_norm/scale": "self_attn.k_norm.weight",
+    "mlp_norm/scale": "post_attention_layernorm.weight",
+    "mlp/gate/kernel": "mlp.gate_proj.weight",
+    "mlp/up/kernel": "mlp.up_proj.weight",
+    "mlp/down/kernel": "mlp.down_proj.weight",
+}
+LAYER_OF_POST_NORMS = LAYER | {  # where attention and MLP have norms behind them
+    "mlp_norm/scale": "pre_feedforward_layernorm.weight",
+    "attention_post_norm/scale": "post_attention_layernorm.weight",
+    "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
+}
+TRANSPOSED = ("kernel", "head")  # last names of matrices [in, out], which torch has [out, in]
+
+
+class Named(NamedTuple):
+    """A parameter of a model as `transformers` has it: a tensor by itself for each layer."""
+
+    name: str
+    path: tuple[str, ...]  # in the model's parameters
+    layer: int | None  # of a leaf [num_layers, ...] which one; None: the leaf itself
+    shape: tuple[int, ...]  # of the tensor
+    is_transposed: bool
+
+
+def named_parameters(params: Tree) -> list[Named]:
+    """Return the tensors of a model, layer by layer; params: its parameters, or their shapes."""
+    found: list[Named] = []
+    layers: dict[int, list[Named]] = {}
+    table = LAYER_OF_POST_NORMS if "mlp_post_norm" in params["layers"] else LAYER
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        path = tuple(key.key for key in keys)
+        is_transposed, of_table = path[-1] in TRANSPOSED, "/".join(path[1:])
+        shape = leaf.shape[::-1] if is_transposed else leaf.shape
+        if path[0] == "ends":
+            found.append(Named(ENDS[of_table], path, None, shape, is_transposed))
+            continue
+        shape = leaf.shape[:0:-1] if is_transposed else leaf.shape[1:]
+        for l in range(leaf.shape[0]):
+            name = f"model.layers.{l}.{table[of_table]}"
+            layers.setdefault(l, []).append(Named(name, path, l, shape, is_transposed))
+    return [*found, *(each for l in sorted(layers) for each in layers[l])]
