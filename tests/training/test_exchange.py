@@ -17,6 +17,7 @@ from ppctl import cli
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.training.exchange.export_model import export_model
 from ppctl.training.exchange.families import model_settings
+from ppctl.training.exchange.gguf_file import ENDS, LAYER
 from ppctl.training.exchange.import_model import import_model
 
 NAMES = sorted(MODELS, key=lambda name: name not in ("gemma3", "qwen2", "llama3"))
@@ -198,3 +199,37 @@ def test_transformers_loads_what_is_exported_and_has_the_same_logits(name, tmp_p
     assert np.abs(logits - expected["logits_float64"]).max() < 1e-9
     ours = ppctl.load_run(tmp_path / "run").predict(expected["ids"][:, :-1])
     assert np.abs(ours - expected["logits_float32"]).max() < 1e-4
+
+
+@pytest.mark.full
+def test_a_gguf_file_is_the_model_that_was_written(copy, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    directory, config, tensors, _ = copy
+    parts = {model: part for part, model in (ENDS | LAYER).items()}
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10000.0)
+    writer.add_context_length(64)
+    for name, tensor in tensors.items():
+        stem, number = name.removesuffix(".weight"), ""
+        if stem.startswith("model.layers."):
+            number, stem = stem.removeprefix("model.layers.").split(".", 1)
+        values = tensor.astype(np.float32)
+        if stem in ("self_attn.q_proj", "self_attn.k_proj"):  # as llama.cpp writes them: pairs are neighbours
+            values = values.reshape(4, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(f"blk.{number}.{parts[stem]}.weight" if number else f"{parts[stem]}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = import_model(tmp_path / "model.gguf", tmp_path / "run")
+    assert found.notes == ("the tokenizer (None, None) is none that can be written as tokenizer.json",)
+    import_model(directory, tmp_path / "other")
+    runs = [ppctl.load_run(tmp_path / each) for each in ("run", "other")]
+    jax.tree.map(np.testing.assert_array_equal, *(run.params() for run in runs))
+    unlike = {key for key, value in runs[0].settings["model"].items() if value != runs[1].settings["model"][key]}
+    assert not unlike
