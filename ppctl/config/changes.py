@@ -14,17 +14,8 @@ FREE_PARTS = ("launch", "verify", "plan", "rehearse", "tune", "inspect")
 FREE = {
     f"run.{name}"
     for name in (
-        *("name", "dir", "resume", "resume_with", "log_every", "tensorboard", "trackers"),
-        *(
-            "checkpoint",
-            "join_s",
-            "heartbeat_s",
-            "slow_after_s",
-            "distributed",
-            "coordinator",
-            "num_processes",
-            "process_id",
-        ),
+        *("name", "dir", "resume", "resume_with", "start_from", "log_every", "tensorboard", "trackers", "checkpoint"),
+        *("join_s", "heartbeat_s", "slow_after_s", "distributed", "coordinator", "num_processes", "process_id"),
         *("show_placement", "compilation_cache"),
     )
 } | {"data.cache_dir", "costs.cache_dir"}

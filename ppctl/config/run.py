@@ -51,6 +51,7 @@ class Run:
     memory_fraction: float | None = None  # of a GPU's memory that JAX takes when it starts; None: JAX's default, 0.75
     compilation_cache: str | None = "auto"  # DIR where compiled programs are kept; auto: ~/.cache/ppctl; None: nowhere
     resume: str = "auto"  # auto: go on if a checkpoint is there | must: fail if none | never: fail if one is there
+    start_from: str | None = None  # a run directory, as `ppctl import` writes one: start with its parameters
     resume_with: str = "same"  # model: same (fail if the checkpoint's computes something else) | changed: go on anyway
     log_every: int = 10  # steps between lines on the terminal; metrics.jsonl has every step
     eval_every: int | None = 100  # steps; None: no evaluation

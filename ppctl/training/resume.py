@@ -72,6 +72,11 @@ def _newest(config: Config, job: TrainingJob, checkpoints: Checkpoints) -> tuple
             f"run.resume=never, but there is a checkpoint of step {step} {where}. "
             "Use run.resume=auto or another run.dir."
         )
+    if step == 0:
+        raise CheckpointError(
+            f"The checkpoint of step 0 {where} is a model that was imported. Train it into another run.dir, with "
+            f"run.start_from={config.run.dir}."
+        )
     if step > config.run.num_steps:
         raise CheckpointError(
             f"The checkpoint of step {step} {where} is past run.num_steps={config.run.num_steps}. "

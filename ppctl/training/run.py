@@ -59,6 +59,7 @@ from ppctl.training.prediction import StepPrediction
 from ppctl.training.process_group import compare, process_group
 from ppctl.training.resume import Resumed, resume
 from ppctl.training.start import start_jax
+from ppctl.training.start_from import state_from
 from ppctl.training.step_clock import StepClock
 from ppctl.training.tensorboard import TensorBoardLog
 from ppctl.training.trackers import check_trackers
@@ -97,6 +98,8 @@ def _train(
         say(f"note      {each}")
     with _status(config) as status, _checkpoints(config) as checkpoints:
         start, restored, _ = resumed = resume(config, job, checkpoints, say)
+        if start == 0:
+            restored = state_from(config, job)
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
             if as_json and is_lead:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": ROOT / "README.md"} | {f"docs/{path.name}": path for path in sorted(ROOT.glob("docs/*.md"))}
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-OTHER_COMMANDS = {"schedule", "runs", "report", "examples", "init"}  # they compose no whole config
+OTHER_COMMANDS = {"schedule", "runs", "report", "import", "export", "examples", "init"}  # they compose no whole config
 NEEDS_A_RUN = ("docs/runs.md",)  # its Python reads what `ppctl train recipes=tiny` left
 
 
@@ -58,7 +58,9 @@ def composable():
     """Every command that composes a whole config, each once, whatever the page."""
     for command in sorted({command for text in TEXTS.values() for command in commands(text)}):
         _, name, *words = shlex.split(command)
-        of_a_project = "recipes=mine" in words  # which `ppctl init` writes
+        of_a_project = not {"recipes=mine", "recipes=imported"}.isdisjoint(
+            words
+        )  # which `ppctl init` and `import` write
         if name not in OTHER_COMMANDS and words and "--help" not in words and not of_a_project and not fails(command):
             yield command
 

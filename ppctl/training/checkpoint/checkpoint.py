@@ -168,8 +168,16 @@ class Checkpoints:
         self._current = step
         return state
 
-    def restore_params(self, step: int, device: Any) -> Any:
+    def param_types(self, step: int) -> dict[str, str]:
+        """Return dtype and shape by name of the parameters saved at `step`. Raises as `meta`."""
+        arrays, prefix = self._manifest(step).arrays, "params/"
+        return {name.removeprefix(prefix): kind for name, kind in arrays.items() if name.startswith(prefix)}
+
+    def restore_params(self, step: int, place: Any) -> Any:
         """Return the parameters saved at `step` on one device, in the structure in which they were saved.
+
+        place: the device; or `jax.ShapeDtypeStruct`s with shardings, in that structure.
+
 
         Raises:
             DamagedError, CheckpointError: As `restore`.
@@ -180,8 +188,10 @@ class Checkpoints:
                 stored = ocp.checkpointables_metadata(str(self._path(step))).metadata["state"]["params"]
         except Exception as error:  # Orbax has none of its own for files that it cannot read
             raise self._damaged(step, "the description of its arrays is not what was saved") from error
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), stored)
+        wanted = place
+        if isinstance(place, jax.Device):
+            sharding = jax.sharding.SingleDeviceSharding(place)
+            wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), stored)
         self._reading.pytree.loading.partial_load = True
         state = self._load(step, {"state": {"params": wanted}})["state"]
         self._check(step, manifest, state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ppctl.config import Transformer
@@ -201,3 +201,58 @@ def _attention_factor(scaling: Mapping[str, Any]) -> float | None:
         return scaling.get("attention_factor")
     of = [1 + 0.1 * scaling[key] * math.log(scaling["factor"]) for key in ("mscale", "mscale_all_dim")]
     return of[0] / of[1]
+
+
+def model_config(model: Transformer, vocab_size: int) -> dict[str, Any]:
+    """Return the config.json of a model, without dtype and what belongs to a tokenizer.
+
+    ConfigError where no family of `transformers` is this model.
+    """
+    model = replace(model, name=Transformer.name, seq_len=Transformer.seq_len, attention=Transformer.attention)
+    model.vocab_size = vocab_size
+    wanted, nearest = _normal(replace(model)), list[str]()
+    for name, family in FAMILIES.items():
+        config = _config_of(name, family, model)
+        try:
+            found = model_settings(config)
+        except ConfigError:
+            continue
+        unlike = [f"model.{key}={wanted[key]}" for key in wanted if wanted[key] != found.get(key)]
+        unlike += [f"model.{key}={getattr(Transformer, key)}" for key in found if key not in wanted]
+        if not unlike:
+            return config
+        nearest = min(nearest or unlike, unlike, key=len)
+    raise ConfigError(
+        f"None of {', '.join(FAMILIES)} of transformers is this model: the nearest has no "
+        f"{' '.join(nearest) or f'model.activation={model.activation}'}. It cannot be exported."
+    )
+
+
+def _config_of(name: str, family: Family, model: Transformer) -> dict[str, Any]:
+    """Return the config.json of the member of a family that is most like a model."""
+    names = {value: key for key, value in ACTIVATIONS.items()}
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
+    config |= {key: getattr(model, setting) for setting, key in SIZES.items()}
+    config |= {"num_key_value_heads": model.kv_heads, "intermediate_size": model.hidden_width}
+    config[family.activation] = names.get(model.activation, model.activation)
+    if "head_dim" in family.defaults or model.head_width * model.num_heads != model.d_model:
+        config["head_dim"] = model.head_width
+    config |= {CAPS[setting]: getattr(model, setting) for setting in family.caps}
+    if "query_pre_attn_scalar" in family.caps and model.query_pre_attn_scalar is None:
+        config["query_pre_attn_scalar"] = model.head_width
+    have = [window is not None for window in model.windows]
+    if family.windows is not None:
+        config["sliding_window"] = model.window
+    if family.windows == "upper":
+        first = have.index(True) if any(have) else len(have)
+        config |= {"use_sliding_window": any(have), "max_window_layers": first}
+    if family.windows in ("upper", "pattern"):
+        config["layer_types"] = [TYPES[has] for has in have]
+    if family.has_local_theta:
+        config["rope_local_base_freq"] = LOCAL_THETA if model.rope_local_theta is None else model.rope_local_theta
+    if model.rope_scaling != "none":
+        used = Transformer.SCALINGS[model.rope_scaling]
+        values = {key: getattr(model, setting) for setting, key in SCALED.items() if setting in used}
+        config["rope_scaling"] = {"rope_type": model.rope_scaling}
+        config["rope_scaling"] |= {key: value for key, value in values.items() if value is not None}
+    return config

@@ -1,0 +1,122 @@
+"""A run's parameters as a model directory that `transformers` loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ppctl.config import Transformer
+from ppctl.config.stored import model_and_data
+from ppctl.errors import ConfigError
+from ppctl.training.exchange.families import model_config, model_settings
+from ppctl.training.exchange.import_model import KEPT, SOURCE
+from ppctl.training.exchange.names import Named, named_parameters
+from ppctl.training.exchange.tensors import INDEX
+from ppctl.training.saved_run import load_run
+
+Tree = Any
+SHARD_BYTES = 5 * 10**9  # at most of a file, but for a tensor that is larger
+DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+class Exported(NamedTuple):
+    files: tuple[str, ...]
+    dtype: str
+    step: int
+
+
+def export_model(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> Exported:
+    """Write the parameters of a checkpoint as safetensors with config.json, and the files kept by an import.
+
+    step: None: the newest. dtype: of the tensors; None: that of the model that was imported, else float32.
+
+    Raises:
+        ConfigError: The run's model is none that `transformers` has, or `out` is there already.
+        CheckpointError: There is no such checkpoint.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already, and nothing is overwritten. Name another directory with --out.")
+    run = load_run(run_dir)
+    model = model_and_data(run.settings).model
+    if not isinstance(model, Transformer):
+        raise ConfigError(f"model={model.name} of {run_dir} is no language model that transformers has.")
+    source = _source(run_dir, run.settings)
+    number = run.steps[-1] if step is None and run.steps else step
+    params = run.params(number)
+    vocab_size = params["ends"]["embedding"].shape[0]
+    kept = None if source is None else json.loads((source / "config.json").read_text())
+    config = model_config(model, vocab_size)
+    if kept is not None and model_settings(kept) == model_settings(config):
+        config = kept
+    config.setdefault("max_position_embeddings", model.seq_len)
+    chosen = dtype or _dtype_of(config)
+    if chosen not in DTYPES:
+        raise ConfigError(f"--dtype {chosen} is not one of {', '.join(DTYPES)}.")
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | {"dtype": chosen}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        files = list(_write_tensors(out, params, named_parameters(params), DTYPES[chosen]))
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in KEPT[1:]:
+            if source is not None and (source / name).is_file():
+                shutil.copyfile(source / name, out / name)
+                files.append(name)
+        if "generation_config.json" not in files:
+            of_tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+            text = json.dumps({"_from_model_config": True, **of_tokens}, indent=2)
+            (out / "generation_config.json").write_text(text + "\n")
+            files.append("generation_config.json")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}. Name another directory with --out.") from error
+    return Exported((*files, "config.json"), chosen, number or 0)
+
+
+def _source(run_dir: Path, settings: Mapping[str, Any]) -> Path | None:
+    """Return the folder of files that an import kept: of this run, or of the one that it started from."""
+    start = settings["run"].get("start_from")
+    for folder in (run_dir, *(() if start is None else (Path(start),))):
+        if (folder / SOURCE / "config.json").is_file():
+            return folder / SOURCE
+    return None
+
+
+def _dtype_of(config: Mapping[str, Any]) -> str:
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
+
+
+def _write_tensors(out: Path, params: Tree, names: list[Named], dtype: Any) -> Iterator[str]:
+    """Write shards of tensors, and their index where there are several; yield the names of the files."""
+    from safetensors.numpy import save_file
+
+    shards, sizes = [[]], [0]
+    for each in names:
+        size = int(np.prod(each.shape)) * np.dtype(dtype).itemsize
+        if shards[-1] and sizes[-1] + size > SHARD_BYTES:
+            shards.append([])
+            sizes.append(0)
+        shards[-1].append(each)
+        sizes[-1] += size
+    places = dict[str, str]()
+    for i, shard in enumerate(shards):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        save_file({each.name: _tensor(params, each, dtype) for each in shard}, out / name, {"format": "pt"})
+        places |= {each.name: name for each in shard}
+        yield name
+    if len(shards) > 1:
+        text = json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": places}, indent=2)
+        (out / INDEX).write_text(text + "\n")
+        yield INDEX
+
+
+def _tensor(params: Tree, each: Named, dtype: Any) -> np.ndarray:
+    leaf = params
+    for key in each.path:
+        leaf = leaf[key]
+    found = np.asarray(leaf if each.layer is None else leaf[each.layer]).astype(dtype)
+    return np.ascontiguousarray(found.T if each.is_transposed else found)
