@@ -143,6 +143,8 @@ def _check_executor(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     model, data = config.model, config.data
+    if isinstance(data, Stdlib) and data.packing:
+        raise ConfigError("data.packing=true is not supported yet. Use data.packing=false.")
     is_custom = isinstance(model, CustomModel) or isinstance(data, CustomData)
     is_mlp, has_features = isinstance(model, MLP), isinstance(data, Regression)
     if is_mlp != has_features and not is_custom:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ppctl.data.byte_text import stdlib, text
 from ppctl.data.dataset import Batch, DataSet
 from ppctl.data.synthetic_tokens import synthetic
 from ppctl.data.teacher_rows import regression
+from ppctl.data.text_files import stdlib, text
 from ppctl.data.token_file import tokens
 
 BUILDERS: dict[str, Callable[..., DataSet]] = {

@@ -42,6 +42,7 @@ class DataSet:
     input_dim: int | None = None  # features a row; None: tokens
     target_dim: int | None = None
     is_shuffled: bool = True  # False: every epoch meets its examples in the order of their numbers
+    is_packed: bool = False  # inputs say where documents start, see `ppctl.data.packing`
 
     def batches(self, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Global batches start_step, start_step+1, ... without end, each restricted to `rows` (None: all).

@@ -182,7 +182,8 @@ def transformer(
 ) -> Stack:
     """Return the stack of a decoder-only language model: num_layers pre-norm blocks between embedding and head.
 
-    inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]. T is any number of tokens.
+    inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]. T is any number of tokens. A target
+    that is NO_TOKEN counts neither in the sum of losses nor in their number.
     d_model must be a multiple of num_heads, with an even quotient (rotary positions), and num_heads of num_kv_heads
     (None: as many as num_heads). mlp_ratio: width of the MLP over d_model. activation: gelu | swiglu. tied: the head's
     matrix is the embedding's. rope_theta: base of the rotary wavelengths. dtype: of the parameters.
@@ -237,7 +238,7 @@ def transformer(
         x_MD, w = normed(ends, x_BTD)
         if axes.num_devices == 1:
             loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), is_tied=tied)
-            return loss, jnp.asarray(targets_BT.size, loss.dtype)
+            return loss, (targets_BT != NO_TOKEN).sum().astype(loss.dtype)
         targets_M = own_tokens(targets_BT, axes, fill=NO_TOKEN).reshape(-1)
         loss = cross_entropy(gather(x_MD, axes), w, targets_M, is_tied=tied, vocabulary=(vocab_size, axes.tp))
         return loss, on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), axes)

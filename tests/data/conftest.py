@@ -27,9 +27,11 @@ def build(tmp_path, cache_dir) -> Build:
     np.save(token_file, np.random.default_rng(0).integers(VOCAB_SIZE, size=6000).astype(np.uint16))
     common = {"batch_size": BATCH_SIZE, "seed": 0, "eval_fraction": 0.1}
     language = common | {"seq_len": SEQ_LEN}
+    text = language | {"cache_dir": cache_dir, "tokenizer": "bytes", "end_token": None, "packing": False}
+    records = {"field": "text", "prompt_field": None, "document": "file", "records": "text", "on_error": "stop"}
     settings = {
-        "stdlib": language | {"cache_dir": cache_dir},
-        "text": language | {"cache_dir": cache_dir, "path": str(text_file)},
+        "stdlib": text,
+        "text": text | records | {"path": str(text_file)},
         "tokens": language | {"path": str(token_file), "dtype": "uint16", "vocab_size": None},
         "synthetic": language | {"vocab_size": VOCAB_SIZE, "num_sequences": 300},
         "regression": common | {"num_features": 6, "num_targets": 3, "num_rows": 300, "noise": 0.1},

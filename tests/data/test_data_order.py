@@ -265,7 +265,8 @@ def test_reading_does_not_start_jax(tmp_path):
 import json, sys
 import jax
 from ppctl import data
-dataset = data.stdlib(seq_len=16, batch_size=8, seed=0, eval_fraction=0.1, cache_dir=sys.argv[1])
+text = {"tokenizer": "bytes", "end_token": None, "packing": False, "cache_dir": sys.argv[1]}
+dataset = data.stdlib(seq_len=16, batch_size=8, seed=0, eval_fraction=0.1, **text)
 next(dataset.batches())
 jax.config.update("jax_num_cpu_devices", 3)
 jax.config.update("jax_platforms", "cpu")
@@ -276,4 +277,4 @@ print(json.dumps([jax.device_count(), dataset.fingerprint]))
     answers = [json.loads(process.communicate(timeout=100)[0]) for process in both]
     assert answers[0] == answers[1]
     assert answers[0][0] == 3
-    assert [path.suffix for path in tmp_path.iterdir()] == [".bytes"]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".tokens"]
