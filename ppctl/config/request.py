@@ -143,8 +143,11 @@ def _check_executor(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     model, data = config.model, config.data
-    if isinstance(data, Stdlib) and data.packing:
-        raise ConfigError("data.packing=true is not supported yet. Use data.packing=false.")
+    if isinstance(data, Stdlib) and data.packing and not isinstance(model, Transformer):
+        raise ConfigError(
+            f"data.packing=true puts several documents into a sequence, which model={model.name} does not tell apart. "
+            "Use data.packing=false, or model=transformer."
+        )
     is_custom = isinstance(model, CustomModel) or isinstance(data, CustomData)
     is_mlp, has_features = isinstance(model, MLP), isinstance(data, Regression)
     if is_mlp != has_features and not is_custom:

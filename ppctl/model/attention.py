@@ -38,32 +38,37 @@ LANES = 128  # of a TPU
 PALLAS_BLOCKS = (512, 384, 256, LANES)  # tokens of a block on TPUs: the first that divides a sequence, as MaxText's 512
 NEVER = -1e30  # score of a token that comes later
 
-Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q [B, T, N, H], k and v [B, S, G, H] -> [B, T, N, H]
+# q [B, T, N, H], k and v [B, S, G, H], and of packed sequences the document of each token [B, T] -> [B, T, N, H]
+Kernel = Callable[..., jax.Array]
 
 
-def choose(wanted: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int, cp: int = 1) -> str:
+def choose(
+    wanted: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int, cp: int = 1, *, packed: bool = False
+) -> str:
     """Return the kernel that `wanted` (auto, or a kernel) means on a device, which need not be here.
 
     device: has platform, and on GPUs compute_capability, as jax.Device; dtype: of compute; num_tokens: of a sequence,
-    or where devices along cp divide it, of a piece. ConfigError where the device, the dtype or the sizes do not allow a
-    kernel that was asked for by name.
+    or where devices along cp divide it, of a piece; packed: a sequence has several documents. ConfigError where the
+    device, the dtype or the sizes do not allow a kernel that was asked for by name.
     """
     if wanted != "auto":
-        reason = _refusal(wanted, device, dtype, head_dim, num_tokens)
+        reason = _refusal(wanted, device, dtype, head_dim, num_tokens, packed)
         if wanted not in PAIR_KERNELS and cp > 1:
             reason = f"mesh.cp={cp} merges parts of a softmax, which {wanted} does not give"
         if reason is not None:
             raise ConfigError(f"model.attention={wanted}: {reason}. Use model.attention=auto, which chooses one.")
         return wanted
     for kernel in ("cudnn", "pallas") if cp == 1 else ("cudnn",):
-        if _refusal(kernel, device, dtype, head_dim, num_tokens) is None:
+        if _refusal(kernel, device, dtype, head_dim, num_tokens, packed) is None:
             return kernel
     return "chunked" if num_tokens >= LONG else "xla"
 
 
-def _refusal(kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int) -> str | None:
+def _refusal(kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int, packed: bool) -> str | None:
     """Return why a kernel cannot run, or None."""
     if kernel == "cudnn":
+        if packed:
+            return "the call of cuDNN has no mask of documents, and data.packing=true needs one"
         version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))  # AMD's has letters
         if device.platform not in ("gpu", "cuda") or version is None:
             return f"cuDNN runs on NVIDIA GPUs, and the platform is {device.platform}"
@@ -97,11 +102,12 @@ def attention(wanted: str, device: Any = None, axes: StageAxes = WHOLE) -> Kerne
     device: where it is to run; None: on the first that is here. axes: with cp, T are the tokens of one device.
     """
 
-    def mix(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
+    def mix(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *documents_BT: jax.Array) -> jax.Array:
         place = jax.devices()[0] if device is None else device
         sizes = q_BTNH.dtype, q_BTNH.shape[3]
         if axes.cp == 1:
-            return KERNELS[choose(wanted, place, *sizes, q_BTNH.shape[1])](q_BTNH, k_BSGH, v_BSGH)
+            kernel = choose(wanted, place, *sizes, q_BTNH.shape[1], packed=bool(documents_BT))
+            return KERNELS[kernel](q_BTNH, k_BSGH, v_BSGH, *documents_BT)
         pair = PAIR_KERNELS[choose(wanted, place, *sizes, q_BTNH.shape[1] // 2, axes.cp)]
         return kernel_of(*context_functions(pair, axes))(q_BTNH, k_BSGH, v_BSGH)
 
@@ -111,7 +117,7 @@ def attention(wanted: str, device: Any = None, axes: StageAxes = WHOLE) -> Kerne
 # --- xla -------------------------------------------------------------------------------------------------------------
 
 
-def plain(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
+def plain(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, documents_BT: jax.Array | None = None) -> jax.Array:
     """Attention as matrix products and a softmax."""
     B, T, N, H = q_BTNH.shape
     G = k_BSGH.shape[2]
@@ -119,8 +125,11 @@ def plain(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
     q_BGMH = q_BTGRH.transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
     scores_BGMS = jnp.einsum("BGMH,BSGH->BGMS", q_BGMH, k_BSGH)
     scores_BGMS = scores_BGMS.astype(jnp.promote_types(scores_BGMS.dtype, jnp.float32))
-    causal_MS = jnp.tile(jnp.tril(jnp.ones((T, T), bool)), (N // G, 1))
-    weights_BGMS = softmax(jnp.where(causal_MS, scores_BGMS, NEVER), v_BSGH.dtype)
+    sees_TS = jnp.tril(jnp.ones((T, T), bool))
+    if documents_BT is not None:
+        sees_TS = (sees_TS & (documents_BT[:, :, None] == documents_BT[:, None]))[:, None]  # [B, 1, T, S]
+    sees_MS = jnp.tile(sees_TS, (N // G, 1))
+    weights_BGMS = softmax(jnp.where(sees_MS, scores_BGMS, NEVER), v_BSGH.dtype)
     mix_BGMH = jnp.einsum("BGMS,BSGH->BGMH", weights_BGMS, v_BSGH)
     mix_BTNH = mix_BGMH.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
     return checkpoint_name(mix_BTNH, "saved")
@@ -201,17 +210,22 @@ def _from_groups(a_BGMH: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _chunked_forward(
-    q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, causal: bool = True
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    causal: bool = True,
+    documents_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output, logarithms of the sums of exponentials [B, N, T])."""
     num_keys = k_BSGH.shape[1]
+    documents = _document_blocks(documents_BT)
     q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
     scale, wide = q.shape[-1] ** -0.5, jnp.promote_types(q.dtype, jnp.float32)
 
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         mix, total, largest = carry
         i, j = pair
-        scores = _scores(q, k, i, j, scale, wide, causal, num_keys)
+        scores = _scores(q, k, i, j, scale, wide, causal, num_keys, documents)
         before, own = largest[i], scores.max(-1)
         now = jnp.maximum(before, own)
         weights, shrink = jnp.exp(scores - now[..., None]), jnp.exp(before - now)
@@ -235,8 +249,10 @@ def _chunked_backward(
     log_sums_BNT: jax.Array,
     g_BTNH: jax.Array,
     causal: bool = True,
+    documents_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     num_keys = k_BSGH.shape[1]
+    documents = _document_blocks(documents_BT)
     log_sums = _query_blocks(log_sums_BNT.swapaxes(1, 2)[..., None], k_BSGH)[..., 0]
     q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
     g, out = _query_blocks(g_BTNH, k_BSGH), _query_blocks(out_BTNH, k_BSGH)
@@ -247,7 +263,8 @@ def _chunked_backward(
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         dq, dk, dv = carry
         i, j = pair
-        weights = jnp.exp(_scores(q, k, i, j, scale, wide, causal, num_keys) - log_sums[i][..., None])
+        scores = _scores(q, k, i, j, scale, wide, causal, num_keys, documents)
+        weights = jnp.exp(scores - log_sums[i][..., None])
         dv = dv.at[j].add(product("BGRCS,BGRCH->BSGH", weights.astype(g.dtype), g[i]))
         change = weights * (product("BGRCH,BSGH->BGRCS", g[i], v[j]) - drift[i][..., None]) * scale
         change = change.astype(q.dtype)
@@ -269,9 +286,13 @@ def _scores(
     dtype: jnp.dtype,
     causal: bool,
     num_keys: int,
+    documents: jax.Array | None,
 ) -> jax.Array:
     """Return the scores [B, G, R, C, C] of the queries of block i and the keys of block j."""
     scores = jnp.einsum("BGRCH,BSGH->BGRCS", q[i], k[j], preferred_element_type=dtype) * scale
+    if documents is not None:
+        is_same_BCS = documents[i][:, :, None] == documents[j][:, None]
+        scores = jnp.where(is_same_BCS[:, None, None], scores, NEVER)
     if not causal:
         block = k.shape[2]
         is_padding = j * block + jnp.arange(block) >= num_keys  # causal queries come before it
@@ -294,6 +315,11 @@ def _padded(a: jax.Array) -> jax.Array:
     number = -(-T // block)
     a = jnp.pad(a, [(0, 0), (0, number * block - T), *[(0, 0)] * (a.ndim - 2)])
     return a.reshape(B, number, block, *a.shape[2:])
+
+
+def _document_blocks(documents_BT: jax.Array | None) -> jax.Array | None:
+    """Return [K, B, C]."""
+    return None if documents_BT is None else _padded(documents_BT).swapaxes(0, 1)
 
 
 def _query_blocks(q_BTNH: jax.Array, k_BSGH: jax.Array) -> jax.Array:
@@ -320,7 +346,14 @@ def _from_key_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 # --- kernels of others -----------------------------------------------------------------------------------------------
 
 
-def pallas(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *, interpret: bool = False) -> jax.Array:
+def pallas(
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    documents_BT: jax.Array | None = None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
     """Attention by JAX's splash kernels for TPUs; T and H are as `choose` demands. interpret: on any device."""
     # imported here: Pallas takes 0.3 s
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
@@ -339,26 +372,37 @@ def pallas(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *, interpret
         interpret=interpret,
     )
     q_BNTH, k_BGSH, v_BGSH = (a.transpose(0, 2, 1, 3) for a in (q_BTNH, k_BSGH, v_BSGH))
-    out_BNTH: Any = jax.vmap(kernel)(q_BNTH * H**-0.5, k_BGSH, v_BGSH)
+    both = None if documents_BT is None else splash_attention_kernel.SegmentIds(documents_BT, documents_BT)
+    out_BNTH: Any = jax.vmap(kernel)(q_BNTH * H**-0.5, k_BGSH, v_BGSH, both)
     return out_BNTH.transpose(0, 2, 1, 3)
 
 
 def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
     """Return attention by two functions: q, k, v -> output, log_sums; and all of these, g -> gradients of q, k, v.
 
-    log_sums: logarithms of the sums of the softmax.
+    log_sums: logarithms of the sums of the softmax. Of packed sequences both are given documents_BT too.
     """
 
     @jax.custom_vjp
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return forward(q, k, v)[0]
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, ...]) -> jax.Array:
+        return forward(q, k, v, **_named(documents))[0]
 
-    def save(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        out, log_sums = (checkpoint_name(a, "saved") for a in forward(q, k, v))
-        return out, (q, k, v, out, log_sums)
+    def save(
+        q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        out, log_sums = (checkpoint_name(a, "saved") for a in forward(q, k, v, **_named(documents)))
+        return out, (q, k, v, out, log_sums, documents)
 
-    kernel.defvjp(save, lambda saved, g: backward(*saved, g))
-    return kernel
+    def pull(saved: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
+        *arrays, documents = saved
+        return (*backward(*arrays, g, **_named(documents)), None)
+
+    kernel.defvjp(save, pull)
+    return lambda q, k, v, *documents: kernel(q, k, v, documents)
+
+
+def _named(documents: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    return dict(zip(("documents_BT",), documents, strict=False))
 
 
 PAIR_KERNELS = {

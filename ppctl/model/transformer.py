@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ppctl.errors import ConfigError
 from ppctl.model.attention import Kernel, attention
 from ppctl.model.cross_entropy import NO_TOKEN, cross_entropy, logits
+from ppctl.model.packing import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter, shard_of
 from ppctl.model.stack import Stack, Tree, init
 
@@ -59,13 +60,14 @@ class Attention(nnx.Module):
         self.value = _linear(d_model, kv_width, dtype, rngs)
         self.out = _linear(width, d_model, dtype, rngs)
 
-    def __call__(self, x_MD: jax.Array, num_tokens: int) -> jax.Array:
+    def __call__(self, x_MD: jax.Array, num_tokens: int, documents_BT: jax.Array | None = None) -> jax.Array:
         x_MD = gather(x_MD, self.axes)
         kv_shape = (-1, num_tokens, self.num_kv_heads, self.head_dim)
         q_BTNH = self.rotate(self.query(x_MD).reshape(-1, num_tokens, self.num_heads, self.head_dim))
         k_BSGH = self.rotate(self._of_kv_heads(self.key, x_MD).reshape(kv_shape))
         v_BSGH = self._of_kv_heads(self.value, x_MD).reshape(kv_shape)
-        mixed = self.mix(q_BTNH, k_BSGH, v_BSGH).reshape(x_MD.shape[0], -1)
+        of_documents = () if documents_BT is None else (documents_BT,)
+        mixed = self.mix(q_BTNH, k_BSGH, v_BSGH, *of_documents).reshape(x_MD.shape[0], -1)
         return scatter(self.out(mixed), self.axes)
 
     def _of_kv_heads(self, linear: nnx.Linear, x_MD: jax.Array) -> jax.Array:
@@ -145,11 +147,11 @@ class Block(nnx.Module):
         self.axes: StageAxes = settings["axes"]
         self.mlp = MLP(D, round(settings["mlp_ratio"] * D), settings["activation"], self.axes, dtype, rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, documents_BT: jax.Array | None = None) -> jax.Array:
         B, T, D = x_BTD.shape
         x_MD = x_BTD.reshape(B * T, D)
-        num_tokens = T * self.axes.tp if self.axes.divides_rows else T
-        x_MD = x_MD + self.attention(self.attention_norm(x_MD), num_tokens)
+        num_tokens = T * self.axes.row_parts
+        x_MD = x_MD + self.attention(self.attention_norm(x_MD), num_tokens, documents_BT)
         x_MD = x_MD + self.mlp(self.mlp_norm(x_MD))
         return x_MD.reshape(B, T, D)
 
@@ -178,6 +180,7 @@ def transformer(
     dtype: jnp.dtype,
     mix: Callable[[StageAxes], Kernel] | None = None,
     rotate: Rotate | None = None,
+    packed: bool = False,
     axes: StageAxes = WHOLE,
 ) -> Stack:
     """Return the stack of a decoder-only language model: num_layers pre-norm blocks between embedding and head.
@@ -187,12 +190,18 @@ def transformer(
     d_model must be a multiple of num_heads, with an even quotient (rotary positions), and num_heads of num_kv_heads
     (None: as many as num_heads). mlp_ratio: width of the MLP over d_model. activation: gelu | swiglu. tied: the head's
     matrix is the embedding's. rope_theta: base of the rotary wavelengths. dtype: of the parameters.
+    packed: inputs may hold several documents, see `ppctl.model.packing`; x has rows that say where they start.
     mix: attention on a stage's axes, rotate: rotary positions; None: as the device that is here has them.
     axes: how a stage is divided; the functions of a divided one are those of one device (`Stack.divided`).
     The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail in tracing, with the
     error of the operation; those that tp does not divide raise ConfigError.
     """
     given = {name: value for name, value in locals().items() if name != "axes"}
+    if packed and axes.cp > 1:
+        raise ConfigError(
+            f"mesh.cp={axes.cp} divides a sequence over devices, but with data.packing=true attention stays within "
+            "documents, which no kernel does across devices. Use mesh.cp=1, or data.packing=false."
+        )
     _check_divides(axes, num_heads, num_kv_heads or num_heads, round(mlp_ratio * d_model))
     block_settings = {
         "d_model": d_model,
@@ -215,7 +224,12 @@ def transformer(
         return nnx.to_pure_dict(nnx.state(Ends(d_model, vocab_size, tied, dtype, nnx.Rngs(key)), nnx.Param))
 
     def embed(ends: Tree, inputs_BT: jax.Array) -> jax.Array:
-        ids_BT = own_tokens(inputs_BT, axes)
+        if not packed:
+            return embed_ids(ends, own_tokens(inputs_BT, axes))
+        ids_BT, is_first_BT = split_starts(inputs_BT)
+        return with_starts(embed_ids(ends, own_tokens(ids_BT, axes)), own_tokens(is_first_BT, axes))
+
+    def embed_ids(ends: Tree, ids_BT: jax.Array) -> jax.Array:
         if axes.tp == 1:
             return ends["embedding"][ids_BT]
         table = ends["embedding"]
@@ -225,14 +239,20 @@ def transformer(
         return scatter(x_BTD.reshape(-1, d_model), axes).reshape(ids_BT.shape[0], -1, d_model)
 
     def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
-        return nnx.merge(block_graph, params)(x_BTD)
+        block = nnx.merge(block_graph, params)
+        if not packed:
+            return block(x_BTD)
+        rows = num_rows(x_BTD.shape, axes.row_parts)
+        x_BTD, marks = x_BTD[:, :rows], x_BTD[:, rows:]
+        return jnp.concatenate([block(x_BTD, documents_of(marks, rows * axes.row_parts)), marks], axis=1)
 
     def normed(ends: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(ends_graph, ends)
+        x_BTD = x_BTD[:, : num_rows(x_BTD.shape, axes.row_parts)] if packed else x_BTD
         return model.norm(x_BTD.reshape(-1, d_model)), (model.embedding if tied else model.head)[...]
 
     def outputs(ends: Tree, x_BTD: jax.Array) -> jax.Array:
-        return logits(*normed(ends, x_BTD), is_tied=tied).reshape(*x_BTD.shape[:2], vocab_size)
+        return logits(*normed(ends, x_BTD), is_tied=tied).reshape(x_BTD.shape[0], -1, vocab_size)
 
     def head(ends: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_MD, w = normed(ends, x_BTD)

@@ -53,7 +53,7 @@ def _kernel(job: TrainingJob) -> str:
     """Return the kernel of attention that is counted, or that is timed here."""
     is_here = isinstance(job.config.costs, Measure)
     device = job.pipe.mesh.devices.flat[0] if is_here else job.counted_device
-    return attention_kernel(job.config, job.pipe.dtype, device)
+    return attention_kernel(job.config, job.pipe.dtype, device, packed=job.data.is_packed)
 
 
 def _measured(job: TrainingJob) -> Iterator[str]:

@@ -19,12 +19,16 @@ from ppctl.model.transformer import rotation
 from ppctl.training.user_code import custom_stack
 
 
-def transformer(*, vocab_size: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
+def transformer(*, vocab_size: int, dtype: Any = jnp.float32, packed: bool = False, **sizes: Any) -> Stack:
     """Return a decoder-only transformer as a `Stack`. inputs, targets: token ids [batch, tokens].
+
+    A target of -1 is none: it counts neither in the sum of losses nor in their number.
 
     Args:
         vocab_size: Number of token ids.
         dtype: Of parameters.
+        packed: Sequences may hold several documents, of which none attends to another. The first token of each is
+            written as its complement, ~id.
         sizes: num_layers, d_model, num_heads, num_kv_heads, mlp_ratio, activation (gelu | swiglu), tied, rope_theta,
             attention (auto | xla | chunked | cudnn | pallas), as in `ppctl.config.Transformer`, with its defaults.
 
@@ -33,7 +37,8 @@ def transformer(*, vocab_size: int, dtype: Any = jnp.float32, **sizes: Any) -> S
     """
     checked = _checked(settings.Transformer, {**sizes, "vocab_size": vocab_size}, drop=("name", "seq_len"))
     wanted = checked.pop("attention")
-    return transformer_model.transformer(**checked, dtype=dtype, mix=lambda axes: attention(wanted, axes=axes))
+    mix = lambda axes: attention(wanted, axes=axes)  # noqa: E731
+    return transformer_model.transformer(**checked, dtype=dtype, mix=mix, packed=packed)
 
 
 def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
@@ -90,15 +95,20 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
             f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of data={data.name}. "
             f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
         )
-    kernel = attention_kernel(config, compute, device)
+    kernel = attention_kernel(config, compute, device, packed=data.is_packed)
     mix = lambda axes: attention(kernel, device, axes)  # noqa: E731
-    return transformer_model.transformer(**sizes, vocab_size=vocab_size, dtype=dtype, mix=mix, rotate=rotation(device))
+    return transformer_model.transformer(
+        **sizes, vocab_size=vocab_size, dtype=dtype, mix=mix, rotate=rotation(device), packed=data.is_packed
+    )
 
 
-def attention_kernel(config: Config, compute: jnp.dtype, device: Any) -> str:
-    """Return the attention kernel that the config's transformer has on a device. ConfigError where it cannot run."""
+def attention_kernel(config: Config, compute: jnp.dtype, device: Any, *, packed: bool) -> str:
+    """Return the attention kernel that the config's transformer has on a device. ConfigError where it cannot run.
+
+    packed: sequences have several documents.
+    """
     model = config.model
     assert isinstance(model, settings.Transformer), "other models have no attention of ours"
     cp = config.mesh.cp
     length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
-    return choose(model.attention, device, compute, model.d_model // model.num_heads, length, cp)
+    return choose(model.attention, device, compute, model.d_model // model.num_heads, length, cp, packed=packed)

@@ -243,7 +243,9 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     schedule, ticks = pipe.schedule, pipe.ticks
     device = pipe.mesh.devices.flat[0]
     model, mesh = config.model, config.mesh
-    kernel = attention_kernel(config, pipe.dtype, device) if isinstance(model, Transformer) else "xla"
+    packed, kernel = job.data.is_packed, "xla"
+    if isinstance(model, Transformer):
+        kernel = attention_kernel(config, pipe.dtype, device, packed=packed)
     attention = "" if kernel == "xla" else f", attention by {kernel}"
     yield (
         f"model     {model.name}, {model.num_layers} layers, {pipe.num_parameters:,} parameters, {pipe.dtype} compute"

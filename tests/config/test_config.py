@@ -279,3 +279,17 @@ def test_impossible_settings_are_refused_with_their_values(config, message):
     with pytest.raises(ConfigError, match=message) as caught:
         c.check(config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": c.MLP(), "data": c.Stdlib(packing=True)}, "which model=mlp does not tell apart. Use data.packing=f"),
+        ({"data": c.Text(path="x", document="word")}, "data.document=word is not one of file, paragraph, line"),
+        ({"data": c.Text(path="x", records="float32")}, "data.records=float32 is not one of text, uint8"),
+        ({"data": c.Text(path="x", on_error="fix")}, "data.on_error=fix is not one of stop, skip"),
+    ],
+)
+def test_impossible_settings_of_text_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        c.check(c.Config(**settings))
