@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ppctl.config.checks import at_least, choice, dotted, fraction
+from ppctl.config.checks import above_zero, at_least, choice, dotted, fraction
+from ppctl.errors import ConfigError
 
 
 @dataclass
@@ -53,6 +54,39 @@ class Text(Stdlib):
         choice("data.document", self.document, self.DOCUMENT)
         choice("data.records", self.records, self.RECORDS)
         choice("data.on_error", self.on_error, self.ON_ERROR)
+
+
+@dataclass
+class Part:
+    """A part of a mixture: files as of data=text, and how often they come."""
+
+    path: str = "???"
+    weight: float = 1.0
+    field: str = "text"
+    prompt_field: str | None = None
+    document: str = "file"
+    records: str = "text"
+
+
+@dataclass
+class Mixture(Stdlib):
+    """Text of several parts by weights: each has files as data=text has, and shares the tokenizer."""
+
+    name: str = "mixture"
+    parts: list[Part] = field(default_factory=list[Part])  # [{path: PATH, weight: 0.7}, ...], and field, ... of each
+    on_error: str = "stop"  # at a broken line, row or file: stop | skip
+
+    def check(self) -> None:
+        super().check()
+        choice("data.on_error", self.on_error, Text.ON_ERROR)
+        if not self.parts:
+            raise ConfigError(
+                "data.parts=[] has nothing to mix. Use data.parts=[{path: PATH, weight: 0.7}, {path: PATH}]."
+            )
+        for number, part in enumerate(self.parts):
+            above_zero(f"data.parts[{number}].weight", part.weight)
+            choice(f"data.parts[{number}].document", part.document, Text.DOCUMENT)
+            choice(f"data.parts[{number}].records", part.records, Text.RECORDS)
 
 
 @dataclass

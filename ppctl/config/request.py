@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from ppctl.config.checks import numbers
 from ppctl.config.costs import Analytic, Costs, Measure
-from ppctl.config.data import CustomData, Regression, Stdlib, Synthetic, Text, Tokens
+from ppctl.config.data import CustomData, Mixture, Regression, Stdlib, Synthetic, Text, Tokens
 from ppctl.config.executor import Mpmd, Reference, Spmd
 from ppctl.config.extent import check_bounds, check_parameters, check_tasks
 from ppctl.config.hardware import AutoHardware, Hardware
@@ -35,7 +35,7 @@ class Config:
     partition: Uniform | Balanced | Explicit = field(default_factory=Uniform)
     executor: Reference | Spmd | Mpmd = field(default_factory=Spmd)
     optim: AdamW | SGD = field(default_factory=AdamW)
-    data: Stdlib | Text | Tokens | Synthetic | Regression | CustomData = field(default_factory=Stdlib)
+    data: Stdlib | Text | Mixture | Tokens | Synthetic | Regression | CustomData = field(default_factory=Stdlib)
     hardware: AutoHardware | Hardware = field(default_factory=AutoHardware)
     costs: Analytic | Measure = field(default_factory=Analytic)
     run: Run = field(default_factory=Run)
