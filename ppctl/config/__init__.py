@@ -5,7 +5,7 @@ Hydra's structured configs must not be. `check` holds what involves more than on
 """
 
 from ppctl.config.costs import Analytic, Costs, Measure
-from ppctl.config.data import CustomData, Data, Regression, Stdlib, Synthetic, Text, Tokens
+from ppctl.config.data import CustomData, Data, Mixture, Regression, Stdlib, Synthetic, Text, Tokens
 from ppctl.config.executor import Mpmd, Reference, Spmd
 from ppctl.config.hardware import AutoHardware, Hardware
 from ppctl.config.inspection import Inspect
@@ -48,6 +48,7 @@ __all__ = [
     "Launch",
     "Measure",
     "Mesh",
+    "Mixture",
     "Mpmd",
     "Optim",
     "Plan",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ppctl.config.checks import at_least, choice, dotted, fraction
+from ppctl.config.checks import above_zero, at_least, choice, dotted, fraction
+from ppctl.errors import ConfigError
 
 
 @dataclass
@@ -23,18 +24,69 @@ class Data:
 
 @dataclass
 class Stdlib(Data):
-    """Byte-level text of the Python standard library's own sources: on every machine, no download."""
+    """Text of the Python standard library's own sources: on every machine, no download."""
 
     name: str = "stdlib"
     cache_dir: str = "~/.cache/ppctl"  # where the tokenized memmap is kept
+    tokenizer: str = "bytes"  # bytes | a tokenizer.json | a directory with one
+    end_token: str | None = None  # behind each document; None: the tokenizer's eos_token; of bytes the byte 0
+    packing: bool = False  # true: whole documents in a sequence, none of which sees another; false: windows over all
 
 
 @dataclass
 class Text(Stdlib):
-    """Byte-level text of a file, or of every text file below a directory."""
+    """Text of files: plain, JSON lines, Parquet, ArrayRecord."""
 
     name: str = "text"
-    path: str = "???"  # a file, or a directory
+    path: str = "???"  # a file, a pattern such as data/*.jsonl.gz, or a directory
+    field: str = "text"  # of JSON lines and Parquet: what holds a document's text, or a list of chat messages
+    prompt_field: str | None = None  # likewise: a text before it that is read, but not learned
+    document: str = "file"  # of plain text: file | paragraph | line
+    records: str = "text"  # of ArrayRecord: text | token ids of type uint8 | uint16 | int32 | uint32
+    on_error: str = "stop"  # at a broken line, row or file: stop | skip
+
+    DOCUMENT: ClassVar[tuple[str, ...]] = ("file", "paragraph", "line")
+    RECORDS: ClassVar[tuple[str, ...]] = ("text", "uint8", "uint16", "int32", "uint32")
+    ON_ERROR: ClassVar[tuple[str, ...]] = ("stop", "skip")
+
+    def check(self) -> None:
+        super().check()
+        choice("data.document", self.document, self.DOCUMENT)
+        choice("data.records", self.records, self.RECORDS)
+        choice("data.on_error", self.on_error, self.ON_ERROR)
+
+
+@dataclass
+class Part:
+    """A part of a mixture: files as of data=text, and how often they come."""
+
+    path: str = "???"
+    weight: float = 1.0
+    field: str = "text"
+    prompt_field: str | None = None
+    document: str = "file"
+    records: str = "text"
+
+
+@dataclass
+class Mixture(Stdlib):
+    """Text of several parts by weights: each has files as data=text has, and shares the tokenizer."""
+
+    name: str = "mixture"
+    parts: list[Part] = field(default_factory=list[Part])  # [{path: PATH, weight: 0.7}, ...], and field, ... of each
+    on_error: str = "stop"  # at a broken line, row or file: stop | skip
+
+    def check(self) -> None:
+        super().check()
+        choice("data.on_error", self.on_error, Text.ON_ERROR)
+        if not self.parts:
+            raise ConfigError(
+                "data.parts=[] has nothing to mix. Use data.parts=[{path: PATH, weight: 0.7}, {path: PATH}]."
+            )
+        for number, part in enumerate(self.parts):
+            above_zero(f"data.parts[{number}].weight", part.weight)
+            choice(f"data.parts[{number}].document", part.document, Text.DOCUMENT)
+            choice(f"data.parts[{number}].records", part.records, Text.RECORDS)
 
 
 @dataclass

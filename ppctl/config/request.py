@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from ppctl.config.checks import numbers
 from ppctl.config.costs import Analytic, Costs, Measure
-from ppctl.config.data import CustomData, Regression, Stdlib, Synthetic, Text, Tokens
+from ppctl.config.data import CustomData, Mixture, Regression, Stdlib, Synthetic, Text, Tokens
 from ppctl.config.executor import Mpmd, Reference, Spmd
 from ppctl.config.extent import check_bounds, check_parameters, check_tasks
 from ppctl.config.hardware import AutoHardware, Hardware
@@ -36,7 +36,7 @@ class Config:
     partition: Uniform | Balanced | Explicit = field(default_factory=Uniform)
     executor: Reference | Spmd | Mpmd = field(default_factory=Spmd)
     optim: AdamW | SGD = field(default_factory=AdamW)
-    data: Stdlib | Text | Tokens | Synthetic | Regression | CustomData = field(default_factory=Stdlib)
+    data: Stdlib | Text | Mixture | Tokens | Synthetic | Regression | CustomData = field(default_factory=Stdlib)
     hardware: AutoHardware | Hardware = field(default_factory=AutoHardware)
     costs: Analytic | Measure = field(default_factory=Analytic)
     run: Run = field(default_factory=Run)
@@ -153,6 +153,11 @@ def _check_division(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     model, data = config.model, config.data
+    if isinstance(data, Stdlib) and data.packing and not isinstance(model, Transformer):
+        raise ConfigError(
+            f"data.packing=true puts several documents into a sequence, which model={model.name} does not tell apart. "
+            "Use data.packing=false, or model=transformer."
+        )
     is_custom = isinstance(model, CustomModel) or isinstance(data, CustomData)
     is_mlp, has_features = isinstance(model, MLP), isinstance(data, Regression)
     if is_mlp != has_features and not is_custom:

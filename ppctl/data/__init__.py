@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ppctl.data.byte_text import stdlib, text
 from ppctl.data.dataset import Batch, DataSet
+from ppctl.data.mixture import mixture
 from ppctl.data.synthetic_tokens import synthetic
 from ppctl.data.teacher_rows import regression
+from ppctl.data.text_files import stdlib, text
 from ppctl.data.token_file import tokens
 
 BUILDERS: dict[str, Callable[..., DataSet]] = {
     "stdlib": stdlib,
     "text": text,
+    "mixture": mixture,
     "tokens": tokens,
     "synthetic": synthetic,
     "regression": regression,
 }
 
-__all__ = ["BUILDERS", "Batch", "DataSet", "regression", "stdlib", "synthetic", "text", "tokens"]
+__all__ = ["BUILDERS", "Batch", "DataSet", "mixture", "regression", "stdlib", "synthetic", "text", "tokens"]

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import grain
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from ppctl.errors import DataError
 
 Batch = dict[str, np.ndarray]
+Part = tuple[int, int, float]  # examples to train on, held-out ones, weight
 
 ORDER_VERSION = 1  # part of every fingerprint: raise it when the same settings come to mean other batches
 EVAL_ORDER_SEED = 0  # not the run's seed: runs that differ in the seed are compared on the same text
@@ -42,6 +44,8 @@ class DataSet:
     input_dim: int | None = None  # features a row; None: tokens
     target_dim: int | None = None
     is_shuffled: bool = True  # False: every epoch meets its examples in the order of their numbers
+    is_packed: bool = False  # inputs say where documents start, see `ppctl.data.packing`
+    mixture: Sequence[Part] = ()  # consecutive parts that are met by their weights, each in an order of its own
 
     def batches(self, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Global batches start_step, start_step+1, ... without end, each restricted to `rows` (None: all).
@@ -50,10 +54,7 @@ class DataSet:
         [rows, input_dim], targets float32 [rows, target_dim]. No batch before start_step is read.
         """
         assert start_step >= 0, start_step
-        order = grain.MapDataset.range(self.num_examples)
-        if self.is_shuffled:
-            order = order.shuffle(seed=_order_seed(self.seed))
-        return self._in_order(order.repeat(), range(start_step, sys.maxsize // self.batch_size), rows)
+        return self._in_order(self._order(), range(start_step, sys.maxsize // self.batch_size), rows)
 
     def eval_batches(self, num_batches: int, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """The first num_batches held-out batches, restricted to `rows`: the same in every call and for every seed.
@@ -76,8 +77,23 @@ class DataSet:
                 f"{self.num_eval_examples} examples held out of {self.num_examples + self.num_eval_examples}. "
                 f"Use {few}."
             )
+        if self.mixture:
+            return self._in_order(held_out_of(self.num_examples, self.mixture), range(num_batches), rows)
         held_out = grain.MapDataset.range(self.num_examples, self.num_examples + self.num_eval_examples)
         return self._in_order(held_out.shuffle(seed=EVAL_ORDER_SEED), range(num_batches), rows)
+
+    def _order(self) -> grain.MapDataset[int]:
+        """Return the numbers of the examples to train on, without end."""
+        bounds = (
+            np.cumsum([0, *(num for num, _, _ in self.mixture)]).tolist() if self.mixture else [0, self.num_examples]
+        )
+        orders = []
+        for i, (first, last) in enumerate(pairwise(bounds)):
+            order = grain.MapDataset.range(first, last)
+            if self.is_shuffled:
+                order = order.shuffle(seed=_order_seed(self.seed, *((i,) if self.mixture else ())))
+            orders.append(order.repeat())
+        return mixed(orders, [weight for _, _, weight in self.mixture])
 
     def _in_order(self, order: grain.MapDataset[int], steps: range, rows: Sequence[int] | None) -> Iterator[Batch]:
         rows = range(self.batch_size) if rows is None else rows
@@ -91,9 +107,25 @@ class DataSet:
         return iter(grain.MapDataset.range(steps.start, steps.stop).map(batch).to_iter_dataset(READ_AHEAD))
 
 
-def _order_seed(seed: int) -> int:
+def held_out_of(first: int, mixture: Sequence[Part]) -> grain.MapDataset[int]:
+    """Return the numbers of the held-out examples of a mixture, from `first` on, until those of a part are used up."""
+    bounds = np.cumsum([first, *(num for _, num, _ in mixture)]).tolist()
+    orders = [grain.MapDataset.range(a, b).shuffle(seed=EVAL_ORDER_SEED) for a, b in pairwise(bounds)]
+    return mixed(orders, [weight for _, _, weight in mixture])
+
+
+def mixed(orders: Sequence[grain.MapDataset[int]], weights: Sequence[float]) -> grain.MapDataset[int]:
+    """Return several orders as one, by weights; one alone as it is."""
+    if len(orders) == 1:
+        return orders[0]
+    for order in orders:
+        order[0]  # grain sets its counters up on the first access, and not thread-safely
+    return grain.MapDataset.mix(orders, weights)
+
+
+def _order_seed(seed: int, *part: int) -> int:
     # grain shuffles epoch e with seed+e: unmixed, epoch 1 of seed 0 would be epoch 0 of seed 1.
-    return int(np.random.SeedSequence(seed).generate_state(1)[0])
+    return int(np.random.SeedSequence(seed, spawn_key=part).generate_state(1)[0])
 
 
 def num_held_out(have: str, num_examples: int, eval_fraction: float, batch_size: int) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ppctl.data.dataset import Batch, DataSet, fingerprint, num_held_out
 
+NO_TOKEN = -1  # a target that is none, as in ppctl.model.cross_entropy
 DIGEST_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 DIGEST_BLOCK_BYTES = 1 << 20
 
@@ -23,12 +24,16 @@ def from_tokens(
     batch_size: int,
     seed: int,
     eval_fraction: float,
+    is_learned: np.ndarray | None = None,
+    about: str = "",
 ) -> DataSet:
     """Return the data set of `tokens` [num_tokens] (integers, maybe memory-mapped) in windows of seq_len+1 tokens.
 
     Window i starts at token i*seq_len: the last target of one is the first input of the next, so that each token is
     predicted once. The windows held out are the last ones; they start one token later, to share none with training.
-    `content` is the digest of the tokens, `source` names them in messages. Raises DataError when there are too few.
+    is_learned [num_tokens]: a token that is not is no target (NO_TOKEN); None: all are. `content` is the digest of the
+    tokens, `source` names them in messages, `about` says more of them to people. Raises DataError when there are too
+    few.
     """
     gap = 1 if eval_fraction > 0 else 0
     num_windows = max(0, len(tokens) - 1 - gap) // seq_len
@@ -37,13 +42,18 @@ def from_tokens(
     num_train = num_windows - num_eval
     windows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), seq_len + 1)
 
+    learned = None if is_learned is None else np.lib.stride_tricks.sliding_window_view(is_learned, seq_len + 1)
+
     def read(examples: np.ndarray) -> Batch:
         starts = examples * seq_len + (examples >= num_train)
-        return next_token(windows[starts].astype(np.int32))
+        batch = next_token(windows[starts].astype(np.int32))
+        if learned is not None:
+            batch["targets"] = np.where(learned[starts][:, 1:], batch["targets"], np.int32(NO_TOKEN))
+        return batch
 
     return DataSet(
         name=name,
-        source=source,
+        source=source + about,
         fingerprint=fingerprint(
             name=name,
             content=content,

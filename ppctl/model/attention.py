@@ -35,36 +35,47 @@ LONG = 1024
 LANES = 128  # of a TPU
 PALLAS_BLOCKS = (512, 384, 256, LANES)  # tokens of a block on TPUs: the first that divides a sequence, as MaxText's 512
 
-Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q [B, T, N, H], k and v [B, S, G, H] -> [B, T, N, H]
+# q [B, T, N, H], k and v [B, S, G, H], and of packed sequences the document of each token [B, T] -> [B, T, N, H]
+Kernel = Callable[..., jax.Array]
 
 
 def choose(
-    wanted: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int, cp: int = 1, scoring: Scoring = PLAIN
+    wanted: str,
+    device: Any,
+    dtype: jnp.dtype,
+    head_dim: int,
+    num_tokens: int,
+    cp: int = 1,
+    scoring: Scoring = PLAIN,
+    *,
+    packed: bool = False,
 ) -> str:
     """Return the kernel that `wanted` (auto, or a kernel) means on a device, which need not be here.
 
     device: has platform, and on GPUs compute_capability, as jax.Device; dtype: of compute; num_tokens: of a sequence,
-    or where devices along cp divide it, of a piece. ConfigError where the device, the dtype or the sizes do not allow a
-    kernel that was asked for by name.
+    or where devices along cp divide it, of a piece; packed: a sequence has several documents. ConfigError where the
+    device, the dtype or the sizes do not allow a kernel that was asked for by name.
     """
     if wanted != "auto":
-        reason = _refusal(wanted, device, dtype, head_dim, num_tokens, scoring)
+        reason = _refusal(wanted, device, dtype, head_dim, num_tokens, scoring, packed)
         if wanted not in PAIR_KERNELS and cp > 1:
             reason = f"mesh.cp={cp} merges parts of a softmax, which {wanted} does not give"
         if reason is not None:
             raise ConfigError(f"model.attention={wanted}: {reason}. Use model.attention=auto, which chooses one.")
         return wanted
     for kernel in ("cudnn", "pallas") if cp == 1 else ("cudnn",):
-        if _refusal(kernel, device, dtype, head_dim, num_tokens, scoring) is None:
+        if _refusal(kernel, device, dtype, head_dim, num_tokens, scoring, packed) is None:
             return kernel
     return "chunked" if num_tokens >= LONG else "xla"
 
 
 def _refusal(
-    kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int, scoring: Scoring
+    kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int, scoring: Scoring, packed: bool
 ) -> str | None:
     """Return why a kernel cannot run, or None."""
     if kernel == "cudnn":
+        if packed:
+            return "the call of cuDNN has no mask of documents, and data.packing=true needs one"
         version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))  # AMD's has letters
         if device.platform not in ("gpu", "cuda") or version is None:
             return f"cuDNN runs on NVIDIA GPUs, and the platform is {device.platform}"
@@ -106,12 +117,12 @@ def attention(wanted: str, device: Any = None, axes: StageAxes = WHOLE, scoring:
     device: where it is to run; None: on the first that is here. axes: with cp, T are the tokens of one device.
     """
 
-    def mix(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array) -> jax.Array:
+    def mix(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *documents_BT: jax.Array) -> jax.Array:
         place = jax.devices()[0] if device is None else device
         sizes = q_BTNH.dtype, q_BTNH.shape[3]
         if axes.cp == 1:
-            chosen = choose(wanted, place, *sizes, q_BTNH.shape[1], 1, scoring)
-            return kernel_named(chosen, scoring)(q_BTNH, k_BSGH, v_BSGH)
+            chosen = choose(wanted, place, *sizes, q_BTNH.shape[1], 1, scoring, packed=bool(documents_BT))
+            return kernel_named(chosen, scoring)(q_BTNH, k_BSGH, v_BSGH, *documents_BT)
         pair = pair_kernel(choose(wanted, place, *sizes, q_BTNH.shape[1] // 2, axes.cp, scoring), scoring)
         return kernel_of(*context_functions(pair, axes))(q_BTNH, k_BSGH, v_BSGH)
 
@@ -119,7 +130,13 @@ def attention(wanted: str, device: Any = None, axes: StageAxes = WHOLE, scoring:
 
 
 def pallas(
-    q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *, scoring: Scoring = PLAIN, interpret: bool = False
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    documents_BT: jax.Array | None = None,
+    *,
+    scoring: Scoring = PLAIN,
+    interpret: bool = False,
 ) -> jax.Array:
     """Attention by JAX's splash kernels for TPUs; T and H are as `choose` demands. interpret: on any device."""
     # imported here: Pallas takes 0.3 s
@@ -143,26 +160,37 @@ def pallas(
         interpret=interpret,
     )
     q_BNTH, k_BGSH, v_BGSH = (a.transpose(0, 2, 1, 3) for a in (q_BTNH, k_BSGH, v_BSGH))
-    out_BNTH: Any = jax.vmap(kernel)(q_BNTH * scoring.scale_of(H), k_BGSH, v_BGSH)
+    both = None if documents_BT is None else splash_attention_kernel.SegmentIds(documents_BT, documents_BT)
+    out_BNTH: Any = jax.vmap(kernel)(q_BNTH * scoring.scale_of(H), k_BGSH, v_BGSH, both)
     return out_BNTH.transpose(0, 2, 1, 3)
 
 
 def kernel_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Kernel:
     """Return attention by two functions: q, k, v -> output, log_sums; and all of these, g -> gradients of q, k, v.
 
-    log_sums: logarithms of the sums of the softmax.
+    log_sums: logarithms of the sums of the softmax. Of packed sequences both are given documents_BT too.
     """
 
     @jax.custom_vjp
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return forward(q, k, v)[0]
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, ...]) -> jax.Array:
+        return forward(q, k, v, **_named(documents))[0]
 
-    def save(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        out, log_sums = (checkpoint_name(a, "saved") for a in forward(q, k, v))
-        return out, (q, k, v, out, log_sums)
+    def save(
+        q: jax.Array, k: jax.Array, v: jax.Array, documents: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        out, log_sums = (checkpoint_name(a, "saved") for a in forward(q, k, v, **_named(documents)))
+        return out, (q, k, v, out, log_sums, documents)
 
-    kernel.defvjp(save, lambda saved, g: backward(*saved, g))
-    return kernel
+    def pull(saved: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
+        *arrays, documents = saved
+        return (*backward(*arrays, g, **_named(documents)), None)
+
+    kernel.defvjp(save, pull)
+    return lambda q, k, v, *documents: kernel(q, k, v, documents)
+
+
+def _named(documents: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    return dict(zip(("documents_BT",), documents, strict=False))
 
 
 PAIR_KERNELS = ("xla", "chunked", "cudnn")  # those that merge parts of a softmax

@@ -75,7 +75,7 @@ class Attention(nnx.Module):
         self.query_norm = norm(self.head_dim, sizes, dtype, rngs) if sizes.qk_norm else None
         self.key_norm = norm(self.head_dim, sizes, dtype, rngs) if sizes.qk_norm else None
 
-    def __call__(self, x_MD: jax.Array, num_tokens: int) -> jax.Array:
+    def __call__(self, x_MD: jax.Array, num_tokens: int, documents_BT: jax.Array | None = None) -> jax.Array:
         x_MD = gather(x_MD, self.axes)
         kv_shape = (-1, num_tokens, self.num_kv_heads, self.head_dim)
         q_BTNH = self.query(x_MD).reshape(-1, num_tokens, self.num_heads, self.head_dim)
@@ -83,7 +83,8 @@ class Attention(nnx.Module):
         k_BSGH = self._of_kv_heads(self.key, x_MD).reshape(kv_shape)
         k_BSGH = self.turn(k_BSGH if self.key_norm is None else self.key_norm(k_BSGH))
         v_BSGH = self._of_kv_heads(self.value, x_MD).reshape(kv_shape)
-        mixed = self.mix(q_BTNH, k_BSGH, v_BSGH).reshape(x_MD.shape[0], -1)
+        of_documents = () if documents_BT is None else (documents_BT,)
+        mixed = self.mix(q_BTNH, k_BSGH, v_BSGH, *of_documents).reshape(x_MD.shape[0], -1)
         return scatter(self.out(mixed), self.axes)
 
     def _of_kv_heads(self, linear: nnx.Linear, x_MD: jax.Array) -> jax.Array:
@@ -126,11 +127,10 @@ class Block(nnx.Module):
         self.attention_post_norm = new_norm() if sizes.post_norms else None
         self.mlp_post_norm = new_norm() if sizes.post_norms else None
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, documents_BT: jax.Array | None = None) -> jax.Array:
         B, T, D = x_BTD.shape
         x_MD = x_BTD.reshape(B * T, D)
-        num_tokens = T * self.axes.tp if self.axes.divides_rows else T
-        mixed = self.attention(self.attention_norm(x_MD), num_tokens)
+        mixed = self.attention(self.attention_norm(x_MD), T * self.axes.row_parts, documents_BT)
         x_MD = x_MD + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
         out = self.mlp(self.mlp_norm(x_MD))
         x_MD = x_MD + (out if self.mlp_post_norm is None else self.mlp_post_norm(out))

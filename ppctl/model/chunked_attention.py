@@ -18,17 +18,22 @@ BLOCK = 256  # tokens of a block
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, causal: bool = True, scoring: Scoring = PLAIN
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    causal: bool = True,
+    scoring: Scoring = PLAIN,
+    documents_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (output, logarithms of the sums of exponentials [B, N, T])."""
-    num_keys = k_BSGH.shape[1]
+    num_keys, documents = k_BSGH.shape[1], _document_blocks(documents_BT)
     q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
     wide = jnp.promote_types(q.dtype, jnp.float32)
 
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         mix, total, largest = carry
         i, j = pair
-        scores, _ = _scores(q, k, pair, wide, causal, num_keys, scoring)
+        scores, _ = _scores(q, k, pair, wide, causal, num_keys, scoring, documents)
         before, own = largest[i], scores.max(-1)
         now = jnp.maximum(before, own)
         weights, shrink = jnp.exp(scores - now[..., None]), jnp.exp(before - now)
@@ -53,8 +58,9 @@ def backward(
     g_BTNH: jax.Array,
     causal: bool = True,
     scoring: Scoring = PLAIN,
+    documents_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    num_keys = k_BSGH.shape[1]
+    num_keys, documents = k_BSGH.shape[1], _document_blocks(documents_BT)
     log_sums = _query_blocks(log_sums_BNT.swapaxes(1, 2)[..., None], k_BSGH)[..., 0]
     q, k, v = _query_blocks(q_BTNH, k_BSGH), _key_blocks(k_BSGH), _key_blocks(v_BSGH)
     g, out = _query_blocks(g_BTNH, k_BSGH), _query_blocks(out_BTNH, k_BSGH)
@@ -65,7 +71,7 @@ def backward(
     def one_pair(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         dq, dk, dv = carry
         i, j = pair
-        scores, capped = _scores(q, k, pair, wide, causal, num_keys, scoring)
+        scores, capped = _scores(q, k, pair, wide, causal, num_keys, scoring, documents)
         weights = jnp.exp(scores - log_sums[i][..., None])
         dv = dv.at[j].add(product("BGRCS,BGRCH->BSGH", weights.astype(g.dtype), g[i]))
         change = weights * (product("BGRCH,BSGH->BGRCS", g[i], v[j]) - drift[i][..., None])
@@ -87,12 +93,14 @@ def _scores(
     causal: bool,
     num_keys: int,
     scoring: Scoring,
+    documents: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the scores [B, G, R, C, C] of a pair of blocks of queries and keys, and the same of all their tokens."""
     i, j = pair
     scores = jnp.einsum("BGRCH,BSGH->BGRCS", q[i], k[j], preferred_element_type=dtype)
     capped = scoring.capped(scores * scoring.scale_of(q.shape[-1]))
     if not causal:
+        assert documents is None, "documents of a part of a sequence"
         block = k.shape[2]
         is_padding = j * block + jnp.arange(block) >= num_keys  # causal queries come before it
         return jnp.where(is_padding, NEVER, capped) if num_keys % block else capped, capped
@@ -101,6 +109,9 @@ def _scores(
     is_never = (i == j) & comes_later
     if scoring.window is not None:
         is_never |= (i - j) * len(here) + here[:, None] - here >= scoring.window
+    if documents is not None:
+        is_other_BCS = documents[i][:, :, None] != documents[j][:, None]
+        is_never |= is_other_BCS[:, None, None]
     return jnp.where(is_never, NEVER, capped), capped
 
 
@@ -126,6 +137,11 @@ def _padded(a: jax.Array) -> jax.Array:
     number = -(-T // block)
     a = jnp.pad(a, [(0, 0), (0, number * block - T), *[(0, 0)] * (a.ndim - 2)])
     return a.reshape(B, number, block, *a.shape[2:])
+
+
+def _document_blocks(documents_BT: jax.Array | None) -> jax.Array | None:
+    """Return [K, B, C]."""
+    return None if documents_BT is None else _padded(documents_BT).swapaxes(0, 1)
 
 
 def _query_blocks(q_BTNH: jax.Array, k_BSGH: jax.Array) -> jax.Array:

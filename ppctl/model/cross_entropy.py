@@ -34,14 +34,14 @@ def cross_entropy(
     """Return the sum over tokens of -log softmax(logits)[target] in nats, in at least float32.
 
     w: the head's matrix [D, V], or the embedding's [V, D] where it is tied. logits are x @ w in at least float32,
-    or cap*tanh(x @ w/cap).
+    or cap*tanh(x @ w/cap). Targets may be NO_TOKEN, which adds nothing.
     vocabulary: where devices along tp have parts of it, w is this device's, and the result its part of the sum, which
-    is the sum over devices; targets may be NO_TOKEN. None: no device has but a part, and all targets are tokens.
+    is the sum over devices. None: no device has but a part.
     """
     num_tokens, vocab_size = x_MD.shape[0], w.shape[0 if is_tied else 1]
     if num_tokens * vocab_size <= FEW_LOGITS:
         losses_M = _losses(x_MD, w, targets_M, is_tied, vocabulary, cap)
-        return (losses_M if vocabulary is None else jnp.where(targets_M == NO_TOKEN, 0, losses_M)).sum()
+        return jnp.where(targets_M == NO_TOKEN, 0, losses_M).sum()
     size = max(LEAST_TOKENS, MOST_LOGITS // vocab_size)
     num_chunks = -(-num_tokens // size)
     size = -(-num_tokens // num_chunks)

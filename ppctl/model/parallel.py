@@ -46,6 +46,11 @@ class StageAxes:
         return self.sequence_parallel and self.tp > 1
 
     @property
+    def row_parts(self) -> int:
+        """Return over how many devices the rows of activations are divided."""
+        return self.tp if self.divides_rows else 1
+
+    @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes, as traces need them."""
         return ("tp", self.tp), ("cp", self.cp)
@@ -56,7 +61,7 @@ class StageAxes:
         >>> StageAxes(tp=2, cp=2).padded(131), StageAxes(tp=4).padded(131), StageAxes(cp=2).padded(131)
         (132, 132, 132)
         """
-        rows = self.tp if self.divides_rows else 1
+        rows = self.row_parts
         unit = self.cp * lcm(2, rows) if self.cp > 1 else rows  # with cp a device has two pieces of a sequence
         return -(-num_tokens // unit) * unit
 

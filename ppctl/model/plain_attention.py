@@ -15,7 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 from ppctl.model.scoring import NEVER, PLAIN, Scoring
 
 
-def plain(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, scoring: Scoring = PLAIN) -> jax.Array:
+def plain(
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    documents_BT: jax.Array | None = None,
+    *,
+    scoring: Scoring = PLAIN,
+) -> jax.Array:
     """Attention as matrix products and a softmax."""
     B, T, N, H = q_BTNH.shape
     G = k_BSGH.shape[2]
@@ -23,7 +30,8 @@ def plain(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, scoring: Scor
     q_BGMH = q_BTGRH.transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
     scores_BGMS = jnp.einsum("BGMH,BSGH->BGMS", q_BGMH, k_BSGH)
     scores_BGMS = scoring.capped(scores_BGMS.astype(jnp.promote_types(scores_BGMS.dtype, jnp.float32)))
-    weights_BGMS = softmax(jnp.where(_attended(T, T, N // G, scoring), scores_BGMS, NEVER), v_BSGH.dtype)
+    is_attended = _attended(T, T, N // G, scoring, documents_BT)
+    weights_BGMS = softmax(jnp.where(is_attended, scores_BGMS, NEVER), v_BSGH.dtype)
     mix_BGMH = jnp.einsum("BGMS,BSGH->BGMH", weights_BGMS, v_BSGH)
     mix_BTNH = mix_BGMH.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
     return checkpoint_name(mix_BTNH, "saved")
@@ -90,11 +98,13 @@ def _scores(q_BTNH: jax.Array, k_BSGH: jax.Array, causal: bool, scoring: Scoring
     return jnp.where(_attended(T, S, N // G, scoring), capped_BGMS, NEVER), capped_BGMS
 
 
-def _attended(T: int, S: int, R: int, scoring: Scoring) -> jax.Array:
-    """Return [M, S]: whether a query attends to a key."""
+def _attended(T: int, S: int, R: int, scoring: Scoring, documents_BT: jax.Array | None = None) -> jax.Array:
+    """Return [M, S]: whether a query attends to a key; with documents [B, 1, M, S], as each sequence has its own."""
     attended_TS = jnp.tril(jnp.ones((T, S), bool))
     if scoring.window is not None:
         attended_TS = jnp.triu(attended_TS, 1 - scoring.window)
+    if documents_BT is not None:
+        attended_TS = (attended_TS & (documents_BT[:, :, None] == documents_BT[:, None]))[:, None]  # [B, 1, T, S]
     return jnp.tile(attended_TS, (R, 1))
 
 

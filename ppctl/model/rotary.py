@@ -102,6 +102,16 @@ def rotate_reversed(x_BTNH: jax.Array, rope: Rope, axes: StageAxes = WHOLE) -> j
     return jnp.concatenate([turned, *rest], axis=-1) if rest else turned
 
 
+def rotate_at(x_BTNH: jax.Array, rope: Rope, first: jax.Array, num_positions: int) -> jax.Array:
+    """Return `rotate` of tokens whose positions begin with `first`; first + T <= num_positions."""
+    x_BTNR, rest = _parts(x_BTNH, rope)
+    tables = _tables_of(rope, num_positions, x_BTNR.shape[-1])  # of all positions: their angles are exact
+    own = lambda table: jax.lax.dynamic_slice_in_dim(jnp.asarray(table, x_BTNR.dtype), first, x_BTNR.shape[1])  # noqa: E731
+    cos, sin = (own(table)[:, None] for table in tables)
+    a, b = jnp.split(x_BTNR, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos, *rest], axis=-1)
+
+
 def _parts(x_BTNH: jax.Array, rope: Rope) -> tuple[jax.Array, list[jax.Array]]:
     """Return (what is turned of each head, the rest where there is any)."""
     head_dim = x_BTNH.shape[-1]

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from ppctl.errors import ConfigError
 from ppctl.model.architecture import Architecture
 from ppctl.model.attention import Kernel, attention
 from ppctl.model.blocks import Block, BlockSettings, norm
 from ppctl.model.cross_entropy import NO_TOKEN, cross_entropy, logits
+from ppctl.model.packing import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter, shard_of
 from ppctl.model.rotary import Rotate, rotation
 from ppctl.model.scoring import Scoring
@@ -44,6 +46,7 @@ def transformer(
     dtype: jnp.dtype,
     mix: Mix | None = None,
     rotate: Rotate | None = None,
+    packed: bool = False,
     axes: StageAxes = WHOLE,
     **sizes: Any,
 ) -> Stack:
@@ -51,21 +54,28 @@ def transformer(
 
     sizes: the fields of `Architecture`, each of which `config.Transformer` explains in a line; those without a default
     are needed. dtype: of the parameters.
-    inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]. T is any number of tokens.
+    inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]. T is any number of tokens. A target
+    that is NO_TOKEN counts neither in the sum of losses nor in their number.
+    packed: inputs may hold several documents, see `ppctl.model.packing`; x has rows that say where they start.
     Layers are one function where all have the window or none has, else one of two.
     mix: attention on a stage's axes, rotate: rotary positions; None: as the device that is here has them.
     axes: how a stage is divided; the functions of a divided one are those of one device (`Stack.divided`).
     The loss is cross-entropy in nats, one a token, in at least float32. Sizes that do not fit fail in tracing, with the
     error of the operation; those that tp does not divide raise ConfigError.
     """
-    return _stack(Architecture(**sizes), dtype, mix or _mix_here, rotate or rotation(), axes)
+    return _stack(Architecture(**sizes), dtype, mix or _mix_here, rotate or rotation(), packed, axes)
 
 
 def _mix_here(axes: StageAxes, scoring: Scoring) -> Kernel:
     return attention("auto", axes=axes, scoring=scoring)
 
 
-def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, axes: StageAxes) -> Stack:
+def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, packed: bool, axes: StageAxes) -> Stack:
+    if packed and axes.cp > 1:
+        raise ConfigError(
+            f"mesh.cp={axes.cp} divides a sequence over devices, but with data.packing=true attention stays within "
+            "documents, which no kernel does across devices. Use mesh.cp=1, or data.packing=false."
+        )
     sizes.check_divides(axes)
     tied, cap = sizes.tied, sizes.logit_softcap
 
@@ -82,29 +92,41 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, axes
         return nnx.to_pure_dict(nnx.state(Ends(sizes, dtype, nnx.Rngs(key)), nnx.Param))
 
     def embed(ends: Tree, inputs_BT: jax.Array) -> jax.Array:
-        x_BTD = _looked_up(ends["embedding"], own_tokens(inputs_BT, axes), axes)
+        if not packed:
+            return embed_ids(ends, own_tokens(inputs_BT, axes))
+        ids_BT, is_first_BT = split_starts(inputs_BT)
+        return with_starts(embed_ids(ends, own_tokens(ids_BT, axes)), own_tokens(is_first_BT, axes))
+
+    def embed_ids(ends: Tree, ids_BT: jax.Array) -> jax.Array:
+        x_BTD = _looked_up(ends["embedding"], ids_BT, axes)
         return x_BTD * jnp.asarray(sizes.d_model**0.5, x_BTD.dtype) if sizes.scale_embedding else x_BTD
 
     def layer_function(has_window: bool) -> Callable[[Tree, jax.Array], jax.Array]:
         graph = nnx.graphdef(nnx.eval_shape(lambda: Block(settings(has_window), dtype, nnx.Rngs(0))))
 
         def layer(params: Tree, x_BTD: jax.Array) -> jax.Array:
-            return nnx.merge(graph, params)(x_BTD)
+            block = nnx.merge(graph, params)
+            if not packed:
+                return block(x_BTD)
+            rows = num_rows(x_BTD.shape, axes.row_parts)
+            x_BTD, marks = x_BTD[:, :rows], x_BTD[:, rows:]
+            return jnp.concatenate([block(x_BTD, documents_of(marks, rows * axes.row_parts)), marks], axis=1)
 
         return layer
 
     def normed(ends: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(ends_graph, ends)
+        x_BTD = x_BTD[:, : num_rows(x_BTD.shape, axes.row_parts)] if packed else x_BTD
         return model.norm(x_BTD.reshape(-1, sizes.d_model)), (model.embedding if tied else model.head)[...]
 
     def outputs(ends: Tree, x_BTD: jax.Array) -> jax.Array:
-        return logits(*normed(ends, x_BTD), is_tied=tied, cap=cap).reshape(*x_BTD.shape[:2], sizes.vocab_size)
+        return logits(*normed(ends, x_BTD), is_tied=tied, cap=cap).reshape(x_BTD.shape[0], -1, sizes.vocab_size)
 
     def head(ends: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_MD, w = normed(ends, x_BTD)
         if axes.num_devices == 1:
             loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), is_tied=tied, cap=cap)
-            return loss, jnp.asarray(targets_BT.size, loss.dtype)
+            return loss, (targets_BT != NO_TOKEN).sum().astype(loss.dtype)
         targets_M = own_tokens(targets_BT, axes, fill=NO_TOKEN).reshape(-1)
         vocabulary = sizes.vocab_size, axes.tp
         loss = cross_entropy(gather(x_MD, axes), w, targets_M, is_tied=tied, vocabulary=vocabulary, cap=cap)
@@ -121,7 +143,7 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, axes
         head,
         mixes_examples=False,
         outputs=outputs,
-        divided=lambda axes: _stack(sizes, dtype, mix, rotate, axes),
+        divided=lambda axes: _stack(sizes, dtype, mix, rotate, packed, axes),
     )
     if axes.tp == 1:
         return stack

@@ -20,12 +20,16 @@ from ppctl.model.stack import Stack
 from ppctl.training.user_code import custom_stack
 
 
-def transformer(*, vocab_size: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
+def transformer(*, vocab_size: int, dtype: Any = jnp.float32, packed: bool = False, **sizes: Any) -> Stack:
     """Return a decoder-only transformer as a `Stack`. inputs, targets: token ids [batch, tokens].
+
+    A target of -1 is none: it counts neither in the sum of losses nor in their number.
 
     Args:
         vocab_size: Number of token ids.
         dtype: Of parameters.
+        packed: Sequences may hold several documents, of which none attends to another. The first token of each is
+            written as its complement, ~id.
         sizes: num_layers, d_model, num_heads, activation, window and all else that `ppctl.config.Transformer` has
             (`ppctl train --help model=transformer` lists it), with its defaults.
 
@@ -34,7 +38,7 @@ def transformer(*, vocab_size: int, dtype: Any = jnp.float32, **sizes: Any) -> S
     """
     checked = _checked(settings.Transformer, {**sizes, "vocab_size": vocab_size}, drop=("name", "seq_len"))
     wanted = checked.pop("attention")
-    return transformer_model.transformer(**checked, dtype=dtype, mix=_mix(wanted, None))
+    return transformer_model.transformer(**checked, dtype=dtype, mix=_mix(wanted, None), packed=packed)
 
 
 def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
@@ -91,24 +95,26 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
             f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of data={data.name}. "
             f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
         )
-    attention_kernels(config, compute, device)  # refuses those that cannot run
+    attention_kernels(config, compute, device, packed=data.is_packed)  # refuses those that cannot run
     mix = _mix(sizes.pop("attention"), device)
-    return transformer_model.transformer(**sizes, vocab_size=vocab_size, dtype=dtype, mix=mix, rotate=rotation(device))
+    return transformer_model.transformer(
+        **sizes, vocab_size=vocab_size, dtype=dtype, mix=mix, rotate=rotation(device), packed=data.is_packed
+    )
 
 
 def _mix(wanted: str, device: Any) -> transformer_model.Mix:
     return lambda axes, scoring: attention(wanted, device, axes, scoring)
 
 
-def attention_kernels(config: Config, compute: jnp.dtype, device: Any) -> tuple[str, ...]:
+def attention_kernels(config: Config, compute: jnp.dtype, device: Any, *, packed: bool) -> tuple[str, ...]:
     """Return the attention kernels that the config's transformer has on a device: that of its first layer, and others.
 
-    ConfigError where one cannot run.
+    packed: sequences have several documents. ConfigError where one cannot run.
     """
     model = config.model
     assert isinstance(model, settings.Transformer), "other models have no attention of ours"
     cp = config.mesh.cp
     length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
     scorings = [Scoring(None, model.attention_softcap, window) for window in dict.fromkeys(model.windows)]
-    chosen = [choose(model.attention, device, compute, model.head_width, length, cp, each) for each in scorings]
-    return tuple(dict.fromkeys(chosen))
+    of_model = model.attention, device, compute, model.head_width, length, cp
+    return tuple(dict.fromkeys(choose(*of_model, each, packed=packed) for each in scorings))

@@ -253,7 +253,9 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     schedule, ticks = pipe.schedule, pipe.ticks
     device = pipe.mesh.devices.flat[0]
     model, mesh = config.model, config.mesh
-    kernels = attention_kernels(config, pipe.dtype, device) if isinstance(model, Transformer) else ("xla",)
+    kernels: tuple[str, ...] = ("xla",)
+    if isinstance(model, Transformer):
+        kernels = attention_kernels(config, pipe.dtype, device, packed=job.data.is_packed)
     attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
     yield (
         f"model     {model.name}, {model.num_layers} layers, {pipe.num_parameters:,} parameters, {pipe.dtype} compute"

@@ -39,7 +39,7 @@ def mesh(*, dp: int = 1, pp: int = 1, fsdp: int = 1, tp: int = 1, cp: int = 1, o
     """
     settings = MeshSettings(dp, pp, fsdp, tp, cp, order)
     settings.check()
-    _simulate(settings.num_devices)
+    simulate(settings.num_devices)
     return make_mesh(dp, pp, fsdp, tp, cp, order)
 
 
@@ -63,10 +63,10 @@ def start_jax(config: Config, dtype: str, num_devices: int | None = None) -> Non
         return
     if is_away:
         return
-    _simulate(config.mesh.num_devices if num_devices is None else num_devices)
+    simulate(config.mesh.num_devices if num_devices is None else num_devices)
 
 
-def _simulate(num_devices: int) -> None:
+def simulate(num_devices: int) -> None:
     """Let JAX simulate so many CPU devices when it starts, unless it simulates more."""
     if num_devices > MOST_SIMULATED:
         raise ConfigError(

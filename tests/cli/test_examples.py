@@ -29,6 +29,10 @@ def test_every_example_composes(command, capsys):
     if words[0] == "init":
         assert cli.main(words) == 0
         assert os.listdir() == words[1:2]
+    elif words[0] == "tokenize":
+        Path("notes.txt").write_text("notes to learn from")
+        assert cli.main(words) == 0
+        assert Path("tokenizer/tokenizer.json").exists()
     elif words[0] == "runs":
         Path("runs/tiny").mkdir(parents=True)
         Path("runs/tiny/metrics.jsonl").touch()

@@ -14,6 +14,7 @@ from support.selection import every_other, full
 from ppctl import config as c
 from ppctl.cli.choices import PARTS, all_settings, default_option, options, schema_of, schemas, settings_of
 from ppctl.cli.compose import compose
+from ppctl.config.data import Part
 from ppctl.config.files import ROOT
 from ppctl.errors import ConfigError
 
@@ -24,6 +25,7 @@ NEEDS = {
     ("model", "custom"): ["model.target=a.b", "data=regression"],
     ("data", "custom"): ["data.target=a.b", "model=mlp"],
     ("data", "text"): ["data.path=somewhere"],
+    ("data", "mixture"): ["data.parts=[{path:somewhere}]"],
     ("data", "tokens"): ["data.path=somewhere"],
     ("executor", "reference"): ["mesh=1x1"],
     ("schedule", "csv"): [f"schedule.path={ROOT}/tests/golden/1f1b_p4_m8.csv"],
@@ -62,6 +64,7 @@ def test_every_choice_composes_to_its_dataclass_and_defaults(part, option):
             "path",
             "target",
             "layers",
+            "parts",
         ):
             assert getattr(chosen, field.name) == getattr(default, field.name), field.name
 
@@ -321,3 +324,19 @@ def test_impossible_settings_are_refused_with_their_values(config, message):
     with pytest.raises(ConfigError, match=message) as caught:
         c.check(config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": c.MLP(), "data": c.Stdlib(packing=True)}, "which model=mlp does not tell apart. Use data.packing=f"),
+        ({"data": c.Text(path="x", document="word")}, "data.document=word is not one of file, paragraph, line"),
+        ({"data": c.Text(path="x", records="float32")}, "data.records=float32 is not one of text, uint8"),
+        ({"data": c.Mixture()}, "data.parts=[] has nothing to mix. Use data.parts=[{path: PATH, weight: 0.7}"),
+        ({"data": c.Mixture(parts=[Part("x"), Part("y", weight=0.0)])}, "data.parts[1].weight=0.0 must be a finite"),
+        ({"data": c.Text(path="x", on_error="fix")}, "data.on_error=fix is not one of stop, skip"),
+    ],
+)
+def test_impossible_settings_of_text_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        c.check(c.Config(**settings))

@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": ROOT / "README.md"} | {f"docs/{path.name}": path for path in sorted(ROOT.glob("docs/*.md"))}
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-OTHER_COMMANDS = {"schedule", "runs", "report", "import", "export", "examples", "init"}  # they compose no whole config
+OTHER_COMMANDS = {  # they compose no whole config
+    *("schedule", "tokenize", "import", "export", "generate", "evaluate", "runs", "report", "examples", "init"),
+}
 NEEDS_A_RUN = ("docs/runs.md",)  # its Python reads what `ppctl train recipes=tiny` left
 
 

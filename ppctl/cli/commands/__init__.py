@@ -13,7 +13,7 @@ from pathlib import Path
 
 # in the order of `ppctl --help`
 COMPOSED = ("train", "verify", "doctor", "plan", "rehearse", "tune", "inspect", "bench")
-OTHERS = ("schedule", "runs", "report", "import", "export", "examples", "init")
+OTHERS = ("schedule", "tokenize", "import", "export", "generate", "evaluate", "runs", "report", "examples", "init")
 
 
 def about(name: str) -> str:

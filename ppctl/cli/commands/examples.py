@@ -12,6 +12,10 @@ EXAMPLES = (  # a test composes each
     ("see which runs there are, and how they ended", "ppctl runs"),
     ("look at a run, or compare several, on a page to send to others", "ppctl report tiny"),
     ("train on a text of your own", "ppctl train data=text data.path=notes.txt run.name=notes run.num_steps=1000"),
+    (
+        "train a tokenizer on it, for data.tokenizer=tokenizer",
+        "ppctl tokenize notes.txt --vocab-size 4096 --out tokenizer",
+    ),
     ("write a model and a data set of your own to start from, with a recipe that trains them", "ppctl init mine"),
     ("the same with any JAX function as a model and .npy files as data", "ppctl init mine --network"),
     ("look at a schedule before choosing it", "ppctl schedule show schedule=zb_h1 mesh=1x4"),

@@ -11,14 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppctl.data import byte_text
-from ppctl.data.byte_cache import CHUNK_BYTES, cached_bytes, is_text
-from ppctl.data.byte_text import files_below
+from ppctl.data import text_files
+from ppctl.data.documents import CHUNK_BYTES, Fields, Source, why_no_text
+from ppctl.data.text_files import files_below
+from ppctl.data.token_cache import cached_tokens
+from ppctl.data.tokenizer import byte_tokenizer
 from ppctl.errors import DataError
 
 
+def tokens_of(*files, cache_dir, salt=""):
+    source = Source(files, frozenset(), Fields(), False)
+    return cached_tokens("t", source, byte_tokenizer(), salt, str(cache_dir))
+
+
 def text_of(*files, cache_dir):
-    return cached_bytes("t", files, "", str(cache_dir))[0].tobytes()
+    return tokens_of(*files, cache_dir=cache_dir).ids.tobytes()
 
 
 @pytest.fixture
@@ -43,14 +50,14 @@ def library(tmp_path):
 
 def test_text_is_every_visible_utf8_file_in_the_order_of_paths(build, library, monkeypatch):
     seen = []
-    monkeypatch.setattr(byte_text, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
+    monkeypatch.setattr(text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
     build("text", path=str(library))
     assert seen == ["fünf\n\0second\n\0last\n\0".encode()]
 
 
 def test_text_leaves_its_own_cache_out(build, library, monkeypatch):
     seen = []
-    monkeypatch.setattr(byte_text, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
+    monkeypatch.setattr(text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
     for _ in range(2):
         build("text", path=str(library), cache_dir=str(library / "cache"))
     assert seen[0] == seen[1]
@@ -67,7 +74,7 @@ def test_windows_of_one_file_are_its_bytes(build, tmp_path):
 
 def test_stdlib_is_sources_without_tests_and_what_the_build_wrote():
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [file.relative_to(root) for file in files_below(root, byte_text._is_library)]
+    files = [file.relative_to(root) for file in files_below(root, text_files._is_library)]
     parts = {part for file in files for part in file.parts}
     assert {file.suffix for file in files} == {".py"}
     assert {"argparse.py", "asyncio", "json"} <= parts
@@ -93,7 +100,7 @@ def test_a_damaged_cache_is_written_again(tmp_path, library, damage):
 
 def test_a_sound_cache_is_not_written_again(tmp_path, library):
     text_of(library / "b.py", cache_dir=tmp_path)
-    (cache,) = tmp_path.glob("*.bytes")
+    (cache,) = tmp_path.glob("*.tokens")
     inode = cache.stat().st_ino
     text_of(library / "b.py", cache_dir=tmp_path)
     assert cache.stat().st_ino == inode
@@ -103,11 +110,11 @@ def test_a_sound_cache_is_not_written_again(tmp_path, library):
 def test_a_changed_corpus_never_meets_a_stale_cache(tmp_path, library, change):
     file = library / "b.py"
     os.utime(file, ns=(1, 1))
-    cached_bytes("t", [file], "", str(tmp_path / "cache"))
+    tokens_of(file, cache_dir=tmp_path / "cache")
     if change in ("size", "mtime"):
         file.write_bytes(b"another text" if change == "size" else b"SECOND\n")
     files = [file, library / "c/deep/er.md"] if change == "files" else [file]
-    text, _ = cached_bytes("t", files, "salt" if change == "salt" else "", str(tmp_path / "cache"))
+    text = tokens_of(*files, salt="salt" if change == "salt" else "", cache_dir=tmp_path / "cache").ids
     assert text.tobytes() == b"".join(file.read_bytes() + b"\0" for file in files)
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
@@ -127,23 +134,31 @@ def test_home_is_expanded(build, tmp_path, monkeypatch):
     assert list((tmp_path / "kept").iterdir())
 
 
-@pytest.mark.parametrize(("content", "expected"), [(b"", False), (b"a", True), (b"\xff", False), (b"a\0", False)])
-def test_is_text(tmp_path, content, expected):
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "is empty"),
+        (b"a", None),
+        (b"a\xff", "is no UTF-8 text (invalid start byte at about byte 1)"),
+        (b"a\0", "is no text: byte 1 is 0"),
+    ],
+)
+def test_why_no_text(tmp_path, content, expected):
     (tmp_path / "f").write_bytes(content)
-    assert is_text(tmp_path / "f") is expected
+    assert why_no_text(tmp_path / "f") == expected
 
 
-def test_is_text_follows_characters_across_chunks_and_sees_one_cut_short(tmp_path):
+def test_text_follows_characters_across_chunks_and_sees_one_cut_short(tmp_path):
     (tmp_path / "f").write_bytes(b"a" * (CHUNK_BYTES - 1) + "ü".encode())
-    assert is_text(tmp_path / "f")
+    assert why_no_text(tmp_path / "f") is None
     (tmp_path / "f").write_bytes(b"a" * (CHUNK_BYTES - 1) + "ü".encode()[:1])
-    assert not is_text(tmp_path / "f")
+    assert "unexpected end of data" in why_no_text(tmp_path / "f")
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_with_its_path(build, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        DataError, match=r"The text cache .*file/text-.*\.bytes cannot be .* \(.*\)\. Use data.cache_dir="
+        DataError, match=r"The token cache .*file/text-.*\.tokens cannot be .* \(.*\)\. Use data.cache_dir="
     ):
         build("text", cache_dir=str(tmp_path / "file"))
 
@@ -169,18 +184,40 @@ def test_a_library_without_sources_is_refused_with_the_remedy(build, tmp_path, m
         build("stdlib")
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe", b""])
-def test_a_path_without_text_is_refused_with_the_remedy(build, tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, r"data=text data.path=\S+x.txt: no such file or directory\. Use "),
+        (b"\xff\xfe", r"x.txt is no UTF-8 text .*\. Use data.on_error=skip"),
+        (b"", r"x.txt is empty\. Use data.on_error=skip"),
+    ],
+)
+def test_a_path_without_text_is_refused_with_the_remedy(build, tmp_path, content, fault):
     path = tmp_path / "x.txt"
     if content is not None:
         path.write_bytes(content)
-    fault = "no such file or directory" if content is None else "no UTF-8 text there"
-    with pytest.raises(DataError, match=rf"data=text data.path={path}: {fault}.* Use "):
+    with pytest.raises(DataError, match=fault):
         build("text", path=str(path))
 
 
+def test_a_directory_without_text_is_refused_with_the_remedy(build, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/binary").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"no UTF-8 text there .hidden and binary files are passed over.\. Use another"):
+        build("text", path=str(tmp_path / "empty"))
+
+
+def test_a_pattern_names_files_in_order(build, library, monkeypatch):
+    seen = []
+    monkeypatch.setattr(text_files, "from_tokens", lambda tokens, **_: seen.append(tokens.tobytes()))
+    build("text", path=str(library / "**/*.[mp]*"))
+    assert seen == [b"second\n\0last\n\0"]
+    with pytest.raises(DataError, match=r"\*.jsonl: no file matches\. Use "):
+        build("text", path=str(library / "*.jsonl"))
+
+
 def test_cached_text_is_mapped_and_read_only(tmp_path, library):
-    text, _ = cached_bytes("t", [library / "b.py"], "", str(tmp_path))
+    text = tokens_of(library / "b.py", cache_dir=tmp_path).ids
     base = text
     while isinstance(base, np.ndarray):
         base = base.base

@@ -1,0 +1,194 @@
+"""`ppctl evaluate`: perplexity and bits per byte of a run's model on any data, or its choice among answers."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppctl.cli.commands import COMMANDS, runs
+from ppctl.cli.commands.generate import DTYPES, run_or_checkpoint
+from ppctl.cli.options import Parser
+from ppctl.errors import ConfigError
+from ppctl.reports.terminal import show_json
+
+if TYPE_CHECKING:
+    from ppctl.config import Config
+    from ppctl.training.language_model import LanguageModel
+
+EXAMPLES = (
+    "ppctl evaluate stdlib_2x4",
+    "ppctl evaluate runs/imported data=text data.path=novel.txt --json",
+    "ppctl evaluate runs/imported/checkpoints/500 --choices questions.jsonl",
+)
+# one device reads all examples; a batch is as small as can be, since a data set with fewer examples is refused
+ONE_DEVICE = ("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=1", "run.eval_every=null")
+HELP = f"""\
+ppctl evaluate: {COMMANDS["evaluate"]}.
+
+Usage: ppctl evaluate RUN [data=... data.SETTING=...] [model.seq_len=N] [--json]
+       ppctl evaluate RUN --choices FILE.jsonl [--json]
+
+RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Without data= these are the
+sequences that the run holds out; of other data all of them, or what data.eval_fraction=F holds out. Text is read by the
+run's own tokenizer. Sequences are as long as in training, or model.seq_len=N tokens.
+
+Options:
+  --choices FILE  questions, {{"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}} a line: the choice that the
+                  model finds likeliest is its answer (accuracy), also by likelihood for each byte (accuracy_per_byte)
+  --limit N       only the first N sequences, or questions
+  --dtype DTYPE   of compute: {", ".join(DTYPES)} (default: the run's)
+  --json          print loss (nats a token), perplexity, bits_per_byte, num_tokens as JSON on stdout
+  -h, --help      this text
+
+Examples:
+""" + "\n".join(f"  {line}" for line in EXAMPLES)
+
+
+def serve(words: list[str]) -> int:
+    """Evaluate a model; return the exit code."""
+    options = _parser().read(words)
+    if options.help:
+        print(HELP)
+        return 0
+    overrides = [word for word in options.words if "=" in word and not Path(word).exists()]
+    for word in overrides:
+        if not word.startswith(("data=", "data.", "+data.", "model.seq_len=")):
+            raise ConfigError(f"{word}: `ppctl evaluate` takes data=..., data.SETTING=... and model.seq_len=N alone.")
+    if options.choices is not None and overrides:
+        raise ConfigError(f"--choices {options.choices} has its own text. Leave {overrides[0]} out.")
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit {options.limit} leaves nothing to evaluate. Use 1 or more.")
+    path = run_or_checkpoint([word for word in options.words if word not in overrides], "evaluate")
+    from ppctl.training.language_model import open_language_model
+
+    model = open_language_model(path, options.dtype)
+    if options.choices is not None:
+        return _answer(model, options)
+    return _evaluate(model, overrides, options)
+
+
+def _answer(model: LanguageModel, options: Namespace) -> int:
+    from ppctl.training.text_evaluation import answer_questions, read_questions
+
+    questions = read_questions(Path(options.choices))[: options.limit]
+    with _progress("questions", len(questions)) as progress:
+        found = answer_questions(model, questions, progress)
+    if options.json:
+        show_json({"run": str(model.directory), "step": model.step, **vars(found)})
+        return 0
+    print(f"model               {model.directory}, step {model.step}")
+    print(f"questions           {found.num_questions:,} of {options.choices}")
+    print(f"accuracy            {found.accuracy:.1%}")
+    print(f"accuracy per byte   {found.accuracy_per_byte:.1%}")
+    return 0
+
+
+def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace) -> int:
+    from ppctl.data.tokenizer import load_tokenizer
+    from ppctl.errors import DataError
+    from ppctl.training.job import open_data
+    from ppctl.training.text_evaluation import loss_of_data
+
+    config = _config(model, overrides)
+    data = open_data(config)
+    total = data.num_examples + data.num_eval_examples
+    held_out = not overrides or config.data.eval_fraction > 0
+    examples = range(data.num_examples, total) if held_out else range(total)
+    if not examples:
+        raise DataError("data.eval_fraction=0 of this run holds out nothing to evaluate on. Name data=...")
+    examples = examples[: options.limit]
+    name = getattr(config.data, "tokenizer", None)
+    tokenizer = None if name is None else load_tokenizer(name, getattr(config.data, "end_token", None))
+    with _progress("sequences", len(examples)) as progress:
+        found = loss_of_data(model, data, examples, tokenizer, progress)
+    if options.json:
+        show_json(
+            {
+                "run": str(model.directory),
+                "step": model.step,
+                "loss": found.loss,
+                "perplexity": found.perplexity,
+                "bits_per_byte": found.bits_per_byte,
+                "num_tokens": found.num_tokens,
+                "num_sequences": len(examples),
+            }
+        )
+        return 0
+    print(f"model          {model.directory}, step {model.step}")
+    print(f"data           {data.source}; {len(examples):,} sequences{', held out' if held_out else ''}")
+    print(f"loss           {found.loss:.4f} nats a token, of {found.num_tokens:,}")
+    print(f"perplexity     {found.perplexity:.3f}")
+    if found.bits_per_byte is not None:
+        print(f"bits per byte  {found.bits_per_byte:.4f}")
+    return 0
+
+
+def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
+    """Return a request with the data to evaluate on."""
+    if not overrides:
+        return model.config
+    from ppctl.cli.compose import compose
+    from ppctl.cli.request_words import request_words
+
+    own = [] if any(word.startswith("data=") for word in overrides) else _data_words(request_words, model)
+    usual = ["data.batch_size=1", "data.eval_fraction=0"]
+    given = {word.partition("=")[0] for word in (*own, *overrides)}
+    words = [*own, *overrides, *(word for word in usual if word.partition("=")[0] not in given)]
+    if "model.seq_len" not in given:
+        words.append(f"model.seq_len={model.seq_len}")
+    found: Any = compose([*ONE_DEVICE, *words], [], [])
+    if "data.tokenizer" not in given and hasattr(found.data, "tokenizer"):
+        found.data.tokenizer = model.tokenizer.name
+        found.data.end_token = getattr(model.config.data, "end_token", None)
+    return found
+
+
+def _data_words(request_words: Callable[..., tuple[list[str], list[str]]], model: LanguageModel) -> list[str]:
+    """Return the words of the run's own data, without those that say how it trains."""
+    from dataclasses import asdict
+
+    words, _ = request_words({"data": asdict(model.config.data)})
+    return [word for word in words if not word.startswith(("data.batch_size", "data.eval_fraction"))]
+
+
+def _progress(what: str, number: int) -> AbstractContextManager[Callable[[int], object]]:
+    """Return a bar on a terminal's stderr, nothing elsewhere, to be told how many are done."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    @contextmanager
+    def shown() -> Any:
+        console = Console(stderr=True)
+        if not sys.stderr.isatty():
+            yield lambda done: None
+            return
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task(what, total=number)
+            yield lambda done: bar.update(task, completed=done)
+
+    return shown()
+
+
+def _parser() -> Parser:
+    parser = Parser("ppctl evaluate")
+    parser.add_argument("--choices")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--dtype", choices=DTYPES)
+    return parser
+
+
+def completions(words: list[str]) -> list[str]:
+    """Return the runs that may follow `ppctl evaluate`."""
+    del words
+    return runs.completions(["show"])
+
+
+def option_names() -> list[str]:
+    """Return every option of `ppctl evaluate`."""
+    return _parser().names()

@@ -1,0 +1,153 @@
+"""Tokenizers: trained offline, read back, and chats that say which tokens are the assistant's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from ppctl.data.bpe import SPECIAL, train_bpe, write_tokenizer
+from ppctl.data.chat import CHATML, ChatTemplate, render
+from ppctl.data.documents import Fields, Source
+from ppctl.data.tokenizer import byte_tokenizer, load_tokenizer
+from ppctl.errors import DataError
+
+TEXT = "the quick brown fox jumps over the lazy dog; 12 dogs, naïve füchse\n" * 40
+CHAT = [
+    {"role": "user", "content": "how many?"},
+    {"role": "assistant", "content": "twelve dogs"},
+    {"role": "user", "content": "and füchse?"},
+    {"role": "assistant", "content": "one"},
+]
+PLAIN_CHATML = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def trained(directory, text=TEXT, vocab_size=300):
+    (directory / "corpus.txt").write_text(text)
+    found = train_bpe(Source([directory / "corpus.txt"], frozenset(), Fields(), False), vocab_size)
+    write_tokenizer(directory, found.tokenizer)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_the_same_text_gives_the_same_tokenizer(directory, tmp_path):
+    digests = [hashlib.sha256((trained(d) / "tokenizer.json").read_bytes()).hexdigest() for d in (directory, tmp_path)]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("text", [TEXT, "", "unseen: \0 \t日本語 🦊\r\n  x", "a<|endoftext|>b"])
+def test_any_text_is_encoded_without_loss_and_as_it_stands(directory, text):
+    tokenizer = load_tokenizer(str(directory), None)
+    (ids,) = tokenizer.encode([text])
+    assert tokenizer.decode(ids.tolist()) == text
+    assert tokenizer.end == 0
+    assert tokenizer.end not in ids, "what looks like a special token is text"
+    assert tokenizer.vocab_size == 300
+    assert len(ids) <= len(text.encode())
+
+
+def test_a_file_of_tokenizer_json_and_its_directory_are_the_same(directory):
+    a, b = (load_tokenizer(str(path), None) for path in (directory, directory / "tokenizer.json"))
+    assert a.fingerprint == b.fingerprint != load_tokenizer(str(directory), "<|im_end|>").fingerprint
+
+
+def test_what_a_post_processor_puts_before_a_text_starts_documents(directory, tmp_path):
+    made = json.loads((directory / "tokenizer.json").read_text())
+    made["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    assert load_tokenizer(str(tmp_path), "<|im_end|>").start == (1,)
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["marked", "by prefixes"])
+def test_the_assistants_tokens_are_those_of_its_words(directory, template):
+    tokenizer = load_tokenizer(str(directory), None)
+    chat = render(ChatTemplate(template), CHAT)
+    ids, is_learned = tokenizer.encode_chat(chat.text, chat.answers)
+    assert chat.text.startswith("<|im_start|>user\nhow many?<|im_end|>\n<|im_start|>assistant\ntwelve dogs<|im_end|>\n")
+    assert tokenizer.decode(ids.tolist()) == chat.text
+    end = "" if template == CHATML else "\n"
+    assert tokenizer.decode(ids[is_learned].tolist()) == f"twelve dogs<|im_end|>{end}one<|im_end|>{end}"
+    assert 2 in ids, "special tokens of a template are special"
+    of_bytes = byte_tokenizer().encode_chat(chat.text, chat.answers)
+    assert bytes(of_bytes[0][of_bytes[1]]).decode() == f"twelve dogs<|im_end|>{end}one<|im_end|>{end}"
+
+
+def test_a_template_knows_the_special_tokens_and_jinja_of_others():
+    source = (
+        "{{- bos_token }}{%- for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+        "{{ m.content | trim | tojson }}{%- endfor %}"
+    )
+    messages = [{"role": "user", "content": " é "}, {"role": "tool", "content": "x"}]
+    assert render(ChatTemplate(source, (("bos_token", "<s>"),)), messages).text == '<s>"é"'
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ raise_exception('no system') }}", "ValueError: no system"),
+        ("{% for %}", "TemplateSyntaxError"),
+        ("{{ messages | length }}{{ messages[0].content }}", "of 1 messages is not the beginning"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_refused(template, message):
+    with pytest.raises(DataError, match=message):
+        render(ChatTemplate(template), CHAT)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [("hi", '"hi" is no list of messages'), ([], "no list"), ([{"content": "x"}], 'write {"role": ..., "content"')],
+)
+def test_what_are_no_messages_is_refused(messages, message):
+    with pytest.raises(DataError, match=message):
+        render(ChatTemplate(CHATML), messages)
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "list"])
+def test_a_chat_template_is_found_where_tokenizers_have_it(directory, tmp_path, place):
+    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
+    settings = {"eos_token": {"content": "<|im_end|>"}, "chat_template": "config"}
+    if place == "list":
+        settings["chat_template"] = [{"name": "tool", "template": "x"}, {"name": "default", "template": "config"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if place == "chat_template.jinja":
+        (tmp_path / place).write_text("file")
+    tokenizer = load_tokenizer(str(tmp_path), None)
+    assert tokenizer.end == SPECIAL.index("<|im_end|>")
+    assert tokenizer.template == ChatTemplate("file" if "jinja" in place else "config", (("eos_token", "<|im_end|>"),))
+
+
+@pytest.mark.parametrize(
+    ("write", "end_token", "message"),
+    [
+        (None, None, r"tokenizer.json cannot be read \(No such file or directory\)\. Use bytes, a tokenizer.json"),
+        ("{}", None, "is no tokenizer of the tokenizers library"),
+        ("good", None, r"no eos_token in a tokenizer_config.json says .* Use data.end_token=TOKEN .*<|im_end|>\)"),
+        ("good", "</s>", r"</s> is none of its tokens\. Use data.end_token=TOKEN"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused_with_the_remedy(directory, tmp_path, write, end_token, message):
+    if write is not None:
+        good = (directory / "tokenizer.json").read_text()
+        (tmp_path / "tokenizer.json").write_text(good if write == "good" else write)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(str(tmp_path), end_token)
+
+
+def test_bytes_have_no_special_tokens():
+    with pytest.raises(DataError, match=r"data.end_token=x: data.tokenizer=bytes has no special tokens"):
+        load_tokenizer("bytes", "x")
+    assert np.array_equal(byte_tokenizer().encode(["é"])[0], [0xC3, 0xA9])

@@ -1,0 +1,81 @@
+"""What is read piece by piece, with keys and values kept, equals what is read at once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ppctl import config
+from ppctl.model.decoding import Decoder
+from ppctl.model.stack import init
+from ppctl.model.transformer import transformer
+
+SIZES = {
+    "num_layers": 4,
+    "d_model": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 12,
+    "mlp_ratio": 2.0,
+    "activation": "swiglu",
+    "vocab_size": 40,
+}
+FAMILIES = {
+    "plain": {},
+    "tied, caps, windows": {
+        "tied": True,
+        "attention_softcap": 5.0,
+        "logit_softcap": 3.0,
+        "window": 4,
+        "window_pattern": "WF",
+        "rope_local_theta": 100.0,
+        "post_norms": True,
+        "norm_plus_one": True,
+        "scale_embedding": True,
+    },
+    "biases, norms, yarn": {
+        "qkv_bias": True,
+        "qk_norm": True,
+        "rope_fraction": 0.5,
+        "rope_scaling": "yarn",
+        "rope_factor": 4.0,
+        "rope_original_len": 8,
+    },
+}
+
+
+def decoder(sizes, params, num_devices=1, num_positions=32):
+    make = lambda mix, rotate: transformer(**sizes, dtype=jnp.float64, mix=mix, rotate=rotate)  # noqa: E731
+    kv_shape = sizes["num_kv_heads"], sizes["head_dim"]
+    return Decoder(make, params, jax.devices()[:num_devices], num_positions, kv_shape, jnp.float64)
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+def test_pieces_give_the_logits_of_the_whole(changes):
+    known = asdict(config.Transformer(**SIZES | changes))
+    sizes = {key: value for key, value in known.items() if key not in ("name", "seq_len", "attention")}
+    stack = transformer(**sizes, dtype=jnp.float64)
+    params = init(stack, 0)
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 11), np.int32)
+
+    def whole(tokens):
+        x = stack.embed(params["ends"], tokens)
+        for l in range(stack.num_layers):
+            x = stack.layer_of(l)(jax.tree.map(lambda a, l=l: a[l], params["layers"]), x)
+        return stack.outputs(params["ends"], x)
+
+    expected = np.array(jax.jit(whole)(tokens))
+    short = np.asarray(jax.jit(whole)(tokens[1:, 3:]))  # a row whose first token is at position 3
+    reader = decoder(sizes, params, num_devices=2)
+    cache, starts = reader.empty(2), jnp.array([0, 3], jnp.int32)
+    found = []
+    for first, last in ((0, 4), (4, 8), (8, 9), (9, 10), (10, 11)):
+        logits, cache = reader.read(jnp.asarray(tokens[:, first:last]), cache, first, starts, wants_all=True)
+        found.append(np.asarray(logits))
+    found = np.concatenate(found, 1)
+    assert np.abs(found[0] - expected[0]).max() < 1e-10
+    assert np.abs(found[1, 3:] - short[0]).max() < 1e-10
