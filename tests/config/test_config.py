@@ -142,7 +142,8 @@ def test_settings_load_no_schedule_family():
     loaded = "import sys, ppctl.config; print(*(name for name in sys.modules if name.startswith('ppctl.schedule')))"
     command = [sys.executable, "-c", loaded]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ppctl.schedule", "ppctl.schedule.remat"]
+    rules = "ppctl.schedule.remat", "ppctl.schedule.partition", "ppctl.schedule.partition.division"
+    assert done.stdout.split() == ["ppctl.schedule", *rules]
 
 
 def test_the_names_of_settings_are_unique_within_a_part():
