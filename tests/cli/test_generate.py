@@ -46,7 +46,9 @@ def printed(capsys, *words):
 
 
 def test_greedy_text_is_that_of_the_whole_model_again_for_each_token(here, capsys):
-    found = json.loads(printed(capsys, *["generate", "run", "--prompt", "the", "--max-tokens", "9", "--temperature", "0", "--json"]))
+    found = json.loads(
+        printed(capsys, *["generate", "run", "--prompt", "the", "--max-tokens", "9", "--temperature", "0", "--json"])
+    )
     (completion,) = found["completions"]
     ids, run = list(b"the"), ppctl.load_run("run")
     for token in completion["tokens"]:
@@ -67,7 +69,9 @@ def test_a_text_depends_on_seed_and_prompt_alone(here, capsys):
 
 
 def test_a_terminal_gets_prompt_and_text(here, capsys):
-    out = printed(capsys, *["generate", "run/checkpoints/20", "--prompt", "the", "--max-tokens", "5", "--temperature", "0"])
+    out = printed(
+        capsys, "generate", "run/checkpoints/20", "--prompt", "the", "--max-tokens", "5", "--temperature", "0"
+    )
     assert out.startswith("the")
     assert len(out.rstrip("\n")) <= 3 + 5
 

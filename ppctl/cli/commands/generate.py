@@ -24,6 +24,7 @@ EXAMPLES = (
     'ppctl generate runs/imported --prompt "Once upon a time" --temperature 0 --json',
     "ppctl generate runs/imported/checkpoints/500 --prompts prompts.txt --top-p 0.9 --seed 1",
 )
+COMPILED = 1  # the number of the token by which all programs are compiled: the first is of the prompt's
 DTYPES = ("float32", "bfloat16", "float64")
 HELP = f"""\
 ppctl generate: {COMMANDS["generate"]}.
@@ -119,9 +120,11 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
         print(prompts[0], end="", flush=True)
     new: list[list[int]] = [[] for _ in prompts]
     is_done = [False] * len(prompts)
-    began = 0.0
-    for tokens in continuations(decoder, ids, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed):
-        began = began or time.perf_counter()  # prompts are read and programs compiled by then
+    began, timed_from = 0.0, 0
+    found = continuations(decoder, ids, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed)
+    for place, tokens in enumerate(found):
+        if place == COMPILED:
+            began, timed_from = time.perf_counter(), sum(map(len, new)) + len(prompts) - sum(is_done)
         for row, token in enumerate(tokens.tolist()):
             if not is_done[row]:
                 new[row].append(token)
@@ -133,7 +136,7 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     seconds = time.perf_counter() - began
     texts = [text_of(tokenizer, prompt, found) for prompt, found in zip(ids, new, strict=True)]
     number = sum(map(len, new))
-    per_s = (number - len(prompts)) / seconds if number > len(prompts) else None
+    per_s = (number - timed_from) / seconds if began and number > timed_from else None
     if options.json:
         reasons = ["end" if done else "length" for done in is_done]
         found = zip(prompts, texts, new, reasons, strict=True)
