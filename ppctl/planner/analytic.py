@@ -109,11 +109,14 @@ def op_times(
 
     def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
         parts = piece.forward, (*again, *piece.input_grad), piece.weight_grad
-        f, i, w = (speed.seconds(ops, microbatch_examples) + sum(map(sent_s, ops)) for ops in parts)
-        return PieceTimes(f, i, w)
+        f, i, w = ((speed.seconds(ops, microbatch_examples), sum(map(sent_s, ops))) for ops in parts)
+        return PieceTimes(sum(f), sum(i), max(w) if machine.gathers_ahead else sum(w))
 
     def sent_s(op: Op) -> float:
-        """Seconds of what devices that divide a stage send each other: nothing is computed meanwhile."""
+        """Seconds of what devices that divide a stage send each other.
+
+        Products wait for it, but in W: what it gathers again travels while its other products are computed.
+        """
         return 0.0 if op.axis is None else op.sent_s(microbatch_examples, links[op.axis], sizes[op.axis])
 
     setting, layer, again = Remat.of(remat), work.layer, ()

@@ -120,7 +120,9 @@ def _overlap(job: TrainingJob) -> Iterator[str]:
         yield "sums of gradients and the optimizer after all tasks, no overlap"
     elif mesh.num_devices > 1:
         if mesh.tp * mesh.cp > 1 and not pipe.layout.auto and not isinstance(job.config.costs, Measure):
-            yield "nothing computed while devices along tp or cp send"
+            machine = machine_of(job.config, device_kind(pipe), str(pipe.dtype))
+            beside = ", but for weight gradients" if machine.gathers_ahead else ""
+            yield f"nothing computed while devices along tp or cp send{beside}"
         yield "gathers of parameters before all tasks, sums of gradients and the optimizer after, no overlap"
     else:
         yield "the optimizer after all tasks"

@@ -182,7 +182,8 @@ class Simulated:
             f, i = self._with_gathers(len(self.job.pipe.partition[stage]), *ran)
             forward.append(f + gather_s + sent.seconds("F", s, 1))
             input_grad.append(i + gather_s + sent.seconds("I", s, 1))
-            weight_grad.append(ran[2] + sent.seconds("W", s, 1))
+            of_w = ran[2], sent.seconds("W", s, 1)
+            weight_grad.append(max(of_w) if self.machine.gathers_ahead else sum(of_w))
         return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=self._counted.hop_s)
 
     def _with_gathers(self, layers: int, f: float, i: float, w: float) -> tuple[float, float]:

@@ -100,3 +100,35 @@ def test_no_tick_copies_sums_of_gradients(schedule):
         )
     assert "tick_" in text
     assert inside == []
+
+
+@needs_cuda_plugin
+def test_what_weight_gradients_gather_over_tp_travels_beside_products():
+    """In a backward of two layers: gathers of what weight gradients read start before a product and end behind it."""
+    request = config.Config(
+        model=config.Transformer(num_layers=4, d_model=512, num_heads=4, seq_len=512, attention="xla"),
+        mesh=config.Mesh(1, 2, 1, 4),
+        schedule=config.Schedule("1f1b", 4),
+        executor=config.Spmd(remat="none"),
+        data=config.Synthetic(vocab_size=1024, batch_size=4),
+        run=config.Run(dtype="bfloat16"),
+        plan=config.Plan(compile=True, topology="h100:1x8"),
+    )
+    engine = assemble(request).pipe.engine
+    text = engine.compile_program(engine.lower_train_step()).as_text()
+    most = 0
+    for part in re.split(r"\n(?=%|ENTRY )", text):
+        open_gathers: dict[str, bool] = {}  # whether a product has run since
+        beside = 0
+        for line in part.splitlines():
+            op = re.search(r"%?(\S+) = .* (all-gather-start|all-gather-done|custom-call)\(%?([\w.\-]+)", line)
+            if op is None:
+                continue
+            if op[2] == "all-gather-start":
+                open_gathers[op[1]] = False
+            elif op[2] == "all-gather-done":
+                beside += open_gathers.pop(op[3])
+            elif "cublas" in line:
+                open_gathers = dict.fromkeys(open_gathers, True)
+        most = max(most, beside)
+    assert most >= 2  # a layer has two such gathers, the inputs of its columns

@@ -28,6 +28,19 @@ def counted(layout, machine=MACHINE, examples=2, remat="none", **options):
     return op_times(WORK, PARAMS, machine, layout, microbatch_examples=examples, remat=remat, **options)
 
 
+def test_what_weight_gradients_send_travels_beside_their_products_where_gathers_go_ahead():
+    sends = Op(0.0, 100.0, axis="tp")
+    work = replace(WORK, layer=PieceWork((*LAYER.forward, sends), LAYER.input_grad, (*LAYER.weight_grad, sends)))
+    one = partial(
+        op_times, params=PARAMS, layout=PlannedLayout(1, 1, 1, 1, 1, tp=2), microbatch_examples=2, remat="none"
+    )
+    alone, waits = one(WORK, machine=MACHINE).layer, one(work, machine=MACHINE).layer
+    beside = one(work, machine=replace(MACHINE, gathers_ahead=True)).layer
+    sent_s = NEAR.gather_s(200.0, 2)
+    assert waits == PieceTimes(alone.forward_s + sent_s, alone.input_grad_s, alone.weight_grad_s + sent_s)
+    assert beside == waits._replace(weight_grad_s=max(alone.weight_grad_s, sent_s))
+
+
 # --- links -----------------------------------------------------------------------------------------------------------
 
 
