@@ -38,7 +38,7 @@ def test_what_weight_gradients_send_travels_beside_their_products_where_gathers_
     beside = one(work, machine=replace(MACHINE, gathers_ahead=True)).layer
     sent_s = NEAR.gather_s(200.0, 2)
     assert waits == PieceTimes(alone.forward_s + sent_s, alone.input_grad_s, alone.weight_grad_s + sent_s)
-    assert beside == waits._replace(weight_grad_s=max(alone.weight_grad_s, sent_s))
+    assert beside == replace(waits, weight_grad_s=max(alone.weight_grad_s, sent_s))
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
