@@ -43,6 +43,9 @@ def test_every_example_composes(command, capsys):
         Path("runs/tiny/metrics.jsonl").touch()
         assert cli.main(words) == 0
         assert Path("runs/tiny/report.html").exists()
+    elif words[0] in ("import", "export", "generate", "evaluate"):  # all is right but what is not there
+        assert cli.main(words) == 2
+        assert re.search(r"(DIR|tiny).* is (no run|not there)", capsys.readouterr().err)
     elif words[0] == "schedule":  # starts no JAX: it may as well run
         assert cli.main(words) == 0
         assert "bubble" in capsys.readouterr().out
