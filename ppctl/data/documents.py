@@ -48,7 +48,7 @@ class Document(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """What should have been a document."""
+    """A line, row or file that should have been a document."""
 
     place: str
     reason: str

@@ -22,7 +22,7 @@ from ppctl.model.parallel import StageAxes, gather, scatter
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """What a block is: sizes, how its layer attends and turns, and how its stage is divided."""
+    """The settings of a block: sizes, how its layer attends and turns, and how its stage is divided."""
 
     sizes: Architecture
     mix: Kernel

@@ -147,7 +147,7 @@ def machine_of(config: Config, device_kind: str, dtype: str) -> Machine:
 
 
 def _gathers_ahead(config: Config, hardware: Hardware) -> bool:
-    """Return whether compilers for this hardware let gathers travel while other work runs: on GPUs, if told so."""
+    """Return whether compilers for this hardware let gathers travel while other work runs: on GPUs, by their flags."""
     if hardware.name == NOMINAL:
         return False
     flags = config.executor.xla_flags

@@ -92,6 +92,7 @@ def every_mesh():
         context = "ring" if executor == "mpmd" and i % 3 else "gather"
         model = {"num_kv_heads": kv, "tied": tied, "num_layers": 8, "attention": attention}
         how = {"schedule": schedule, "remat": remat, "context": context, "sequence_parallel": i % 7 > 0, "model": model}
+        how["num_microbatches"] = max(2, mesh["pp"]) if schedule == "interleaved" else 2  # of which it has whole groups
         name = " ".join([*(f"{axis}{size}" for axis, size in mesh.items()), executor, schedule, remat])
         yield pytest.param(mesh, ODD | how | {"executor": executor, **knobs}, id=name)
 

@@ -156,7 +156,7 @@ def _data_words(request_words: Callable[..., tuple[list[str], list[str]]], model
 
 
 def _progress(what: str, number: int) -> AbstractContextManager[Callable[[int], object]]:
-    """Return a bar on a terminal's stderr, nothing elsewhere, to be told how many are done."""
+    """Return a context with a function of the number done, which a bar shows where stderr is a terminal."""
     from contextlib import contextmanager
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""What tp and cp can divide: sizes of the transformer, and sequences. Standard library only."""
+"""Sizes of the transformer, and sequences, that tp and cp divide. Standard library only."""
 
 from __future__ import annotations
 

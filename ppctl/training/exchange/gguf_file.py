@@ -95,7 +95,8 @@ def _tensors(path: Path, reader: Any, config: Mapping[str, Any]) -> Tensors:
             values = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
         except NotImplementedError as error:
             raise ConfigError(
-                f"{tensor.name} in {path} is {tensor.tensor_type.name}, which gguf does not read."
+                f"{tensor.name} in {path} is {tensor.tensor_type.name}, which gguf does not read. Use a file of "
+                "another quantization, such as Q8_0."
             ) from error
         values = values.reshape([int(size) for size in tensor.shape[::-1]])
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])

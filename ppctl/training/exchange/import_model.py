@@ -40,7 +40,7 @@ RECIPE = "recipes/imported.yaml"
 
 @dataclass(frozen=True)
 class Imported:
-    """What was imported."""
+    """An imported model: its settings and size, and the files kept for an export."""
 
     model: Transformer
     num_parameters: int
