@@ -43,6 +43,7 @@ lock.flush()
 """
 HANG = "time.sleep(60)"
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(60)"
+# Short sleeps: a signal between Python's look for signals and the start of a sleep is answered only after that sleep.
 SAVING = """
 def save(number, _):
     print("saving after", signal.Signals(number).name)
@@ -50,7 +51,8 @@ def save(number, _):
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGINT, save)
 print("ready")
-time.sleep(60)
+for _ in range(1200):
+    time.sleep(0.05)
 """
 
 
