@@ -271,9 +271,10 @@ def gather_shards(tree: Tree, specs: Tree) -> Tree:
     return jax.tree.map(whole, tree, specs)
 
 
-def layer_specs(staged: Tree) -> Tree:
-    """Return the PartitionSpecs of one layer, from those of layers in staged form."""
-    return jax.tree.map(lambda spec: P(*spec[3:]), staged, is_leaf=lambda a: isinstance(a, P))
+def layer_specs(staged: Tree, *, are_stacked: bool = False) -> Tree:
+    """Return the PartitionSpecs of one layer, or of a chunk's in an array, from those of layers in staged form."""
+    first = 2 if are_stacked else 3
+    return jax.tree.map(lambda spec: P(*spec[first:]), staged, is_leaf=lambda a: isinstance(a, P))
 
 
 def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:

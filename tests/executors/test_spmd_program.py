@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases import COMPILE_FAST, MLP, Case, make_stack, run_reference
+from support.cases import COMPILE_FAST, MLP, Case, make_stack, run_reference, staged_step
 from support.selection import every_other
-from support.spmd_programs import ROWS, collectives, sizes, temp_bytes
+from support.spmd_programs import ROWS, collectives, equations, shapes_of, sizes, temp_bytes
 
 from ppctl.executors.spmd.body import padded_sum
 from ppctl.executors.spmd.program import rank_arrays, spmd_of_rank
@@ -43,6 +43,15 @@ def test_parameters_are_gathered_inside_the_tick_when_asked_for():
     assert loop.pop("collective-permute") == 2
     assert loop.pop("all-gather") >= 2
     assert loop == {}
+
+
+@pytest.mark.parametrize("unroll", [0, 16])
+def test_gradients_are_scattered_layer_by_layer_before_they_are_stacked(unroll):
+    case = Case("interleaved", (2, 2, 2), num_chunks=2, model="mlp", unroll=unroll)
+    step = jax.make_jaxpr(staged_step(case))(*shapes_of(case))
+    scattered = [eqn.invars[0].aval.ndim for eqn in equations(step.jaxpr) if eqn.primitive.name == "reduce_scatter"]
+    assert len(scattered) >= case.num_layers // case.mesh[1]
+    assert max(scattered) == 2  # of a layer's matrix
 
 
 # --- a rank alone ---------------------------------------------------------------------------------------------------

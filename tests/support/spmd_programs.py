@@ -77,18 +77,25 @@ def temp_bytes(schedule, num_chunks, m, remat):
     return compiled(case).memory_analysis().temp_size_in_bytes
 
 
-def num_equations(jaxpr):
+def equations(jaxpr):
+    """All equations of a jaxpr and of those inside them."""
+
     def inner(value):
         if isinstance(value, core.ClosedJaxpr):
-            return num_equations(value.jaxpr)
-        if isinstance(value, core.Jaxpr):
-            return num_equations(value)
-        return sum(map(inner, value)) if isinstance(value, tuple | list) else 0
+            yield from equations(value.jaxpr)
+        elif isinstance(value, core.Jaxpr):
+            yield from equations(value)
+        elif isinstance(value, tuple | list):
+            for each in value:
+                yield from inner(each)
 
-    return sum(1 + sum(map(inner, equation.params.values())) for equation in jaxpr.eqns)
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            yield from inner(value)
 
 
 def sizes(case):
     """Equations traced, and lines handed to the compiler."""
     traced = jax.jit(staged_step(case)).trace(*shapes_of(case))
-    return num_equations(traced.jaxpr.jaxpr), len(traced.lower().as_text().splitlines())
+    return len(list(equations(traced.jaxpr.jaxpr))), len(traced.lower().as_text().splitlines())

@@ -175,18 +175,31 @@ class Device:
         gradients = (sums(self.ends), sums(self.whole)) if self.ticks.has_backward else (None, None)
         return (*zeros_like(head), *gradients)
 
-    def results(self, sums: Tree) -> tuple[jax.Array, jax.Array, Tree]:
-        """Return (sum of losses, number of losses, sums of gradients as parameters are laid out) of this device."""
+    def results(
+        self, sums: Tree, reduced: Callable[[Tree, Tree], Tree], are_scattered: bool
+    ) -> tuple[jax.Array, jax.Array, Tree]:
+        """Return (sum of losses, number of losses, sums of gradients as parameters are laid out) of this device.
+
+        reduced: what makes of gradients and their specs the sums over all replicas; are_scattered: to shards, layer by
+        layer. They are stacked only then: before it, whole gradients would be there twice, and XLA transposes what it
+        scatters along another dim than the first.
+        """
         loss, number, ends, layers = sums
         if not self.ticks.has_backward:
             return loss, number, None
+        if are_scattered:
+            layers = [_apart(chunk) for chunk in layers]
         is_list = isinstance(layers[0], list)
+        one = layer_specs(self.specs["layers"], are_stacked=not is_list)
+        specs = {"ends": self.specs["ends"], "layers": [[one] * len(chunk) if is_list else one for chunk in layers]}
+        grads = in_manual(reduced, {"ends": ends, "layers": layers}, specs, self.auto)
+        layers: Tree = grads["layers"]
         num_slots = len(layers) * (len(layers[0]) if is_list else 1)
         stack = padded_sum if self.options.loops and num_slots <= MOST_PADDED else jnp.stack
         if is_list:
             layers = [jax.tree.map(lambda *leaves: stack(leaves), *chunk) for chunk in layers]
         layers = jax.tree.map(lambda *leaves: stack(leaves)[:, None], *layers)
-        return loss, number, {"ends": ends, "layers": layers}
+        return loss, number, {"ends": grads["ends"], "layers": layers}
 
     # embedding and head
 
@@ -282,6 +295,13 @@ def with_own(sums: Tree, own: Tree) -> Tree:
 def add_layers(sums: Tree, v: int, dw: Tree) -> Tree:
     """Return the sums with the gradients of chunk v's layers added."""
     return (*sums[:3], [add_trees(total, dw) if i == v else total for i, total in enumerate(sums[3])])
+
+
+def _apart(layers: Tree) -> list[Tree]:
+    """Return the layers of a chunk, a list of them or stacked, as a list."""
+    if isinstance(layers, list):
+        return layers
+    return [jax.tree.map(lambda a, k=k: a[k], layers) for k in range(jax.tree.leaves(layers)[0].shape[0])]
 
 
 def _slots(count: int, tree: Tree) -> Tree:

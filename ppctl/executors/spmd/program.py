@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ppctl.errors import ConfigError
-from ppctl.executors.auto_axes import dim_of, in_manual, is_spec, shifted
+from ppctl.executors.auto_axes import dim_of, is_spec, shifted
 from ppctl.executors.layout import Layout, scatter_sums
 from ppctl.executors.mesh import AXES, DATA_AXES, RANK_AXES
 from ppctl.executors.spmd.body import Device, Options
@@ -53,18 +53,17 @@ def spmd(
         axes, rank_axes = layout.manual(AXES), layout.manual(RANK_AXES)
 
         def local(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[jax.Array, Tree]:
-            loss, number, grads = _results(Device, stack, layout, ticks, options, params, specs, batch, *rank)
-            loss, number = jax.lax.psum((loss, number), axes)
-            if grads is None:
-                return loss / number, None
-
             def reduced(grads: Tree, specs: Tree) -> Tree:
                 return {
                     "ends": scatter_sums(grads["ends"], specs["ends"], axes),
                     "layers": scatter_sums(grads["layers"], specs["layers"], rank_axes),
                 }
 
-            grads = in_manual(reduced, grads, specs, layout.auto)
+            results = _results(Device, stack, layout, ticks, options, params, specs, batch, *rank, reduced=reduced)
+            loss, number, grads = results
+            loss, number = jax.lax.psum((loss, number), axes)
+            if grads is None:
+                return loss / number, None
             return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 
         return jax.shard_map(
@@ -132,8 +131,13 @@ def _results(
     table: jax.Array,
     counts: jax.Array,
     numbers: jax.Array,
+    *,
+    reduced: Callable[[Tree, Tree], Tree] = lambda grads, _: grads,
 ) -> tuple[jax.Array, jax.Array, Tree]:
-    """Return what a device of one rank has after all ticks: (sum of losses, their number, sums of gradients)."""
+    """Return what a device of one rank has after all ticks: (sum of losses, their number, sums of gradients).
+
+    reduced: makes the sums of all replicas of such a device's gradients and their specs.
+    """
     microbatches = jax.tree.map(lambda a: a.reshape(ticks.schedule.num_microbatches, -1, *a.shape[1:]), batch)
     layer_slots = [_layer_slots(stack, layout, v, counts[v, 0], numbers[v, 0]) for v in range(layout.num_chunks)]
     divided = None
@@ -143,7 +147,7 @@ def _results(
         divided = DividedWeights(dims, layout.mesh.shape["tp"])
     device = kind(stack, ticks, options, params, specs, microbatches, layer_slots, divided)
     run = run_fb_ticks if ticks.program == "fb" else run_op_ticks
-    return device.results(run(device, table[0]))
+    return device.results(run(device, table[0]), reduced, layout.mesh.shape["fsdp"] > 1)
 
 
 def _check_options(layout: Layout, ticks: Ticks, options: Options) -> None:
