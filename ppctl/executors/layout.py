@@ -220,8 +220,9 @@ class Layout:
         return jax.tree_util.tree_map_with_path(spec, tree)
 
     def over(self, shape: tuple[int, ...], axes: tuple[str, ...], shard: Shard | None = None) -> tuple:
-        """Return axis names for each dim of `shape`: the largest that divides takes `axes`, or the last one alone.
+        """Return axis names for each dim of `shape`: the first that divides takes `axes`, or the last one alone.
 
+        The first: XLA copies an array into another order of dims to gather or scatter it along a later one.
         shard: the dim that tp takes before. Where XLA divides it, no other axis does: shards of shards would have to be
         put in another order when they are gathered.
         """
@@ -233,7 +234,7 @@ class Layout:
             size = int(np.prod([self.mesh.shape[name] for name in those]))
             fits = [d for d, n in enumerate(left) if n % size == 0 and is_free[d]]
             if fits and size > 1:
-                names[max(fits, key=lambda d: left[d])] += those
+                names[fits[0]] += those
                 break
         while names and not names[-1]:
             names.pop()
