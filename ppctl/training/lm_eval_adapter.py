@@ -46,9 +46,7 @@ def evaluate_tasks(
         from lm_eval.utils import make_table  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError("--lm-eval needs the package lm-eval. Install it: pip install 'ppctl[eval]'.") from error
-    os.environ.setdefault(
-        "DISABLE_MULTIPROC", "1"
-    )  # resampling in processes that are forked, which JAX's threads forbid
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # it would fork processes to resample, and JAX has threads
     requests, (known, tasks) = Requests(model, seq_len), _loaded(names)
     with redirect_stdout(sys.stderr):  # lm-eval prints how far it is
         found: Any = lm_eval.simple_evaluate(
@@ -71,15 +69,18 @@ def _loaded(names: Sequence[str]) -> tuple[Any, list[Any]]:
     known = TaskManager(include_defaults=not all(map(_is_file, names)))  # which reads thousands of files
     loaded: list[Any] = []
     for name in names:
-        if not (Path(name).is_file() if _is_file(name) else known.match_tasks([name])):
+        matches = [name] * Path(name).is_file() if _is_file(name) else known.match_tasks([name])  # * and ? are patterns
+        if not matches:
             what = "is no file" if _is_file(name) else "is no task of lm-eval"
             raise ConfigError(f"--lm-eval {name} {what}. `lm-eval ls tasks` lists the tasks; or name a .yaml file.")
-        try:
-            found = known.load(name)
-        except Exception as error:  # whatever reads the data, or the network, raises
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise DataError(f"--lm-eval {name} cannot be loaded ({why[:300]}). Its data must be at hand.") from error
-        loaded += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
+        for each in matches:
+            try:
+                found = known.load(each)
+            except Exception as error:  # whatever reads the data, or the network, raises
+                why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                remedy = "A file must describe one task, and the data of a task be at hand."
+                raise DataError(f"--lm-eval {each} cannot be loaded ({why[:300]}). {remedy}") from error
+            loaded += [found["groups"][each]] if each in found["groups"] else found["tasks"].values()
     return known, loaded
 
 
