@@ -165,10 +165,14 @@ class Likelihood:
         self._score = jax.jit(self._scored)
 
     def of_text(self, prompt: str, continuation: str) -> Score:
-        """Return the score of a continuation. What is one token across their border counts to the continuation."""
+        """Return the score of a continuation, as `tokens_of` divides them."""
+        return self.of_tokens(*self.tokens_of(prompt, continuation))
+
+    def tokens_of(self, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of both. What is one token across their border counts to the continuation."""
         before, whole = self.model.encoded(prompt), self.model.encoded(prompt + continuation)
         shared = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
-        return self.of_tokens(whole[:shared], whole[shared:])
+        return whole[:shared], whole[shared:]
 
     def of_tokens(self, before: Sequence[int], tokens: Sequence[int]) -> Score:
         """Return the score of tokens behind others, of which there is one at least, or what ends documents stands."""

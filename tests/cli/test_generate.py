@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 import ppctl
 from ppctl import cli
 from ppctl.training.language_model import open_language_model
+from ppctl.training.lm_eval_adapter import windows
 from ppctl.training.text_evaluation import Likelihood
 
 TEXT = "the cat sat on the mat, and the dog sat on the log.\n" * 60
@@ -111,6 +115,132 @@ def test_a_score_is_the_sum_over_the_continuation(here):
     )
 
 
+QUESTIONS = [
+    {"prompt": "the cat sat on the ", "choices": ["mat", "qzxv"], "answer": 0},
+    {"prompt": "the cat sat on the mat, and ", "choices": ["eh", "the dog"], "answer": 1},
+    {"prompt": "the dog sat on ", "choices": ["the log", "uuuuuuu"], "answer": 1},
+    {"prompt": "and the dog sat on the ", "choices": ["zz", "log"], "answer": 1},
+]
+TASKS = {  # as lm-eval describes them
+    "choose": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "doc_to_choice": "{{choices}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{prompt}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+    "continue": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{continuation}}",
+        "generation_kwargs": {"until": ["at", " "], "max_gen_toks": 9, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(trained):
+    """lm-eval's files of the tasks, on the questions and what the model makes of them."""
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'ppctl[eval]'")
+    rows = [{**row, "continuation": "?"} for row in QUESTIONS]
+    for name, task in TASKS.items():
+        (trained / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+        data = {"dataset_path": "json", "test_split": "test"}
+        data["dataset_kwargs"] = {"data_files": {"test": str(trained / f"{name}.jsonl")}, "cache_dir": str(trained)}
+        (trained / f"{name}.yaml").write_text(yaml.safe_dump({"task": f"own_{name}", **data, **task}))
+    return trained
+
+
+def lm_eval_results(capsys, *words):
+    return json.loads(printed(capsys, "evaluate", "run", "--lm-eval", *words, "--json"))["results"]
+
+
+@pytest.mark.full
+def test_lm_eval_finds_the_answers_that_we_find(tasks, here, capsys):
+    (here / "q.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n")
+    ours = json.loads(printed(capsys, "evaluate", "run", "--choices", "q.jsonl", "--json"))
+    found = lm_eval_results(capsys, "choose.yaml", "model.seq_len=64")["own_choose"]
+    assert found["acc,none"] == ours["accuracy"]
+    assert found["acc_norm,none"] == ours["accuracy_per_byte"]
+    assert found["acc_stderr,none"] == pytest.approx(math.sqrt(ours["accuracy"] * (1 - ours["accuracy"]) / 3))
+    assert 0 < ours["accuracy"] < 1
+    first = lm_eval_results(capsys, "choose.yaml", "--limit", "1", "model.seq_len=64")["own_choose"]
+    assert (first["acc,none"], first["sample_len"]) == (1.0, 1)
+    out = printed(capsys, "evaluate", "run", "--lm-eval", "choose.yaml,rolling.yaml")
+    assert "|own_choose" in out
+    assert "|bits_per_byte" in out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seq_len", [8, 64])
+def test_lm_eval_reads_each_token_once(tasks, here, capsys, seq_len):
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    total, run = 0.0, ppctl.load_run("run")
+    for row in QUESTIONS:
+        ids = list(row["prompt"].encode())
+        pieces = [make_disjoint_window(each) for each in get_rolling_token_windows(ids, 0, seq_len, 1)]
+        assert [*windows(ids, seq_len)] == [([] if i == 0 else before, new) for i, (before, new) in enumerate(pieces)]
+        for before, new in pieces:
+            logits = np.asarray(run.predict(np.array([[*before, *new][:-1]]))[0], np.float64)
+            of_token = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            total += of_token[np.arange(len(before) - 1, len(of_token)), new].sum()
+    found = lm_eval_results(capsys, "rolling.yaml", f"model.seq_len={seq_len}")["own_rolling"]
+    num_bytes = sum(len(row["prompt"]) for row in QUESTIONS)
+    assert found["bits_per_byte,none"] == pytest.approx(-total / num_bytes / math.log(2), rel=1e-5)
+
+
+@pytest.mark.full
+def test_lm_eval_reads_the_text_that_ppctl_generate_writes(tasks, here, capsys):
+    rows = []
+    for row in QUESTIONS:
+        words = ["--prompt", row["prompt"], "--max-tokens", "9", "--temperature", "0", "--json"]
+        (written,) = json.loads(printed(capsys, "generate", "run", *words))["completions"]
+        rows.append({**row, "continuation": re.split(" |at", written["text"])[0]})
+    assert any(len(row["continuation"]) < 9 for row in rows)  # as something ended it
+    (here / "continue.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    found = lm_eval_results(capsys, "continue.yaml", "model.seq_len=64")["own_continue"]
+    assert found["exact_match,none"] == 1.0
+    rows[0]["continuation"] += "!"
+    (here / "continue.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert lm_eval_results(capsys, "continue.yaml", "model.seq_len=64")["own_continue"]["exact_match,none"] == 0.75
+
+
+@pytest.mark.full
+def test_what_lm_eval_cannot_do_is_refused_in_a_line(tasks, here, capsys):
+    task = yaml.safe_load((here / "continue.yaml").read_text())
+    (here / "beams.yaml").write_text(yaml.safe_dump({**task, "generation_kwargs": {"until": ["."], "num_beams": 4}}))
+    kwargs = {"data_files": {"test": "nowhere.jsonl"}}
+    (here / "nowhere.yaml").write_text(yaml.safe_dump({**task, "dataset_kwargs": kwargs}))
+    for words, message in (
+        (["nothing.yaml"], "--lm-eval nothing.yaml is no file"),
+        (["no_such_task"], "--lm-eval no_such_task is no task of lm-eval"),
+        (["nowhere.yaml"], "--lm-eval nowhere.yaml cannot be loaded (FileNotFoundError"),
+        (["beams.yaml"], "ppctl has no num_beams=4"),
+        (["continue.yaml", "model.seq_len=8"], "max_gen_toks=9 of a task leaves no room"),
+        (["choose.yaml", "model.seq_len=2"], "a continuation of 3 tokens is longer than model.seq_len=2"),
+    ):
+        capsys.readouterr()
+        assert cli.main(["evaluate", "run", "--lm-eval", *words]) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+    printed(capsys, "evaluate", "run", "--lm-eval", "choose.yaml", "model.seq_len=8")
+    capsys.readouterr()
+
+
+def test_without_lm_eval_its_tasks_are_refused(here, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert cli.main(["evaluate", "run", "--lm-eval", "arc_easy"]) == 2
+    assert "--lm-eval needs the package lm-eval. Install it: pip install 'ppctl[eval]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -129,6 +259,12 @@ def test_a_score_is_the_sum_over_the_continuation(here):
         ("evaluate run --choices text.txt", "text.txt:1 is no question"),
         ("evaluate run --choices text.txt data=stdlib", "has its own text"),
         ("evaluate run data=regression", "tokens"),
+        ("evaluate run --num-fewshot 2", "--num-fewshot 2 is of tasks"),
+        ("evaluate run --lm-eval a --choices text.txt", "--choices and --lm-eval exclude each other"),
+        ("evaluate run --lm-eval a data=stdlib", "--lm-eval a has its own text. Leave data=stdlib out"),
+        ("evaluate run --lm-eval a model.seq_len=1", "model.seq_len=1 is no length of a sequence. Use 2 or more"),
+        ("evaluate run --lm-eval a,,b", "--lm-eval a,,b names an empty task"),
+        ("evaluate run --lm-eval a --num-fewshot -1", "--num-fewshot -1 is too few"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(here, capsys, words, message):

@@ -1,4 +1,5 @@
-"""Tiny random language models of each family by `transformers`, with what it computes of them: logits, loss, gradients.
+"""Tiny random language models of each family by `transformers`, with what it computes of them: logits, loss, gradients,
+and five steps of AdamW by a loop of PyTorch.
 
 `make golden` rewrites tests/golden/models where the extra `oracle` is installed. `make test` reads the files alone.
 """
@@ -10,9 +11,9 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,18 @@ SMALL = {
     "rms_norm_eps": 1e-5,
 }
 NUM_TOKENS = 24  # more than original lengths and windows
+DOCUMENTS = ((0, 5, 13), (0, 9))  # of packed sequences: where each starts
+LENGTHS = (24, 17)  # of padded sequences
+NO_TOKEN = -1  # a target that is none
+NUM_STEPS, BATCH_SIZE = 5, 8  # of AdamW
+LR = {
+    "lr": 1e-2,
+    "min_lr_fraction": 0.1,
+    "warmup_steps": 2,
+    "num_steps": NUM_STEPS,
+}  # as ppctl's lr_schedule takes them
+ADAMW = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+CLIP_NORM = 0.5
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name: class of transformers, its config
     "llama2": ("Llama", {"num_key_value_heads": 4, "rope_theta": 10000.0}),
     "llama3": (
@@ -142,23 +155,95 @@ def in_double() -> Iterator[None]:
         torch.Tensor.float = method
 
 
-def computed(model: Any, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Return logits, the loss of each token's next one, and its gradients by name."""
+def computed(model: Any, inputs: np.ndarray, targets: np.ndarray, **how: np.ndarray) -> dict[str, Any]:
+    """Return logits, the mean loss of targets that are some, and its gradients by name. how: what else it is given."""
     import torch
 
-    ids = torch.asarray(np.asarray(ids, np.int64))
     model.zero_grad()
-    logits = model(ids[:, :-1], use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+    how = {key: torch.asarray(value) for key, value in how.items()}
+    logits = model(torch.asarray(inputs.astype(np.int64)), use_cache=False, **how).logits
+    flat, targets = logits.reshape(-1, logits.shape[-1]), torch.asarray(targets.astype(np.int64)).reshape(-1)
+    loss = torch.nn.functional.cross_entropy(flat, targets, ignore_index=NO_TOKEN)
     loss.backward()
     grads = {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}
     return {"logits": logits.detach().numpy(), "loss": loss.detach().numpy(), "grads": grads}
 
 
-def summary(gradient: np.ndarray) -> np.ndarray:
-    """Return (norm, projection on a fixed vector, sum) of a gradient: three numbers that stand for it."""
-    flat = np.asarray(gradient, np.float64).ravel()
+class Case(NamedTuple):
+    """Sequences for a model of ppctl, and as `transformers` takes them."""
+
+    inputs: np.ndarray  # [B, T]; packed: the first token of a document is ~id
+    targets: np.ndarray  # NO_TOKEN: none
+    counts: np.ndarray  # whether logits behind a token mean anything
+    ids: np.ndarray  # inputs of transformers
+    how: dict[str, np.ndarray]  # what else it is given
+
+
+def cases(name: str) -> dict[str, Case]:
+    """Return the same tokens whole, packed (three documents and two in a sequence), and padded behind."""
+    ids = tokens(name)
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    everywhere, place = np.ones(inputs.shape, bool), np.arange(inputs.shape[1])
+    is_first = np.array([np.isin(place, starts) for starts in DOCUMENTS])
+    is_last = np.roll(is_first, -1, axis=1)
+    positions = np.array(
+        [place - np.array(starts)[np.searchsorted(starts, place, "right") - 1] for starts in DOCUMENTS]
+    )
+    is_there = place < np.array(LENGTHS)[:, None]
+    of_packed = Case(
+        np.where(is_first, ~inputs, inputs),
+        np.where(is_last, NO_TOKEN, targets),
+        everywhere,
+        inputs,
+        {"position_ids": positions},
+    )
+    padded = np.where(is_there, inputs, 0)
+    mask = {"attention_mask": is_there.astype(np.int64)}
+    of_padded = Case(padded, np.where(np.roll(is_there, -1, 1) & is_there, targets, NO_TOKEN), is_there, padded, mask)
+    return {"whole": Case(inputs, targets, everywhere, inputs, {}), "packed": of_packed, "padded": of_padded}
+
+
+def trained(model: Any, batches: Iterable[np.ndarray]) -> dict[str, Any]:
+    """Return loss and norm of the gradient of each step, and the parameters behind the last by name: AdamW, clipped.
+
+    batches: ids [B, tokens + 1]. The rate rises and falls by PyTorch's own schedules.
+    """
+    import torch
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": ADAMW["weight_decay"]},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, LR["lr"], (ADAMW["b1"], ADAMW["b2"]), ADAMW["eps"])
+    steps = LR["warmup_steps"]
+    rising = LinearLR(optimizer, 1 / (steps + 1), total_iters=steps)
+    falling = CosineAnnealingLR(optimizer, LR["num_steps"] - steps, LR["lr"] * LR["min_lr_fraction"])
+    rate = SequentialLR(optimizer, [rising, falling], [steps])
+    losses, norms = [], []
+    for ids in batches:
+        ids = torch.asarray(np.asarray(ids, np.int64))
+        optimizer.zero_grad()
+        logits = model(ids[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        rate.step()
+    params = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    return {"losses": np.array(losses), "norms": np.array(norms), "params": params}
+
+
+def summary(tensor: np.ndarray) -> np.ndarray:
+    """Return (norm, projection on a fixed vector, sum) of a tensor: three numbers that stand for it."""
+    flat = np.asarray(tensor, np.float64).ravel()
     return np.array([np.linalg.norm(flat), flat @ np.cos(0.7 * np.arange(flat.size)), flat.sum()])
+
+
+def of_each(logits: np.ndarray) -> np.ndarray:
+    """Return three numbers that stand for the logits behind each token [..., 3]."""
+    return np.apply_along_axis(summary, -1, logits)
 
 
 def tokens(name: str) -> np.ndarray:
@@ -166,26 +251,46 @@ def tokens(name: str) -> np.ndarray:
     return np.random.default_rng(len(name)).integers(1, SMALL["vocab_size"], (2, NUM_TOKENS + 1), np.int32)
 
 
+def batches(name: str) -> np.ndarray:
+    """Token ids of each step [NUM_STEPS, BATCH_SIZE, tokens + 1]: each 7 above the one before, which can be learned."""
+    last = SMALL["vocab_size"] - 1
+    starts = np.random.default_rng(100 + len(name)).integers(last, size=(NUM_STEPS, BATCH_SIZE, 1))
+    return (1 + (starts + 7 * np.arange(NUM_TOKENS // 2 + 1)) % last).astype(np.uint8)
+
+
 def rewrite(name: str) -> None:
-    """Write a model of this name, and what transformers computes of it."""
+    """Write a model of this name, and what transformers and PyTorch compute of it."""
     import torch
 
-    folder, ids = FOLDER / name, tokens(name)
+    folder, of_cases, ids = FOLDER / name, cases(name), batches(name)
     shutil.rmtree(folder, ignore_errors=True)
-    found = {"float32": computed(build(name, torch.float32), ids)}
-    with in_double():
-        found["float64"] = computed(build(name, torch.float64), ids)
-    arrays: dict[str, np.ndarray] = {"ids": ids}
-    for dtype, values in found.items():
-        arrays |= {f"logits_{dtype}": values["logits"], f"loss_{dtype}": values["loss"]}
-    exact = found["float64"]["grads"]
-    arrays |= {f"grad {key}": summary(grad) for key, grad in exact.items()}
+    arrays: dict[str, np.ndarray] = {"ids": tokens(name), "steps_ids": ids}
+    found, steps = {}, {}
+    for dtype in (torch.float32, torch.float64):
+        with in_double() if dtype == torch.float64 else contextlib.nullcontext():
+            key = str(dtype).removeprefix("torch.")
+            found[key] = {
+                case: computed(build(name, dtype), of.ids, of.targets, **of.how) for case, of in of_cases.items()
+            }
+            steps[key] = trained(build(name, dtype), ids)
+        whole = found[key]["whole"]
+        arrays |= {f"logits_{key}": whole["logits"], f"loss_{key}": whole["loss"]}
+        arrays |= {f"steps_losses_{key}": steps[key]["losses"], f"steps_norms_{key}": steps[key]["norms"]}
+    exact = found["float64"]
+    arrays |= {f"grad {key}": summary(grad) for key, grad in exact["whole"]["grads"].items()}
+    arrays |= {f"steps_param {key}": summary(param) for key, param in steps["float64"]["params"].items()}
+    for case in ("packed", "padded"):
+        arrays |= {f"{case}_loss": exact[case]["loss"], f"{case}_logits": of_each(exact[case]["logits"])}
     build(name, torch.float32).to(torch.bfloat16).save_pretrained(folder)
     np.savez_compressed(folder / "expected.npz", **arrays)
-    config = json.loads((folder / "config.json").read_text())
-    rounding = np.abs(found["float32"]["logits"] - found["float64"]["logits"]).max()
-    spread = found["float64"]["logits"].std()
-    print(f"{name}: {config['model_type']}, logits {spread:.2f} around 0, float32 off by {rounding:.1e}")
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    rounding = np.abs(found["float32"]["whole"]["logits"] - exact["whole"]["logits"]).max()
+    losses = steps["float64"]["losses"]
+    print(
+        f"{name}: {kind}, logits {exact['whole']['logits'].std():.2f} around 0, float32 off by {rounding:.1e}; "
+        f"loss of {NUM_STEPS} steps from {losses[0]:.3f} to {losses[-1]:.3f}, float32 off by "
+        f"{np.abs(steps['float32']['losses'] - losses).max():.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Models of `transformers` in, runs out, and back: `ppctl import`, `ppctl export`, `run.start_from`."""
 
 import json
+import os
 import shutil
 import tracemalloc
 
@@ -31,6 +32,13 @@ def tensors_of(directory):
     return found
 
 
+def umask():
+    """The umask of this process, which can only be read by setting it."""
+    own = os.umask(0o077)
+    os.umask(own)
+    return own
+
+
 @pytest.fixture
 def copy(tmp_path):
     """A golden model to change: (directory, its config.json, its tensors, what writes them)."""
@@ -57,6 +65,7 @@ def test_what_is_imported_is_exported_bit_for_bit(name, tmp_path):
         assert (tensor.dtype, tensor.shape) == (after[key].dtype, after[key].shape)
         assert tensor.tobytes() == after[key].tobytes(), key
     assert json.loads((out / "config.json").read_text()) == json.loads((FOLDER / name / "config.json").read_text())
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o666 & ~umask()}
     shutil.rmtree(run / "source")  # as of a model that was trained from scratch: config.json is made of the settings
     export_model(run, tmp_path / "made", dtype="bfloat16")
     made, given = (json.loads((each / "config.json").read_text()) for each in (tmp_path / "made", FOLDER / name))

@@ -1,69 +1,36 @@
 """The families of language models compared with what `transformers` computed of tiny ones: tests/golden/models."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
-from safetensors import safe_open
-from support.oracle import FOLDER, MODELS, summary
+from support.golden_models import by_name, computed, expected_of, read_model
+from support.oracle import ADAMW, CLIP_NORM, LR, MODELS, NUM_STEPS, cases, of_each, summary
 from support.selection import few
 
 import ppctl
-from ppctl.executors.reference import outputs_of, reference
-from ppctl.model.stack import init
-from ppctl.training.exchange.families import model_settings
-from ppctl.training.exchange.names import named_parameters
+from ppctl.training import optim
+from ppctl.training.train_step import init_state
 
-NAMES = sorted(MODELS, key=lambda name: name not in ("gemma2", "gemma3", "qwen2", "qwen3", "llama3"))
-
-
-def read(name, dtype):
-    """The stack of a golden model, its parameters, and what transformers found of it."""
-    folder = FOLDER / name
-    settings = model_settings(json.loads((folder / "config.json").read_text()))
-    stack = ppctl.transformer(**settings, dtype=dtype)
-    params = jax.tree.map(lambda a: np.zeros(a.shape, dtype), jax.eval_shape(lambda: init(stack, 0)))
-    with safe_open(folder / "model.safetensors", "numpy") as tensors:
-        names = set(tensors.keys())
-        for each in named_parameters(params):
-            tensor = tensors.get_tensor(each.name)
-            names.remove(each.name)
-            leaf = params
-            for key in each.path:
-                leaf = leaf[key]
-            leaf[... if each.layer is None else each.layer] = tensor.T if each.is_transposed else tensor
-    assert not names
-    return stack, params, np.load(folder / "expected.npz")
-
-
-def computed(stack, params, ids, dtype):
-    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
-    step = reference(stack, num_microbatches=1, remat="none", unroll=8, dtype=dtype)
-    logits = jax.jit(outputs_of(stack, unroll=8, dtype=dtype))(params, batch["inputs"])
-    return logits, *jax.jit(step)(params, batch)
-
-
-def own(tree, path, layer):
-    for key in path:
-        tree = tree[key]
-    return np.asarray(tree if layer is None else tree[layer])
+FIRST = ("llama3", "qwen2", "qwen3", "gemma2", "gemma3")  # which differ most
+NAMES = sorted(MODELS, key=lambda name: name not in FIRST)
 
 
 def compare(name, dtype, logits_within, loss_within, grads_within):
-    stack, params, expected = read(name, dtype)
-    logits, loss, grads = computed(stack, params, expected["ids"], dtype)
+    expected = expected_of(name)
+    inputs, targets = expected["ids"][:, :-1], expected["ids"][:, 1:]
+    logits, loss, grads = computed(*read_model(name, dtype), inputs, targets, dtype)
     assert np.abs(logits - expected[f"logits_{dtype}"]).max() < logits_within
     assert np.std(logits) > 0.5  # of logits around 1
     assert loss == pytest.approx(float(expected[f"loss_{dtype}"]), rel=loss_within)
-    compared = 0
-    for each in named_parameters(params):
-        gradient = own(grads, each.path, each.layer)
-        wanted = expected[f"grad {each.name}"]
-        found = summary(gradient.T if each.is_transposed else gradient)
-        assert np.abs(found - wanted).max() < grads_within * wanted[0], each.name
-        compared += 1
-    assert compared == sum(key.startswith("grad ") for key in expected)
+    assert_summaries(by_name(grads), expected, "grad", grads_within)
+
+
+def assert_summaries(tensors, expected, kind, within):
+    """All tensors of a model have the three numbers that are expected, relative to their norms."""
+    assert len(tensors) == sum(key.startswith(f"{kind} ") for key in expected)
+    for key, tensor in tensors.items():
+        wanted = expected[f"{kind} {key}"]
+        assert np.abs(summary(tensor) - wanted).max() < within * wanted[0], key
 
 
 @pytest.mark.parametrize("name", few(NAMES, 5))
@@ -74,3 +41,62 @@ def test_logits_loss_and_gradients_are_those_of_transformers_in_float64(name):
 @pytest.mark.parametrize("name", few(NAMES, 1))
 def test_logits_loss_and_gradients_are_those_of_transformers_in_float32(name):
     compare(name, "float32", 1e-4, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize(("name", "case"), few([(n, c) for c in ("packed", "padded") for n in reversed([*MODELS])], 1))
+def test_packed_and_padded_sequences_have_the_logits_of_transformers(name, case):
+    expected, given = expected_of(name), cases(name)[case]
+    stack, params = read_model(name, "float64", packed=case == "packed")
+    logits, loss, _ = computed(stack, params, given.inputs, given.targets, "float64")
+    assert np.abs(of_each(logits) - expected[f"{case}_logits"])[given.counts].max() < 1e-8  # of sums of 96 logits
+    assert loss == pytest.approx(float(expected[f"{case}_loss"]), rel=1e-10)
+    assert abs(loss - expected["loss_float64"]) > 1e-3
+
+
+PIPELINES = {  # of two stages or more, and four microbatches
+    "llama3": {"mesh": (1, 2), "schedule": "1f1b"},
+    "gemma3": {"mesh": (2, 3), "schedule": "zb_h1", "executor": "mpmd"},
+    "qwen2": {"mesh": (1, 2), "schedule": "1f1b", "executor": "mpmd"},
+    "gemma2": {"mesh": (2, 2), "schedule": "zb_h1"},
+    **{name: {"mesh": (2, 2), "schedule": "1f1b"} for name in ("llama2", "mistral", "qwen3", "smollm2")},
+}
+
+
+def five_steps(name, mesh, dtype, **request):
+    """Losses and norms of the gradient of five steps of a pipeline, and the parameters behind them."""
+    stack, params = read_model(name, dtype)
+    ids = expected_of(name)["steps_ids"].astype(np.int32)
+    batches = [{"inputs": each[:, :-1], "targets": each[:, 1:]} for each in ids]
+    rate = optim.lr_schedule(**LR)
+    pipe = ppctl.pipeline(
+        stack,
+        mesh=ppctl.mesh(dp=mesh[0], pp=mesh[1]),
+        num_microbatches=4,
+        batch=batches[0],
+        optimizer=optim.adamw(rate, **ADAMW),
+        clip_norm=CLIP_NORM,
+        lr_schedule=rate,
+        dtype=dtype,
+        **request,
+    )
+    state, metrics = pipe.from_natural(init_state(params, pipe.optimizer)), []
+    for batch in batches:
+        state, found = pipe.step(state, batch)
+        metrics.append((float(found["loss"]), float(found["grad_norm"])))
+    return *np.array(metrics).T, jax.device_get(pipe.to_natural(state)["params"])
+
+
+# PyTorch divides by the norm + 1e-6 where it clips, so that its steps in float64 are others by about 1e-8
+@pytest.mark.parametrize("name", few(PIPELINES, 1))
+@pytest.mark.parametrize(("dtype", "within"), few([("float32", 1e-4), ("float64", 1e-6)], 1))
+def test_five_steps_of_a_pipeline_are_those_of_a_pytorch_loop(name, dtype, within):
+    expected = expected_of(name)
+    losses, norms, params = five_steps(name, dtype=dtype, **PIPELINES[name])
+    wanted = expected[f"steps_losses_{dtype}"]
+    assert len(losses) == NUM_STEPS
+    assert np.abs(losses - wanted).max() < within
+    assert wanted[0] - wanted[-1] > 1  # it learns
+    np.testing.assert_allclose(norms, expected[f"steps_norms_{dtype}"], rtol=within)
+    assert norms.min() > CLIP_NORM  # clipping is active in every step
+    # relative, of 5 steps of 0.01: where a gradient is near zero, its sign decides
+    assert_summaries(by_name(params), expected, "steps_param", 10 * within)

@@ -1,4 +1,4 @@
-"""`ppctl evaluate`: perplexity and bits per byte of a run's model on any data, or its choice among answers."""
+"""`ppctl evaluate`: perplexity and bits per byte of a run's model on any data, its choice among answers, or lm-eval."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ EXAMPLES = (
     "ppctl evaluate stdlib_2x4",
     "ppctl evaluate runs/imported data=text data.path=novel.txt --json",
     "ppctl evaluate runs/imported/checkpoints/500 --choices questions.jsonl",
+    "ppctl evaluate runs/imported --lm-eval arc_easy,my_task.yaml --limit 100",
 )
 # one device reads all examples; a batch is as small as can be, since a data set with fewer examples is refused
 ONE_DEVICE = ("mesh=1x1", "schedule=gpipe", "schedule.num_microbatches=1", "run.eval_every=null")
@@ -31,6 +32,7 @@ ppctl evaluate: {COMMANDS["evaluate"]}.
 
 Usage: ppctl evaluate RUN [data=... data.SETTING=...] [model.seq_len=N] [--json]
        ppctl evaluate RUN --choices FILE.jsonl [--json]
+       ppctl evaluate RUN --lm-eval TASKS [model.seq_len=N] [--num-fewshot N] [--json]
 
 RUN is a path, a name in the list of `ppctl runs`, or a checkpoint (RUN/checkpoints/STEP). Without data= these are the
 sequences that the run holds out; of other data all of them, or what data.eval_fraction=F holds out. Text is read by the
@@ -39,7 +41,9 @@ run's own tokenizer. Sequences are as long as in training, or model.seq_len=N to
 Options:
   --choices FILE  questions, {{"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}} a line: the choice that the
                   model finds likeliest is its answer (accuracy), also by likelihood for each byte (accuracy_per_byte)
-  --limit N       only the first N sequences, or questions
+  --lm-eval TASKS tasks of the package lm-eval (pip install 'ppctl[eval]'): TASK,TASK by its names, or .yaml files
+  --num-fewshot N of lm-eval: examples with their answers before each question (default: as the task says)
+  --limit N       only the first N sequences, questions, or examples of each task
   --dtype DTYPE   of compute: {", ".join(DTYPES)} (default: the run's)
   --json          print loss (nats a token), perplexity, bits_per_byte, num_tokens as JSON on stdout
   -h, --help      this text
@@ -60,6 +64,7 @@ def serve(words: list[str]) -> int:
             raise ConfigError(f"{word}: `ppctl evaluate` takes data=..., data.SETTING=... and model.seq_len=N alone.")
     if options.choices is not None and overrides:
         raise ConfigError(f"--choices {options.choices} has its own text. Leave {overrides[0]} out.")
+    _check_tasks(options, overrides)
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit {options.limit} leaves nothing to evaluate. Use 1 or more.")
     path = run_or_checkpoint([word for word in options.words if word not in overrides], "evaluate")
@@ -68,7 +73,52 @@ def serve(words: list[str]) -> int:
     model = open_language_model(path, options.dtype)
     if options.choices is not None:
         return _answer(model, options)
+    if options.lm_eval is not None:
+        return _run_tasks(model, overrides, options)
     return _evaluate(model, overrides, options)
+
+
+def _check_tasks(options: Namespace, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for what does not go with --lm-eval."""
+    if options.lm_eval is None:
+        if options.num_fewshot is not None:
+            raise ConfigError(f"--num-fewshot {options.num_fewshot} is of tasks: it goes with --lm-eval TASK alone.")
+        return
+    if options.choices is not None:
+        raise ConfigError("--choices and --lm-eval exclude each other.")
+    others = [word for word in overrides if not word.startswith("model.seq_len=")]
+    if others:
+        raise ConfigError(f"--lm-eval {options.lm_eval} has its own text. Leave {others[0]} out.")
+    if not all(options.lm_eval.split(",")):
+        raise ConfigError(f"--lm-eval {options.lm_eval} names an empty task. Write TASK,TASK.")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise ConfigError(f"--num-fewshot {options.num_fewshot} is too few. Use 0 or more.")
+
+
+def _run_tasks(model: LanguageModel, overrides: Sequence[str], options: Namespace) -> int:
+    from ppctl.training.lm_eval_adapter import evaluate_tasks
+
+    names, seq_len = options.lm_eval.split(","), model.seq_len
+    for word in overrides:  # the last one counts
+        seq_len = _number(word)
+    found = evaluate_tasks(model, names, seq_len=seq_len, limit=options.limit, num_fewshot=options.num_fewshot)
+    if found.num_cut:
+        note = f"note: {found.num_cut:,} prompts are longer than model.seq_len={seq_len}; they lost their beginning"
+        print(note, file=sys.stderr)
+    if options.json:
+        shown = {"run": str(model.directory), "step": model.step, "results": found.results, "num_cut": found.num_cut}
+        show_json(shown)
+        return 0
+    print(f"model  {model.directory}, step {model.step}\n\n{found.table}")
+    return 0
+
+
+def _number(word: str) -> int:
+    """Return N of model.seq_len=N. ConfigError where it is none, or too few."""
+    text = word.partition("=")[2]
+    if not text.isdecimal() or int(text) < 2:
+        raise ConfigError(f"{word} is no length of a sequence. Use 2 or more.")
+    return int(text)
 
 
 def _answer(model: LanguageModel, options: Namespace) -> int:
@@ -178,6 +228,8 @@ def _progress(what: str, number: int) -> AbstractContextManager[Callable[[int], 
 def _parser() -> Parser:
     parser = Parser("ppctl evaluate")
     parser.add_argument("--choices")
+    parser.add_argument("--lm-eval")
+    parser.add_argument("--num-fewshot", type=int)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--dtype", choices=DTYPES)
     return parser

@@ -21,6 +21,7 @@ from ppctl.training.exchange.tensors import INDEX
 from ppctl.training.saved_run import load_run
 
 Tree = Any
+CONFIG = "config.json"
 SHARD_BYTES = 5 * 10**9  # at most of a file, but for a tensor that is larger
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -50,7 +51,7 @@ def export_model(run_dir: Path, out: Path, *, step: int | None = None, dtype: st
     number = run.steps[-1] if step is None and run.steps else step
     params = run.params(number)
     vocab_size = params["ends"]["embedding"].shape[0]
-    kept = None if source is None else json.loads((source / "config.json").read_text())
+    kept = None if source is None else json.loads((source / CONFIG).read_text())
     config = model_config(model, vocab_size)
     if kept is not None and model_settings(kept) == model_settings(config):
         config = kept
@@ -61,8 +62,8 @@ def export_model(run_dir: Path, out: Path, *, step: int | None = None, dtype: st
     config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | {"dtype": chosen}
     try:
         out.mkdir(parents=True, exist_ok=True)
+        (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         files = list(_write_tensors(out, params, named_parameters(params), DTYPES[chosen]))
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in KEPT[1:]:
             if source is not None and (source / name).is_file():
                 shutil.copyfile(source / name, out / name)
@@ -74,14 +75,14 @@ def export_model(run_dir: Path, out: Path, *, step: int | None = None, dtype: st
             files.append("generation_config.json")
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}. Name another directory with --out.") from error
-    return Exported((*files, "config.json"), chosen, number or 0)
+    return Exported((*files, CONFIG), chosen, number or 0)
 
 
 def _source(run_dir: Path, settings: Mapping[str, Any]) -> Path | None:
     """Return the folder of files that an import kept: of this run, or of the one that it started from."""
     start = settings["run"].get("start_from")
     for folder in (run_dir, *(() if start is None else (Path(start),))):
-        if (folder / SOURCE / "config.json").is_file():
+        if (folder / SOURCE / CONFIG).is_file():
             return folder / SOURCE
     return None
 
@@ -106,6 +107,7 @@ def _write_tensors(out: Path, params: Tree, names: list[Named], dtype: Any) -> I
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         save_file({each.name: _tensor(params, each, dtype) for each in shard}, out / name, {"format": "pt"})
+        shutil.copymode(out / CONFIG, out / name)  # as the umask has it: safetensors lets the owner alone read
         places |= {each.name: name for each in shard}
         yield name
     if len(shards) > 1:
