@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, divisor
 from ppctl.schedule.remat import Remat
 
 Tree = Any
@@ -27,7 +27,8 @@ def reference(
     The loss is the mean over the batch. `dtype` is that of compute; gradients have the parameters'. remat: none | layer
     (each layer is recomputed in the backward) | full (the whole model is). Layers are unrolled up to `unroll` of them,
     and where they differ.
-    Without with_grads the gradients are None. ConfigError for another remat.
+    Without with_grads the function returns (loss, number of losses that it is the mean of). ConfigError for another
+    remat.
     """
 
     setting = Remat.of(remat)
@@ -54,11 +55,12 @@ def reference(
         loss, number = jax.eval_shape(loss_sum, params, first)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (loss, number, params))
         (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
+        number = divisor(number)
         return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 
-    def loss_only(params: Tree, batch: Tree) -> tuple[jax.Array, None]:
+    def loss_only(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         loss, number = loss_sum(params, batch)
-        return loss / number, None
+        return loss / divisor(number), number
 
     return loss_and_grads if with_grads else loss_only
 

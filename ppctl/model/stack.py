@@ -83,6 +83,14 @@ class Stack:
         return self.layer[l] if isinstance(self.layer, tuple) else self.layer
 
 
+def divisor(number: jax.Array) -> jax.Array:
+    """Return what sums over so many losses are divided by for their mean: of none, whose sums are 0, by 1 and not 0.
+
+    A batch in which nothing is learned, as of prompts alone, so has loss 0 and gradient 0.
+    """
+    return jnp.where(number == 0, 1, number)
+
+
 def init(stack: Stack, seed: int) -> Tree:
     """Return initial parameters {"ends", "layers"}; leaves of "layers" are [num_layers, ...].
 

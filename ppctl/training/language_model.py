@@ -20,8 +20,8 @@ from ppctl.errors import CheckpointError, ConfigError
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
 from ppctl.training.checkpoint.checkpoint import Checkpoints
-from ppctl.training.exchange.import_model import SOURCE
 from ppctl.training.job import DEFAULT_DTYPE
+from ppctl.training.kept_tokenizer import kept_tokenizer
 from ppctl.training.saved_run import load_run
 
 Tree = Any
@@ -53,7 +53,7 @@ class LanguageModel:
 
         Raises ConfigError where there is none and the vocabulary has no room for bytes.
         """
-        own = next((place for place in (self.directory, self.directory / SOURCE) if (place / FILE).is_file()), None)
+        own = kept_tokenizer(self.directory)
         end_token = getattr(self.config.data, "end_token", None)
         if own is not None:
             return load_tokenizer(str(own), end_token)

@@ -80,6 +80,7 @@ class Loop:
     clock: StepClock
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_TIMES))  # the newest
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
+    _is_empty_noted: bool = False  # that a batch had nothing to learn
     _unread: tuple[int, Tree, float, Future[float]] | None = None  # finished steps, numbers, when dispatched and done
 
     def run(self, state: Tree, start: int, stop_requested: Callable[[int], int | None]) -> int:
@@ -162,6 +163,12 @@ class Loop:
         self.last |= self._speeds(step_time_s)
         with writing(Path(self.job.config.run.dir)):
             self.metrics.log(self.last)
+        if loss == grad_norm == 0 and not self._is_empty_noted:
+            self._is_empty_noted = True
+            self.metrics.note(
+                f"note: step {finished} has loss 0 and gradient 0, as a batch has in which nothing is to be predicted "
+                "(prompts and padding alone). Only the optimizer's own motion and decay change the parameters then."
+            )
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             # neither depends on the learning rate of this step: the state before it is lost too
             raise self._non_finite(finished, f"loss={loss}, grad_norm={grad_norm}", newest_good=finished - 2)

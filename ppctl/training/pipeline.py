@@ -126,7 +126,7 @@ class Pipeline:
         """Return the mean loss of a batch, by forwards alone."""
         if "loss" not in self._done:
             self.compile(evaluate=True)
-        return self.engine.loss(state, self.put(batch))
+        return self.engine.loss(state, self.put(batch))[0]
 
     def loss_and_grads(self, state: Tree, batch: Mapping[str, Any]) -> tuple[jax.Array, Tree]:
         """Return (mean loss, gradients in natural order) of a batch; the state stays."""

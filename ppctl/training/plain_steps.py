@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from ppctl.config import SGD, AdamW, Config
 from ppctl.executors.compiler_preset import cpu_options
 from ppctl.executors.reference import reference
 from ppctl.model.stack import NO_DECAY, init
+from ppctl.training.evaluation import mean_of
 from ppctl.training.job import TrainingJob
 
 Tree = Any
@@ -65,6 +67,16 @@ class PlainModel:
     params: Tree
     loss_and_grads: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
 
+    def number_of(self, batch: Tree) -> float:
+        """Return how many losses a batch has the mean of."""
+        return float(self._number(self.params, batch))
+
+    @cached_property
+    def _number(self) -> Callable[[Tree, Tree], jax.Array]:
+        pipe, unroll = self.job.pipe, self.job.config.executor.unroll
+        of = reference(pipe.stack, num_microbatches=1, remat="none", unroll=unroll, dtype=pipe.dtype, with_grads=False)
+        return _compiled(lambda params, batch: of(params, batch)[1], self.params, next(self.job.data.batches()))
+
     def run(self, num_steps: int, clip_norm: float | None, tolerance: float) -> PlainSteps:
         """Return the first train steps, clipped at this norm; tolerance: of gradients, of the largest of their array.
 
@@ -99,7 +111,8 @@ class PlainModel:
         eval_loss = None
         if config.run.eval_every is not None:
             batches = data.eval_batches(self.job.num_eval_batches)
-            eval_loss = float(np.mean([float(self.loss_and_grads(after["params"], batch)[0]) for batch in batches]))
+            found = [(self.loss_and_grads(after["params"], each)[0], self.number_of(each)) for each in batches]
+            eval_loss = mean_of([(float(loss), number) for loss, number in found], data.name)
         return PlainSteps(clip_norm, tuple(numbers), before, after, slack, eval_loss)
 
 

@@ -11,6 +11,7 @@ from ppctl.config.sources import changed_modules, recorded_sources
 from ppctl.errors import CheckpointError, DamagedError
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.job import TrainingJob
+from ppctl.training.kept_tokenizer import changed_tokenizer
 from ppctl.training.process_group import compare
 
 Tree = Any
@@ -115,7 +116,9 @@ def _code_changes(job: TrainingJob, meta: Mapping[str, Any]) -> Iterator[Change]
 def _check_data(job: TrainingJob, meta: Mapping[str, Any], changed: Sequence[Change], which: str) -> None:
     if meta["data"]["fingerprint"] == job.data.fingerprint:
         return
-    of_data = [each.text for each in changed if each.part == "data" or each.name in ("model.seq_len", "run.seed")]
+    tokenizer = changed_tokenizer(job.config)
+    of_data = [] if tokenizer is None else [tokenizer]
+    of_data += [each.text for each in changed if each.part == "data" or each.name in ("model.seq_len", "run.seed")]
     raise CheckpointError(
         f"{which} was trained on other data or another order ({'; '.join(of_data) or 'the files have changed'}), so "
         f"its position {meta['data']['next_step']} means nothing here. Restore that, or use another run.dir."

@@ -52,6 +52,7 @@ from ppctl.training.engines import Footprint
 from ppctl.training.environment import environment
 from ppctl.training.heartbeat import Heartbeat
 from ppctl.training.job import DEFAULT_DTYPE, TrainingJob, assemble, partition_text
+from ppctl.training.kept_tokenizer import changed_tokenizer, keep_tokenizer
 from ppctl.training.loop import Loop, writing
 from ppctl.training.metrics import Metrics, NoMetrics
 from ppctl.training.models import attention_kernels
@@ -100,6 +101,8 @@ def _train(
         start, restored, _ = resumed = resume(config, job, checkpoints, say)
         if start == 0:
             restored = state_from(config, job)
+        elif (differs := changed_tokenizer(config)) is not None:
+            say(f"note      {differs}; of this text it makes the same tokens, and is kept from now on")
         if start == config.run.num_steps:
             say(f"{run_dir} has finished all run.num_steps={start} steps. Use a larger run.num_steps to go on.")
             if as_json and is_lead:
@@ -177,6 +180,7 @@ def _record_start(
         run_dir = Path(config.run.dir)
         with writing(run_dir):
             (run_dir / "config.yaml").write_text(as_yaml(config))
+            keep_tokenizer(config)
             changed = {CHANGED: start.records()} if start.changed else {}
             status.begin(start.step, **{**where, DIRECTORY: os.getcwd(), OVERRIDES: [*overrides]}, **changed)
 

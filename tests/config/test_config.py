@@ -82,7 +82,7 @@ def test_every_recipe_composes_and_states_what_it_claims(recipe):
     header = (ROOT / "recipes" / f"{recipe}.yaml").read_text()
     for word in ("# @package _global_", "# Claim: ", "# Hardware: ", f" recipes={recipe}"):
         assert word in header, word
-    assert re.search("^# Command: ppctl (train|verify|bench) ", header, re.MULTILINE)
+    assert re.search("^# Command: ppctl (train|plan|verify|bench) ", header, re.MULTILINE)
 
 
 def test_no_override_composes_to_the_defaults():

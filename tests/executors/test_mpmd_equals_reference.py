@@ -64,7 +64,7 @@ def test_clipped_steps_equal_those_of_the_reference(case):
     expected = init_state(jax.tree.map(np.asarray, make_params(stack)), optimizer)
     step = jax.jit(train_step(plain, optimizer, LR_SCHEDULE), compiler_options=COMPILE_FAST)
     for _ in range(3):
-        evaluated = float(engine.loss(state, placed))
+        evaluated = float(engine.loss(state, placed)[0])
         state, metrics = engine.step(state, placed)
         expected, wanted = step(expected, batch)
         assert evaluated == pytest.approx(float(wanted["loss"]), rel=1e-10)

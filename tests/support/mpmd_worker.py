@@ -82,7 +82,7 @@ def trained(case, *, slow=False, evaluate=False, round_trip=False, clip_norm=0.0
         flush=True,
     )
     if evaluate:
-        found["eval_loss"] = np.array(float(used.loss(state, placed(batch))))
+        found["eval_loss"] = np.array(float(used.loss(state, placed(batch))[0]))
     natural = used.to_natural(state)
     leaves = whole(natural, mesh)
     if round_trip:

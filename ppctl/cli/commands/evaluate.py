@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +181,8 @@ def _evaluate(model: LanguageModel, overrides: Sequence[str], options: Namespace
 def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
     """Return a request with the data to evaluate on."""
     if not overrides:
-        return model.config
+        kept = {"tokenizer": model.tokenizer.name} if hasattr(model.config.data, "tokenizer") else {}
+        return replace(model.config, data=replace(model.config.data, **kept))
     from ppctl.cli.compose import compose
     from ppctl.cli.request_words import request_words
 
@@ -198,11 +200,12 @@ def _config(model: LanguageModel, overrides: Sequence[str]) -> Config:
 
 
 def _data_words(request_words: Callable[..., tuple[list[str], list[str]]], model: LanguageModel) -> list[str]:
-    """Return the words of the run's own data, without those that say how it trains."""
+    """Return the words of the run's own data, without those that say how it trains, and by which tokenizer."""
     from dataclasses import asdict
 
     words, _ = request_words({"data": asdict(model.config.data)})
-    return [word for word in words if not word.startswith(("data.batch_size", "data.eval_fraction"))]
+    left_out = "data.batch_size", "data.eval_fraction", "data.tokenizer", "data.end_token"  # the last two: see _config
+    return [word for word in words if not word.startswith(left_out)]
 
 
 def _progress(what: str, number: int) -> AbstractContextManager[Callable[[int], object]]:

@@ -27,7 +27,7 @@ from ppctl.executors.spmd.fb_ticks import run_fb_ticks
 from ppctl.executors.spmd.op_ticks import run_op_ticks
 from ppctl.executors.stage.layers import DividedWeights
 from ppctl.executors.stage.stage import LayerSlots
-from ppctl.model.stack import Stack
+from ppctl.model.stack import Stack, divisor
 from ppctl.schedule.ticks import Ticks
 
 Tree = Any
@@ -40,7 +40,7 @@ def spmd(
 
     params: parameters in staged form (`Layout.to_staged`). batch: {"inputs", "targets"}, global arrays [batch, ...].
     The loss is the mean over the batch; gradients have the parameters' layout, sharding and dtype. With ticks of
-    forwards alone (`schedule.ticks.forward_only`) the gradients are None.
+    forwards alone (`schedule.ticks.forward_only`) the function returns (loss, number of losses that it is the mean of).
 
     ConfigError, before anything is traced, where the ticks were lowered for another remat than the options have, or
     for another placement than the layout's, and for options that the program of these ticks does not have.
@@ -62,15 +62,17 @@ def spmd(
             results = _results(Device, stack, layout, ticks, options, params, specs, batch, *rank, reduced=reduced)
             loss, number, grads = results
             loss, number = jax.lax.psum((loss, number), axes)
+            mean = loss / divisor(number)
             if grads is None:
-                return loss / number, None
-            return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
+                return mean, number
+            number = divisor(number)
+            return mean, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 
         return jax.shard_map(
             local,
             mesh=layout.mesh,
             in_specs=(own_specs, P(DATA_AXES), P("pp"), P(None, "pp"), P(None, "pp")),
-            out_specs=(P(), own_specs if ticks.has_backward else None),
+            out_specs=(P(), own_specs if ticks.has_backward else P()),
             axis_names=set(AXES) - set(layout.auto),
             check_vma=False,
         )(params, batch, *_of_ranks(layout, ticks))

@@ -65,8 +65,8 @@ class Engine(Protocol):
         """Return (next state, {"loss", "grad_norm", and "lr" where a learning rate is known}); after `compile`."""
         ...
 
-    def loss(self, state: Tree, batch: Tree) -> jax.Array:
-        """Return the mean loss of a batch; after `compile(evaluate=True)`."""
+    def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        """Return (mean loss of a batch, number of losses that it is the mean of); after `compile(evaluate=True)`."""
         ...
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:

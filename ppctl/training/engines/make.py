@@ -31,7 +31,8 @@ from ppctl.training.engines.states import States
 from ppctl.training.execution import Execution
 
 Tree = Any
-LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]  # (params, batch) -> (loss, gradients or None)
+LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]  # (params, batch) -> (loss, gradients)
+Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]  # (params, batch) -> (loss, number of losses)
 
 
 def make_engine(
@@ -91,17 +92,15 @@ def model_of(
     return Model(stack, params["ends"], layer, microbatch, *sizes, layer_specs=specs, auto_specs=auto_specs)
 
 
-def _by_reference(
-    stack: Stack, model: Model, layout: Layout, execution: Execution
-) -> tuple[LossAndGrads, LossAndGrads]:
-    """Return the gradients, and the loss of an evaluation, that devices take without a pipeline."""
+def _by_reference(stack: Stack, model: Model, layout: Layout, execution: Execution) -> tuple[LossAndGrads, Loss]:
+    """Return the gradients, and the loss of an evaluation, that devices take without a pipeline.
 
-    def on_staged(loss_and_grads: LossAndGrads) -> LossAndGrads:
-        def function(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-            loss, grads = loss_and_grads(layout.to_natural(params), batch)  # it knows layers in natural order only
-            return loss, None if grads is None else layout.to_staged(grads)
+    The reference knows layers in natural order only.
+    """
 
-        return function
+    def gradients(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        loss, grads = of(with_grads=True)(layout.to_natural(params), batch)
+        return loss, layout.to_staged(grads)
 
     of = partial(
         reference,
@@ -111,12 +110,12 @@ def _by_reference(
         unroll=execution.unroll,
         dtype=model.dtype,
     )
-    return on_staged(of(with_grads=True)), on_staged(of(with_grads=False))
+    return gradients, lambda params, batch: of(with_grads=False)(layout.to_natural(params), batch)
 
 
 def _in_ticks(
     model: Model, layout: Layout, schedule: Schedule, lowered: Ticks, execution: Execution
-) -> tuple[LossAndGrads, LossAndGrads]:
+) -> tuple[LossAndGrads, Loss]:
     """Return the gradients, and the loss of an evaluation, that ranks take in lockstep."""
     options = tick_options(layout, execution, model.dtype)
     evaluation = ticks(forward_only(schedule), task_costs(execution.remat), execution.remat)

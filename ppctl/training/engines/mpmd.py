@@ -27,6 +27,7 @@ from ppctl.executors.mpmd.rank import GradientPrograms, rank_entries, rank_entry
 from ppctl.executors.mpmd.runtime import Runtime, Walk
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import shard_bytes, shard_shapes
+from ppctl.model.stack import divisor
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.training.engines import Footprint, Temporaries
 from ppctl.training.engines.examples import examples_of, put_examples
@@ -173,8 +174,9 @@ class Mpmd:
         """Return the metrics among the values that a step's walk has left, readable in this process."""
         return {name: found["numbers", self.read_at][name] for name in self.metric_names}
 
-    def loss(self, state: Tree, batch: Tree) -> jax.Array:
-        return self.walk("loss").run(self.given(state, batch))["loss", self.read_at]
+    def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        found = self.walk("loss").run(self.given(state, batch))
+        return found["loss", self.read_at], found["number", self.read_at]
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         found = self.walk("grads").run(self.given(state, batch))
@@ -198,9 +200,9 @@ class Mpmd:
     def plan(self, what: str) -> tuple[list[PlanEntry], list[Key]]:
         """Return (a plan, the keys of the values that it leaves).
 
-        step: a train step. loss: that of a batch, from forwards alone. grads: loss and gradients. try: a step in which
-        each rank updates as soon as its gradients are ready, unclipped, and the norm is formed afterwards. redo: the
-        update of a step that was tried, from the state before it and from its `outcome`.
+        step: a train step. loss: that of a batch and its number, by forwards alone. grads: loss and gradients. try: a
+        step in which each rank updates as soon as its gradients are ready, unclipped, and the norm is formed
+        afterwards. redo: the update of a step that was tried, from the state before it and from its `outcome`.
         """
         if what == "redo":
             return self._updates("update", "numbers"), self.state_keys
@@ -211,7 +213,8 @@ class Mpmd:
             tasks = with_reductions(tasks, reductions(self.roles, self.stage_roles))
         ops = [*before, *tasks, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
         if what == "loss":
-            return ops + self._sent("loss"), [("loss", self.read_at)]
+            ops += [*self._sent("loss"), *self._sent("number")]
+            return ops, [("loss", self.read_at), ("number", self.read_at)]
         if what == "step":
             ops += [*after, *self._norm(), *self._sent("numbers"), *self._updates("update", "numbers")]
             return ops, [("numbers", self.read_at), *self.state_keys]
@@ -350,12 +353,13 @@ class _Programs:
 
     def _mean(self, _: ProgramId, losses: Tree) -> tuple:
         loss, number = (jax.lax.psum(a[0], self.axes) for a in losses)
-        return loss / number, number
+        return loss / divisor(number), number
 
     def _scaled(self, grads: Tree, number: jax.Array, tied: Sequence[Tree]) -> Tree:
         """Return gradients of the mean loss, with those of tied leaves where they came back from another rank."""
         if tied:
             grads = grads | {"ends": with_tied(self.engine.model, grads["ends"], *tied)}
+        number = divisor(number)
         return jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 
     def _divide(self, _: ProgramId, grads: Tree, *rest: Tree) -> tuple:
@@ -373,7 +377,7 @@ class _Programs:
 
     def _combine(self, _: ProgramId, loss: jax.Array, number: jax.Array, step: jax.Array, *rest: jax.Array) -> tuple:
         rates, squares = (None, rest) if self.engine.lr_numbers is None else (rest[0], rest[1:])
-        norm = jnp.sqrt(sum(squares)) / number
+        norm = jnp.sqrt(sum(squares)) / divisor(number)
         return ({"loss": loss, "grad_norm": norm, "number": number} | self._lr(rates, step),)
 
     def _lr(self, rates: Any, step: jax.Array) -> dict[str, jax.Array]:

@@ -35,7 +35,7 @@ class OneProgram:
     states: States
     batch_shapes: Tree  # shapes and dtypes of a global batch
     loss_and_grads_of: Callable[[Tree, Tree], tuple[jax.Array, Tree]]
-    loss_of: Callable[[Tree, Tree], tuple[jax.Array, None]]
+    loss_of: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
     optimizer: optax.GradientTransformation
     lr_schedule: optax.Schedule | None = None
     held: Mapping[str, int] = field(default_factory=dict)  # bytes of a device that the executor keeps, by part
@@ -114,8 +114,7 @@ class OneProgram:
     def compile(self, *, evaluate: bool) -> Footprint:
         self.compiled["step"] = step = self.compile_program(self.lower_train_step())
         if evaluate:
-            loss = jax.jit(lambda params, batch: self.loss_of(params, batch)[0])
-            lowered = loss.lower(self.states.staged["params"], self.placed_batch)
+            lowered = jax.jit(self.loss_of).lower(self.states.staged["params"], self.placed_batch)
             self.compiled["loss"] = self.compile_program(lowered)
         ranks = self.states.layout.mesh.shape["pp"]
         return Footprint(temp_bytes(step), (total_bytes(step),) * ranks, step.as_text() or "")
@@ -148,7 +147,7 @@ class OneProgram:
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
         return self.compiled["step"](state, batch, *self._placed_numbers)
 
-    def loss(self, state: Tree, batch: Tree) -> jax.Array:
+    def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         return self.compiled["loss"](state["params"], batch)
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:

@@ -87,7 +87,7 @@ class PostValidated:
             attempt, metrics = self._try(state.state, batch)
         return attempt, metrics
 
-    def loss(self, state: Attempt, batch: Tree) -> jax.Array:
+    def loss(self, state: Attempt, batch: Tree) -> tuple[jax.Array, jax.Array]:
         return self.engine.loss(self.settled(state), batch)
 
     def loss_and_grads(self, state: Attempt, batch: Tree) -> tuple[jax.Array, Tree]:

@@ -64,10 +64,9 @@ def export_model(run_dir: Path, out: Path, *, step: int | None = None, dtype: st
         out.mkdir(parents=True, exist_ok=True)
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         files = list(_write_tensors(out, params, named_parameters(params), DTYPES[chosen]))
-        for name in KEPT[1:]:
-            if source is not None and (source / name).is_file():
-                shutil.copyfile(source / name, out / name)
-                files.append(name)
+        for name, file in _kept_files(source, run_dir / SOURCE).items():
+            shutil.copyfile(file, out / name)
+            files.append(name)
         if "generation_config.json" not in files:
             of_tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
             text = json.dumps({"_from_model_config": True, **of_tokens}, indent=2)
@@ -85,6 +84,15 @@ def _source(run_dir: Path, settings: Mapping[str, Any]) -> Path | None:
         if (folder / SOURCE / CONFIG).is_file():
             return folder / SOURCE
     return None
+
+
+def _kept_files(source: Path | None, own: Path) -> dict[str, Path]:
+    """Return the files that an export gives back, but config.json: the tokenizer that the run itself has, if any."""
+    found = {} if source is None else {name: source / name for name in KEPT[1:] if (source / name).is_file()}
+    if own == source or not (own / "tokenizer.json").is_file():
+        return found
+    kept = {name: file for name, file in found.items() if name == "generation_config.json"}
+    return kept | {name: own / name for name in KEPT[2:] if (own / name).is_file()}
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:

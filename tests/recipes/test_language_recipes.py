@@ -1,0 +1,42 @@
+"""The recipes of language models, with models that are small where theirs would take minutes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ppctl import cli
+from ppctl.cli.compose import compose
+from ppctl.config.files import ROOT
+from ppctl.data.tokenizer import load_tokenizer
+from ppctl.data.windows import NO_TOKEN
+from ppctl.training.job import open_data
+
+TINY = "model.num_layers=2 model.d_model=16 model.num_heads=2 run.num_steps=1 run.eval_every=null run.tensorboard=false"
+CHATS = ROOT / "recipes/documents/chats.jsonl"
+
+
+def tokenize(*words):
+    assert cli.main(["tokenize", *map(str, words)]) == 0
+
+
+def test_of_chats_the_answers_alone_are_learned(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenize(CHATS, "--field", "messages", "--vocab-size", 320, "--out", "runs/chat_tokenizer")
+    words = ["recipes=chat_answers", f"data.path={CHATS}", "data.cache_dir=cache", *TINY.split()]
+    data, tokenizer = open_data(compose(words, [], [])), load_tokenizer("runs/chat_tokenizer", None)
+    batch = data.read(np.arange(16))
+    learned = tokenizer.decode(batch["targets"][batch["targets"] != NO_TOKEN].tolist())
+    answers = [json.loads(line)["messages"][1]["content"] for line in CHATS.read_text().splitlines()]
+    found = [each for each in learned.replace("<|endoftext|>", "").split("<|im_end|>") if each.strip()]
+    assert len(found) >= 16
+    assert {each.strip() for each in found} <= {*answers}
+    assert cli.main(["train", *words]) == 0
+
+
+@pytest.mark.full
+def test_llama3_8b_fits_eight_h100s(capsys):
+    assert cli.main(["plan", "recipes=llama3_8b_h100x8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["step_time_s"] == pytest.approx(3.365, rel=0.1)  # as the recipe says
