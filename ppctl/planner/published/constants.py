@@ -27,7 +27,7 @@ FITTED = Constants(0.85, 0.84, 1.0, 0.45)  # 2026-11-24, by `python tests/suppor
 def is_fitted(row_id: str) -> bool:
     """Return whether a row belongs to the half that the constants are fitted on: by a hash of its id.
 
-    >>> is_fitted("megatron-h100-1.7B"), is_fitted("megatron-h100-7.1B")
+    >>> is_fitted("megatron-h100-1.7B"), is_fitted("megatron-h100-32B")
     (False, True)
     """
     return hashlib.sha256(row_id.encode()).digest()[0] % 2 == 0

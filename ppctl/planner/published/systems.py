@@ -36,7 +36,6 @@ class System:
     gradient_bytes: float = 0.0
     reduce_bytes: int = 2
     stored_gradient_bytes: int = 4
-    redoes_all: bool = True  # a checkpoint runs the whole forward again, also products that no gradient needs
     logit_bytes: float = LOGIT_BYTES  # traffic of a loss of several kernels, a logit, besides what is counted
     element_wise: float = 1.0  # traffic of element-wise kernels over that of XLA's fused ones, as counted
 
