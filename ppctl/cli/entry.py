@@ -158,6 +158,8 @@ def _serve_composed(command: str, options: Namespace) -> int:
     if options.help:
         print(command_help(command, options.overrides))
         return 0
+    if options.published is not None:
+        return _serve_published(command, options)
     if options.config_dir is not None and not Path(options.config_dir).is_dir():
         raise ConfigError(f"--config-dir {options.config_dir}: there is no such directory.")
     from ppctl.cli.compose import compose
@@ -184,6 +186,20 @@ def _serve_composed(command: str, options: Namespace) -> int:
         stored = started_with(options.config_dir, options.overrides)
         return launch(config, [*words, *options.overrides], stored, as_json=options.json)
     return _run(command, config, options)
+
+
+def _serve_published(command: str, options: Namespace) -> int:
+    """Run `ppctl plan --published FILE`, which takes its requests from the file."""
+    option = f"--published {options.published}"
+    if command != "plan":
+        raise ConfigError(f"{option}: applies to `ppctl plan` only. Leave it out.")
+    others = [*options.overrides, *(f"--{name}" for name in ("cfg", "info", "multirun") if getattr(options, name))]
+    if others:
+        raise ConfigError(
+            f"{option}: the requests are those of the file, so that {others[0]} changes none. Leave it out."
+        )
+    published = import_module("ppctl.cli.commands.plan").published
+    return published(options.published, options.picture, as_json=options.json)
 
 
 def _run(command: str, config: Config, options: Namespace) -> int:

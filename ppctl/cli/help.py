@@ -133,6 +133,7 @@ FLAGS = """\
                     hydra/launcher=submitit_slurm submits them, hydra/sweeper=optuna searches instead
                     (`--help hydra/launcher hydra/sweeper`)
   --config-dir DIR  look for groups and recipes in DIR too (DIR/recipes/x.yaml is recipes=x)
+  --published FILE  plan: predict the published steps of a JSON file and compare; --picture FILE.svg|png draws them
   -h, --help        this text; with part names (`--help model run`): all settings of these"""
 EXIT_CODES = """\
   0  done

@@ -45,6 +45,8 @@ def _parser() -> Parser:
     parser.add_argument("-i", "--info", choices=["config", "defaults", "defaults-tree", "plugins", "searchpath"])
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("--published")
+    parser.add_argument("--picture")
     return parser
 
 
@@ -56,6 +58,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         raise ConfigError(f"{' and '.join(modes)} exclude each other.")
     if options.resolve and options.cfg is None:
         raise ConfigError("--resolve only goes with --cfg.")
+    if options.picture is not None and options.published is None:
+        raise ConfigError("--picture only goes with --published.")
     return options
 
 

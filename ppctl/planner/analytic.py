@@ -14,6 +14,8 @@ from ppctl.planner.op_times import LayerGathers, OpTimes, PieceTimes
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork, Speed
 from ppctl.schedule.remat import Remat
 
+RINGS = "dp", "fsdp"  # axes that collectives alone go along; pp, and cp of a ring, hand values from device to device
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -30,8 +32,21 @@ class Machine:
     gathers_ahead: bool = False  # its programs compute while a gather travels
 
     def links(self, sizes: Mapping[str, int]) -> dict[str, Link]:
-        """Return the slowest link of each axis of a mesh, which goes over as few hosts as hold it."""
-        return {axis: self.network if n > 1 and self.network else self.link for axis, n in self.over(sizes).items()}
+        """Return the slowest link of each axis of a mesh, which goes over as few hosts as hold it.
+
+        Between hosts, collectives of an axis have the adapters of all its devices in a host, as NCCL's rings do, each
+        of which carries a part; what one device sends to the next one goes by its own.
+        """
+        return {
+            axis: self._between(n, sizes[axis] // n if axis in RINGS else 1) for axis, n in self.over(sizes).items()
+        }
+
+    def _between(self, num_hosts: int, in_host: int) -> Link:
+        """Return the link of an axis over so many hosts, with so many of its devices in each."""
+        if num_hosts == 1 or self.network is None:
+            return self.link
+        fastest = max(self.link.bytes_per_s, self.network.bytes_per_s)
+        return replace(self.network, bytes_per_s=min(fastest, in_host * self.network.bytes_per_s))
 
     def over(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return over how many hosts each axis of a mesh goes."""

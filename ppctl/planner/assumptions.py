@@ -89,11 +89,12 @@ def _counted(job: TrainingJob) -> Iterator[str]:
 def _links(job: TrainingJob, machine: Machine) -> Iterator[str]:
     """Yield the speed of each kind of link that axes of the mesh use."""
     links, axes_of = layout_of(job.pipe).links(machine), dict[Link, list[str]]()
+    over = machine.over(job.pipe.mesh.shape)
     for axis, size in job.pipe.mesh.shape.items():
         if size > 1:
             axes_of.setdefault(links[axis], []).append(axis)
     for link, axes in axes_of.items():
-        where = " between hosts" if link == machine.network else ""
+        where = " between hosts" if over[axes[0]] > 1 and machine.network is not None else ""
         if link == machine.link and machine.network is not None and machine.host_devices is not None:
             where = f" within hosts of {machine.host_devices}"
         doctor = job.config.costs.doctor

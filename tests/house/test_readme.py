@@ -63,6 +63,9 @@ def composable():
         of_a_project = not {"recipes=mine", "recipes=imported"}.isdisjoint(
             words
         )  # which `ppctl init` and `import` write
+        of_a_file = "--published" in words  # its requests are those of a file
+        if of_a_file:
+            continue
         if name not in OTHER_COMMANDS and words and "--help" not in words and not of_a_project and not fails(command):
             yield command
 

@@ -18,6 +18,7 @@ from ppctl.schedule.ir import KINDS, Kind
 
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
 PANEL_IN = 5.0  # height of a panel of curves
+BAND = 0.2  # of measured values, shaded where predictions are shown
 MANY_MARKS = 4  # on each line
 SCREEN_DPI = 100  # of a figure that is only looked at
 MOST_IN_COLUMN = 4  # drawings of one figure
@@ -47,6 +48,28 @@ def _saved(figure: Any, form: str) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": "ppctl", "svg.fonttype": "none", "pdf.fonttype": 42}):
         figure.savefig(out, format=form, metadata={dated[form]: None} if form in dated else {})
     return out.getvalue()
+
+
+def agreement(groups: Mapping[str, Sequence[tuple[float, float]]], names: tuple[str, str], form: str) -> bytes:
+    """Return the bytes of a figure of (measured, predicted), by the label of their group, on logarithmic axes.
+
+    names: of the axes. On the line they are equal, in the band within BAND of each other.
+    """
+    figure = _figure(PANEL_IN, DPI, PANEL_IN + 1.0)
+    axes = figure.subplots()
+    values = [value for points in groups.values() for point in points for value in point]
+    low, high = min(values, default=1.0) / 1.3, max(values, default=1.0) * 1.3
+    ends = [low, high]
+    below, above = ([end * (1 + sign * BAND) for end in ends] for sign in (-1, 1))
+    axes.fill_between(ends, below, above, color="#999999", alpha=0.2, linewidth=0, label=f"within {BAND:.0%}")
+    axes.plot(ends, ends, color="#555555", linewidth=1)
+    for i, (label, points) in enumerate(groups.items()):
+        colour, mark = line_style(i)
+        x, y = zip(*points, strict=True)
+        axes.scatter(x, y, s=20, color=colour, marker=mark, alpha=0.6, label=label)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel=names[0], ylabel=names[1])
+    axes.legend(fontsize=8, edgecolor="none", loc="upper left")
+    return _saved(figure, form)
 
 
 @dataclass(frozen=True)
@@ -105,11 +128,11 @@ def bar_pixels(title: str, sizes: Sequence[tuple[str, float]], unit: str, marks:
     return _pixels(figure)
 
 
-def _figure(height_in: float, dpi: int) -> Any:
+def _figure(height_in: float, dpi: int, width_in: float = WIDTH_IN) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # which needs no window system
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=dpi, layout="constrained")
+    figure = Figure(figsize=(width_in, height_in), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

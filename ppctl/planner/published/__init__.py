@@ -1,0 +1,1 @@
+"""The planner held against steps that others have measured and published: `ppctl plan --published FILE`."""

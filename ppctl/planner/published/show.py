@@ -1,0 +1,117 @@
+"""Published steps next to predictions: the table on a terminal, the page, and the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from io import StringIO
+
+from rich.console import Console
+
+from ppctl.planner.published.compare import Compared, outcomes, summary
+from ppctl.planner.published.constants import FITTED, Constants
+from ppctl.reports.charts.image import agreement
+from ppctl.reports.terminal import show_table
+
+COLUMNS: tuple[tuple[str, Callable[[Compared], str]], ...] = (
+    ("row", lambda row: row.id),
+    ("GPU", lambda row: row.gpu),
+    ("layout", lambda row: row.layout or ""),
+    ("published s", lambda row: _number(row.published_step_s)),
+    ("predicted s", lambda row: _number(row.predicted_step_s)),
+    ("ratio", lambda row: "" if row.ratio is None else f"{row.ratio:.3f}"),
+    ("MFU published", lambda row: _percent(row.published_mfu_fraction)),
+    ("predicted", lambda row: _percent(row.predicted_mfu_fraction)),
+    ("memory GiB", lambda row: _memory(row)),
+    ("fitted", lambda row: "yes" if row.is_fitted else ""),
+)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _memory(row: Compared) -> str:
+    """Return the predicted memory, where the source says whether it ran or what it took."""
+    if row.memory_gib is None or (row.ran is None and row.published_memory_gib is None):
+        return ""
+    stated = "ran" if row.ran else "did not run" if row.ran is not None else f"{row.published_memory_gib:g}"
+    return f"{row.memory_gib:.0f} ({stated})"
+
+
+def show(compared: Sequence[Compared], constants: Constants = FITTED) -> None:
+    """Print the table, then what is refused, then the errors."""
+    rows = [[text(row) for _, text in COLUMNS] for row in compared if row.refused is None]
+    show_table(Console(), "", [name for name, _ in COLUMNS], rows)
+    for line in (*_refused(compared), *_errors(compared), *_constants(constants)):
+        print(line)
+
+
+def _refused(compared: Sequence[Compared]) -> list[str]:
+    return [f"refused   {row.id}: {row.refused}" for row in compared if row.refused is not None]
+
+
+def _errors(compared: Sequence[Compared]) -> list[str]:
+    told, right = outcomes(compared)
+    lines = [
+        f"errors    {each.name}: {each.rows} rows, median {each.median:.1%}, nine of ten within "
+        f"{each.ninth_decile:.1%}, worst {each.worst:.1%}"
+        for each in summary(compared)
+    ]
+    return lines + ([f"memory    {right} of {told} rows right about whether they ran"] if told else [])
+
+
+def _constants(constants: Constants) -> list[str]:
+    return ["fitted    " + ", ".join(f"{name} {value:g}" for name, value in asdict(constants).items())]
+
+
+def picture(compared: Sequence[Compared], form: str = "svg") -> bytes:
+    """Return the predicted steps against the published ones as svg or png."""
+    groups = dict[str, list[tuple[float, float]]]()
+    for row in sorted(compared, key=lambda row: (row.gpu, not row.has_pipeline)):
+        if row.published_step_s is not None and row.predicted_step_s is not None:
+            label = f"{row.gpu}, {'with' if row.has_pipeline else 'without'} a pipeline"
+            groups.setdefault(label, []).append((row.published_step_s, row.predicted_step_s))
+    return agreement(groups, ("published seconds a step", "predicted seconds a step"), form)
+
+
+def page_tables(compared: Sequence[Compared], constants: Constants = FITTED) -> str:
+    """Return the tables of docs/published.md, between its markers, as Markdown."""
+    out = StringIO()
+    told, right = outcomes(compared)
+    print("| rows | number | median error | nine of ten within | worst |\n|---|---|---|---|---|", file=out)
+    for each in summary(compared):
+        cells = f"{each.median:.1%} | {each.ninth_decile:.1%} | {each.worst:.1%}"
+        print(f"| {each.name} | {each.rows} | {cells} |", file=out)
+    if told:
+        print(f"\nOf {told} rows whose source says that they ran or did not, {right} are right.", file=out)
+    print("\n| fitted constant | value |\n|---|---|", file=out)
+    for name, value in asdict(constants).items():
+        print(f"| `{name}` | {value:g} |", file=out)
+    for system in dict.fromkeys(row.system for row in compared):
+        rows = [row for row in compared if row.system == system]
+        names = [name for name, _ in COLUMNS]
+        print(f"\n### {system}\n\n{_sources(rows)}\n", file=out)
+        shown = [row for row in rows if row.refused is None]
+        if shown:
+            print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}", file=out)
+        for row in shown:
+            cells = [text(row) for _, text in COLUMNS]
+            print(f"| {' | '.join(cells)} |", file=out)
+        assumed = dict.fromkeys(text for row in shown for text in row.assumed)
+        if assumed:
+            print(f"\nAssumed where the source does not say: {'; '.join(assumed)}.", file=out)
+        for row in rows:
+            if row.refused is not None:
+                print(f"\nRefused: `{row.id}`, {row.refused}.", file=out)
+    return out.getvalue()
+
+
+def _sources(rows: Sequence[Compared]) -> str:
+    """Return the sources in a line; of one file's many lines the first."""
+    files = dict.fromkeys(row.source.split(".md:")[0] + (".md" if ".md:" in row.source else "") for row in rows)
+    return "Source: " + "; ".join(files) + "."

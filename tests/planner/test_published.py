@@ -1,0 +1,238 @@
+"""Published steps and their predictions: the file, the formulas, refusals, the page, the bars."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from support.published import DATA, PAGE, PICTURE, fit, page_with, tables_of
+from support.published_clusters import CLUSTERS, published_and_found
+
+from ppctl import cli
+from ppctl.errors import ConfigError
+from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages, ticking_s
+from ppctl.planner.published.compare import compare, errors, expressible, outcomes
+from ppctl.planner.published.constants import FITTED, is_fitted
+from ppctl.planner.published.request import hardware_of, requests_of
+from ppctl.planner.published.rows import read_rows
+from ppctl.planner.published.show import COLUMNS, page_tables, picture
+from ppctl.planner.published.step import chosen, memory_gib
+from ppctl.schedule.families.registry import build
+from ppctl.schedule.partition.cut import divided_evenly, improved
+from ppctl.schedule.partition.partition import explicit, layout_text
+
+GIVEN = json.loads(DATA.read_text())
+ROWS = {row.id: row for row in read_rows(DATA)}
+FEW = "aa-132187", "vocabpp-fullpp_interlaced_dp1_pp8_tp1_v32k_s2k"  # quick to trace
+MEGATRON_BRIDGE = "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL"  # its recipe of Llama 3 70B, pp=8 with 5 stages a rank
+
+
+@pytest.fixture(scope="module")
+def few():
+    return compare([ROWS[name] for name in FEW])
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [row for row in GIVEN if row["derived"]], ids=lambda row: row["id"])
+def test_flops_and_steps_are_those_that_the_source_states(given):
+    """As whoever collected the rows derived them, by another program."""
+    row, derived = ROWS[given["id"]], given["derived"]
+    tokens = row.seq * row.global_batch
+    assert row.step_flops(causal=False) / tokens == pytest.approx(derived["flops_per_token_full_attention"], rel=0.03)
+    assert row.step_flops(causal=True) / tokens == pytest.approx(derived["flops_per_token_causal_attention"], rel=0.03)
+    if given.get("step_time_s") is None:
+        implied = derived["step_time_s_implied_by_tflops_full_attention"]
+        assert row.published_s == pytest.approx(implied, rel=0.03)
+
+
+def test_published_flops_may_have_recomputing_in_them():
+    """The steps of SC21 follow from TFLOP/s that count the forward twice."""
+    row = ROWS["megatron-sc21-a100-1T"]
+    assert row.counts_recomputing
+    assert replace(row, step_s=None).published_s == pytest.approx(row.step_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file or directory"),
+        ("{", "is not JSON: Expecting property name"),
+        ('{"rows": []}', "is not a list of objects, one for each published step"),
+        ('[{"id": "one"}]', "row one has no system"),
+        (json.dumps([GIVEN[0], GIVEN[0]]), f"has two rows of id {GIVEN[0]['id']}"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path, text, message):
+    file = tmp_path / "published.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=f"--published .*published.json:? ?.*{message}"):
+        read_rows(file)
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": None, "why_no_model": "no sizes"}, "no sizes"),
+        ({"ep": 8}, "ep=8: ppctl has no expert parallelism"),
+        ({"dp": None}, "does not say how many replicas"),
+        ({"precision": "fp8"}, "fp8: the planner knows peaks of bfloat16"),
+        ({"gpus": 100}, r"dp\*fsdp\*pp\*tp\*cp = 8\*1\*12\*4\*1 is not gpus=100"),
+        ({"global_batch": 4}, r"global_batch=4 is less than dp\*fsdp\*micro_batch = 8\*1\*2"),
+        ({"remat": "offloaded"}, "remat=offloaded: neither full nor selective nor none"),
+        ({"schedule": "breadth first"}, "schedule='breadth first' is none of ppctl's"),
+        ({"gpu_short": "MI300X"}, "gpu_short=MI300X: conf/hardware has no mi300x"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_with_the_reason(changes, reason):
+    row = replace(ROWS["bloom-176b-384"], **changes)
+    with pytest.raises(ConfigError, match=reason):
+        requests_of(row)
+    (refused,) = compare([row])
+    assert refused.predicted_step_s is None
+    assert refused.refused
+
+
+def test_heads_that_divide_no_model_and_layers_that_divide_over_no_ranks_are_refused():
+    with pytest.raises(ConfigError, match="hidden=13824 is not a multiple of heads=104"):
+        requests_of(ROWS["bigscience-930"])
+    row = ROWS["megatron-h100-462B"]
+    with pytest.raises(ConfigError, match="113 layers divide neither over 16 ranks nor over several stages of each"):
+        requests_of(replace(row, model=replace(row.model, layers=113)))
+
+
+def test_what_a_source_leaves_open_is_chosen_and_named():
+    found = requests_of(ROWS["megatron-h100-70B"])
+    assert {request.num_chunks for request in found} == {1, 2, 3, 6, 7}  # 42 layers a rank, up to 12 stages
+    assert {request.micro_batch for request in found} == {1, 2, 4}
+    assert any("number of stages" in text for text in found[0].assumed)
+    (stated,) = requests_of(ROWS["bloom-176b-384"])
+    assert not stated.assumed
+
+
+def test_embedding_and_head_take_a_layers_place_where_layers_do_not_divide():
+    sizes = {request.num_chunks: request.sizes for request in requests_of(ROWS["llama3-405b-8192-cp1"])}
+    assert sizes[8] == (0, *[1] * 126, 0) if 8 in sizes else sizes[4] == (1, *[2] * 62, 1)
+
+
+def test_networks_are_read_from_words():
+    speed = lambda name: hardware_of(ROWS[name])[0].network_bytes_per_s  # noqa: E731
+    assert speed("bigscience-607") == 50e9 / 8
+    assert speed("megatron-h100-1.7B") == 50e9
+    assert speed("ibm-fsdp-h100-70b") == 100e9 / 8
+    assert speed("llama3-405b-8192-cp1") == 50e9
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_few_rows_are_near_and_as_the_page_says(few):
+    page = tables_of(PAGE.read_text())
+    for row in few:
+        assert row.error < 0.15, row.id
+        assert f"| {' | '.join(text(row) for _, text in COLUMNS)} |" in page
+
+
+def test_a_pipeline_of_divided_vocabulary_has_no_last_rank_that_all_wait_for(few):
+    name = FEW[1]
+    (request,) = requests_of(ROWS[name])
+    whole = replace(request, divides_vocabulary=False)
+    assert chosen([whole], FITTED)[1].pipeline_s > 1.05 * chosen([request], FITTED)[1].pipeline_s
+
+
+def test_memory_grows_with_what_is_kept(few):
+    (request,) = requests_of(ROWS[FEW[0]])
+    assert memory_gib(replace(request, redone=1.0)) < memory_gib(request) < memory_gib(replace(request, micro_batch=2))
+
+
+def test_the_picture_and_the_tables_hold_what_was_compared(few):
+    refused = compare([ROWS["bigscience-930"]])
+    tables = page_tables([*few, *refused])
+    assert "Refused: `bigscience-930`, hidden=13824 is not a multiple of heads=104." in tables
+    assert picture(few, "png").startswith(b"\x89PNG")
+    assert b"A100, with a pipeline" in picture(few, "svg")
+    assert page_with("a\n<!-- made by make bench-published -->\nold<!-- to here -->\nb", "new\n").count("new") == 1
+
+
+def test_the_file_is_predicted_by_the_command(tmp_path, capsys, few):
+    file, image = tmp_path / "rows.json", tmp_path / "rows.svg"
+    file.write_text(json.dumps([row for row in GIVEN if row["id"] in (*FEW, "bigscience-930")]))
+    assert cli.main(["plan", "--published", str(file), "--picture", str(image), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["id"]: row for row in found["rows"]}
+    assert rows["bigscience-930"]["refused"].startswith("hidden=13824")
+    for row in few:
+        assert rows[row.id]["ratio"] == row.ratio
+        assert rows[row.id]["ratio"] == rows[row.id]["predicted_step_s"] / rows[row.id]["published_step_s"]
+    assert image.read_bytes().startswith(b"<?xml")
+    assert cli.main(["plan", "--published", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "refused   bigscience-930" in shown
+    assert "errors    with a pipeline: 2 rows" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tune", "--published", "a.json"], "--published a.json: applies to `ppctl plan` only"),
+        (["plan", "--published", "a.json", "mesh=1x4"], "so that mesh=1x4 changes none"),
+        (["plan", "--picture", "a.svg"], "--picture only goes with --published"),
+        (["plan", "--published", "a.json", "--picture", "a.gif"], "neither an .svg nor a .png"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(words, message, capsys):
+    assert cli.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_search_of_partitions_tries_megatron_bridges_layout_of_llama_70b():
+    """From the partition that is balanced by costs, with the head as 1.2 layers; what it finds is no slower."""
+    pp, chunks, number = 8, 5, 16
+    layer, head = PieceTimes(1.0, 1.0, 1.0), PieceTimes(1.2, 1.2, 1.2)
+    op_times = OpTimes(PieceTimes(0.0, 0.0, 0.0), layer, head, task_s=0.02, hop_s=0.05, overhead_s=0.0)
+    schedule = build("interleaved", pp, number, num_chunks=chunks)
+    tried = dict[tuple[int, ...], float]()
+
+    def step_s(partition):
+        sizes = tuple(map(len, partition))
+        costs = costs_of_stages(op_times, sizes, keeps_input=False)
+        tried[sizes] = ticking_s(op_times, schedule, None, costs, 1).total_s
+        return tried[sizes]
+
+    published = tuple(map(len, explicit(80, pp * chunks, MEGATRON_BRIDGE)))
+    assert layout_text(published) == "Ett|(tt|)*34t*3|(tt|)*3tL"
+    found = improved(divided_evenly([1.0] * 80, schedule.rank_of, embed=0.0, head=1.2), step_s, max_tried=300)
+    assert published in tried
+    assert step_s(found) <= tried[published] < step_s(explicit(80, pp * chunks, [2] * 40))
+
+
+# --- the whole table -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_the_page_is_what_the_command_makes_and_the_bars_are_reached():
+    compared = compare(list(ROWS.values()))
+    page = PAGE.read_text()
+    assert page == page_with(page, page_tables(compared))
+    assert PICTURE.exists()
+    for has_pipeline in (True, False):
+        found = errors([row for row in compared if row.has_pipeline == has_pipeline], "")
+        assert found is not None
+        assert found.median <= 0.10
+        assert found.ninth_decile <= 0.20
+    told, right = outcomes(compared)
+    assert right >= 0.9 * told
+    rows = [each for each in expressible(ROWS.values()) if is_fitted(each[0].id)]
+    assert fit(rows) == FITTED
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda cluster: cluster.name)
+def test_tune_finds_no_slower_a_layout_than_was_published(cluster):
+    published, found, _ = published_and_found(cluster)
+    assert found.step_time_s <= published.step_time_s
+    assert max(found.total_bytes) <= max(published.total_bytes)
