@@ -16,6 +16,7 @@ from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.layers import DividedWeights, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
+from ppctl.model.trainable import trained_part
 from ppctl.schedule.ir import Kind
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.ticks import Ticks
@@ -91,7 +92,7 @@ class Device:
         w = self.whole[0]
         w0 = w[0] if isinstance(w, list) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w)
         gather = partial(gather_shards, specs=layer_specs(specs["layers"])) if by_layer else None
-        self.stage = Stage(stack.layer, options.remat, w0, self.x, gather, divided)
+        self.stage = Stage(stack.layer, options.remat, w0, self.x, gather, divided, stack.trains("layers"))
 
     # parameters and data
 
@@ -172,8 +173,11 @@ class Device:
         master = jax.tree.leaves(self.params)[0].dtype
         sums = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, master), tree)  # noqa: E731
         head = jax.eval_shape(self.stack.head, self.ends, self.x, self.microbatch("targets", 0))
-        gradients = (sums(self.ends), sums(self.whole)) if self.ticks.has_backward else (None, None)
-        return (*zeros_like(head), *gradients)
+        if not self.ticks.has_backward:
+            return (*zeros_like(head), None, None)
+        of_layer = partial(trained_part, trainable=self.stack.trains("layers"))
+        layers = [[*map(of_layer, chunk)] if isinstance(chunk, list) else of_layer(chunk) for chunk in self.whole]
+        return (*zeros_like(head), sums(trained_part(self.ends, self.stack.trains("ends"))), sums(layers))
 
     def results(self, sums: Tree) -> tuple[jax.Array, jax.Array, Tree]:
         """Return (sum of losses, number of losses, sums of gradients as parameters are laid out) of this device."""
@@ -205,7 +209,9 @@ class Device:
 
         def run(sums: Tree) -> tuple[jax.Array, Tree]:
             targets = self.microbatch("targets", place.microbatch)
-            y_grad, ends_grad, loss, number = head_grads(self.stack.head, self.ends, y, targets)
+            y_grad, ends_grad, loss, number = head_grads(
+                self.stack.head, self.ends, y, targets, self.stack.trains("ends")
+            )
             return y_grad, (sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad))
 
         own, layers = sums[:3], sums[3:]
@@ -226,7 +232,8 @@ class Device:
 
         def run(total: Tree) -> tuple[None, Tree]:
             inputs = self.microbatch("inputs", place.microbatch)
-            return None, add_embedding_grad(self.stack.embed, self.ends, inputs, gx, total)
+            of_ends = self.stack.trains("ends")
+            return None, add_embedding_grad(self.stack.embed, self.ends, inputs, gx, total, of_ends)
 
         return (*sums[:2], self.run_if(place.first, run, lambda: None, sums[2])[1], sums[3])
 
