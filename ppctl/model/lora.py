@@ -82,8 +82,13 @@ class Adapted(nnx.Linear):
         return super().__call__(inputs) + self.beside(inputs)
 
     def beside(self, inputs: jax.Array, of_columns: Callable[[jax.Array], jax.Array] = lambda b: b) -> jax.Array:
-        """Return the adapter's part; of_columns: from B to the columns of it that are wanted."""
-        return (inputs @ self.lora_a[...]) @ of_columns(self.lora_b[...]) * self.scale
+        """Return the adapter's part; of_columns: from B to the columns of it that are wanted.
+
+        Forwards keep the results of products but for those with a batch dim (remat=none). This one is as large as the
+        linear map's and cheap to make again of inputs @ A, so it is one of a batch.
+        """
+        low, b = inputs @ self.lora_a[...] * self.scale, of_columns(self.lora_b[...])
+        return jax.lax.dot_general(low[None], b[None], (((2,), (1,)), ((0,), (0,))))[0]
 
 
 def with_adapters(layer: Tree, lora: Lora, key: jax.Array) -> Tree:
