@@ -116,6 +116,14 @@ def test_impossible_settings_are_refused(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [["mesh=1x2", "schedule=zb_h1"], ["mesh=1x2x2", "executor=mpmd", "schedule=1f1b"]])
+def test_verify_finds_the_steps_of_adapters_right(layout, capsys):
+    sizes = ["model.num_layers=2", "model.d_model=16", "model.num_heads=2", "optim.train=lora", "optim.lora_rank=2"]
+    assert cli.main(["verify", *SMALL, *sizes, *layout]) == 0
+    assert "lora_b" in capsys.readouterr().out
+
+
 CHAT = [("hi", "hello there"), ("bye", "see you"), ("how many", "twelve dogs")]
 
 
