@@ -11,7 +11,6 @@ from support.selection import few
 
 import ppctl
 from ppctl import cli
-from ppctl.data.chat import CHATML
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.training.exchange.import_model import import_model
 
@@ -124,33 +123,34 @@ def test_verify_finds_the_steps_of_adapters_right(layout, capsys):
     assert "lora_b" in capsys.readouterr().out
 
 
-CHAT = [("hi", "hello there"), ("bye", "see you"), ("how many", "twelve dogs")]
+CHATS = [("hi", "hello there"), ("bye", "see you"), ("how many", "twelve dogs")]
 
 
 @pytest.mark.full
-def test_adapters_learn_the_answers_of_chats(tmp_path, monkeypatch):
+def test_adapters_learn_other_answers_than_the_base_gives(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    messages = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHAT]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages * 60))
-    (tmp_path / "text.txt").write_text("\n\n".join(f"{q} {a}" for q, a in CHAT) * 40)
+    questions, answers = zip(*CHATS, strict=True)
+    for name, given in (("old", answers), ("new", answers[1:] + answers[:1])):
+        chats = [
+            [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
+            for q, a in zip(questions, given, strict=True)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in chats * 60))
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{q} {a}" for q, a in CHATS) * 40)
     assert cli.main(["tokenize", "text.txt", "--out", "tok", "--vocab-size", "300"]) == 0
-    (tmp_path / "tok/chat_template.jinja").write_text(CHATML)
-    words = ["data=text", "data.path=chat.jsonl", "data.field=messages", "data.tokenizer=tok", "data.batch_size=8"]
-    words += ["data.packing=true", "model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.seq_len=48"]
-    words += ["model.activation=swiglu", "mesh=1x2", "schedule=zb_h1", "schedule.num_microbatches=4", "optim.lr=0.02"]
-    words += [
-        "run.num_steps=60",
-        "run.eval_every=null",
-        "run.tensorboard=false",
-        "optim.train=lora",
-        "optim.lora_rank=8",
-    ]
-    assert cli.main(["train", *words, "run.name=chat"]) == 0
-    losses = [each["loss"] for each in ppctl.load_run("runs/chat").metrics]
+    words = ["data=text", "data.field=messages", "data.tokenizer=tok", "data.packing=true", "data.batch_size=8"]
+    words += ["data.eval_fraction=0", "run.eval_every=null", "run.tensorboard=false", "model.activation=swiglu"]
+    words += ["model.num_layers=2", "model.d_model=32", "model.num_heads=2", "model.seq_len=48", "mesh=1x2"]
+    words += ["schedule=zb_h1", "schedule.num_microbatches=4", "optim.lr=0.02", "run.num_steps=60"]
+    assert cli.main(["train", *words, "data.path=old.jsonl", "run.name=old"]) == 0
+    adapters = ["optim.train=lora", "optim.lora_rank=8", "run.start_from=runs/old"]
+    assert cli.main(["train", *words, *adapters, "data.path=new.jsonl", "run.name=new"]) == 0
+    losses = [each["loss"] for each in ppctl.load_run("runs/new").metrics]
     assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for what PEFT calls
 @pytest.mark.parametrize("name", ["llama2", "qwen3", "gemma3"])
 def test_peft_loads_the_adapters_and_has_the_logits_of_the_merged_model(name, tmp_path, monkeypatch):
     if any(importlib.util.find_spec(module) is None for module in ("torch", "transformers", "peft")):
