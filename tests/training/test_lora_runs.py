@@ -2,11 +2,12 @@
 
 import importlib.util
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.oracle import FOLDER, in_double
+from support.oracle import FOLDER
 from support.selection import few
 
 import ppctl
@@ -165,14 +166,13 @@ def test_peft_loads_the_adapters_and_has_the_logits_of_the_merged_model(name, tm
     for out, option in (("merged", []), ("adapter", ["--adapter"])):
         assert cli.main(["export", "runs/base-trained", "--out", out, "--dtype", "float32", *option]) == 0
     ids = np.random.default_rng(0).integers(0, 90, (2, 12))
-    how = {"attn_implementation": "eager", "dtype": torch.float64}
-    with in_double():
-        base = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, **how)
-        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **how)
-        found, wanted = (
-            model(torch.asarray(ids), use_cache=False).logits.detach().numpy() for model in (adapted, merged)
-        )
+    of_files = partial(
+        transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="eager", dtype=torch.float64
+    )
+    adapted = PeftModel.from_pretrained(of_files(FOLDER / name), tmp_path / "adapter")
+    merged = of_files(tmp_path / "merged")
+    logits = lambda model: model(torch.asarray(ids), use_cache=False).logits.detach().numpy()  # noqa: E731
+    found, wanted = map(logits, (adapted, merged))
     assert np.abs(found - wanted).max() < 1e-5
     assert np.abs(ppctl.load_run("runs/base-trained").predict(ids) - found).max() < 1e-4
     assert np.abs(ppctl.load_run("base").predict(ids) - found).max() > 1e-3
