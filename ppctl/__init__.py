@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ppctl.errors import PpctlError
     from ppctl.model import parallel
+    from ppctl.model.lora import Lora
     from ppctl.model.network import Network, stage_boundary
     from ppctl.model.stack import Stack
     from ppctl.reports.charts.draw import draw
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Costs",
+    "Lora",
     "Network",
     "Pipeline",
     "PpctlError",
@@ -50,6 +52,7 @@ __all__ = [
 
 _HOMES = {
     "Costs": "schedule.costs",
+    "Lora": "model.lora",
     "Network": "model.network",
     "Pipeline": "training.pipeline",
     "PpctlError": "errors",

@@ -22,7 +22,13 @@ FREE = {
 
 # Settings of a model that leave its function as it is. Another vocabulary or cut shows in the shapes of its arrays.
 SAME_FUNCTION = ("model.attention", "model.vocab_size", "model.layers", "model.mixes_examples")
-ARRAYS = ("optim", "optim.momentum", "run.dtype")  # besides the model's: what decides which arrays a checkpoint has
+ADAPTERS = tuple(f"optim.{name}" for name in ("train", "lora_rank", "lora_targets"))
+ARRAYS = (
+    "optim",
+    "optim.momentum",
+    "run.dtype",
+    *ADAPTERS,
+)  # besides the model's: what decides which arrays a checkpoint has
 
 
 class Change(NamedTuple):
@@ -51,7 +57,7 @@ class Change(NamedTuple):
     @property
     def is_of_function(self) -> bool:
         """Whether the model computes something else for the same parameters."""
-        return self.part == "model" and self.name not in SAME_FUNCTION
+        return self.name == "optim.lora_alpha" or (self.part == "model" and self.name not in SAME_FUNCTION)
 
     @property
     def is_of_arrays(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
-from ppctl.config.checks import at_least, fraction
+from ppctl.config.checks import above_zero, at_least, choice, fraction
 from ppctl.errors import ConfigError
 
 
@@ -20,13 +21,37 @@ class Optim:
     min_lr_fraction: float = 0.1  # of the peak, where the cosine ends, at run.num_steps
     warmup_steps: int = 20  # of linear growth to the peak
     clip_norm: float | None = 1.0  # None: no clipping
+    train: str = "all"  # all parameters | lora: low-rank adapters beside a transformer's linear maps, all else frozen
+    lora_rank: int = 16  # r of PEFT: an adapter is A [inputs, rank] times B [rank, outputs]
+    lora_alpha: float = 32.0  # adapters count alpha/rank times
+    lora_targets: list[str] | None = None  # of q, k, v, o, gate, up, down; None: all that the blocks have
+
+    TRAINS: ClassVar[tuple[str, ...]] = ("all", "lora")
+    TARGETS: ClassVar[tuple[str, ...]] = ("q", "k", "v", "o", "gate", "up", "down")
 
     def check(self) -> None:
+        self._check_lora()
         for key in ("lr", "warmup_steps", "clip_norm"):
             at_least(f"optim.{key}", getattr(self, key), 0)
         fraction("optim.min_lr_fraction", self.min_lr_fraction)
         if self.clip_norm == 0:
             raise ConfigError("optim.clip_norm=0 would erase every gradient. Use null for no clipping.")
+
+    def _check_lora(self) -> None:
+        choice("optim.train", self.train, self.TRAINS)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if self.train != "lora" and field.name.startswith("lora_") and value != field.default:
+                raise ConfigError(
+                    f"optim.{field.name}={value} is of adapters, and optim.train={self.train} trains none. Leave it "
+                    "out, or use optim.train=lora."
+                )
+        at_least("optim.lora_rank", self.lora_rank, 1)
+        above_zero("optim.lora_alpha", self.lora_alpha)
+        if self.lora_targets == []:
+            raise ConfigError("optim.lora_targets=[] leaves nothing to train. Use null for all linear maps of a block.")
+        for name in self.lora_targets or ():
+            choice("optim.lora_targets", name, self.TARGETS)
 
 
 @dataclass

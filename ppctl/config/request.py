@@ -78,6 +78,7 @@ def check(config: Config) -> None:
     _check_executor(config)
     _check_division(config)
     _check_data(config)
+    _check_trained(config)
     _check_timeline(config)
     _check_inspected(config)
     _check_profile(config)
@@ -172,6 +173,21 @@ def _check_data(config: Config) -> None:
             remedy = "Set model.seq_len" if is_text else "Leave model.seq_len out"
             reason = "is cut into sequences" if is_text else "has no sequences to be cut"
             raise ConfigError(f"data={data.name} {reason}, but model.seq_len={model.seq_len}. {remedy}.")
+
+
+def _check_trained(config: Config) -> None:
+    model, optim = config.model, config.optim
+    if optim.train == "lora" and not isinstance(model, Transformer):
+        own = " A model of your own says itself what is trained: Stack(trainable=...), Network(trainable=...)."
+        raise ConfigError(
+            f"optim.train=lora puts adapters into a transformer's blocks, and model={model.name} has none."
+            f"{own if isinstance(model, CustomModel) else ''} Use optim.train=all, or model=transformer."
+        )
+    if isinstance(model, Transformer) and "gate" in (optim.lora_targets or ()) and model.activation not in model.GATED:
+        raise ConfigError(
+            f"optim.lora_targets has gate, and with model.activation={model.activation} an MLP has no gate. Leave it "
+            f"out, or use one of {', '.join(model.GATED)}."
+        )
 
 
 def _check_timeline(config: Config) -> None:

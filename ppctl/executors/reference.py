@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.model.stack import Stack, divisor
+from ppctl.model.trainable import trained_part, with_trained
 from ppctl.schedule.remat import Remat
 
 Tree = Any
@@ -24,9 +25,9 @@ def reference(
 
     params: parameters in natural order; batch: {"inputs", "targets"}, arrays [batch, ...].
 
-    The loss is the mean over the batch. `dtype` is that of compute; gradients have the parameters'. remat: none | layer
-    (each layer is recomputed in the backward) | full (the whole model is). Layers are unrolled up to `unroll` of them,
-    and where they differ.
+    The loss is the mean over the batch. `dtype` is that of compute; gradients have the parameters', and are None for
+    those that are frozen. remat: none | layer (each layer is recomputed in the backward) | full (the whole model is).
+    Layers are unrolled up to `unroll` of them, and where they differ.
     Without with_grads the function returns (loss, number of losses that it is the mean of). ConfigError for another
     remat.
     """
@@ -46,14 +47,16 @@ def reference(
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         microbatches = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
+        trained = trained_part(params, stack.trainable)
+        of_trained = lambda trained, microbatch: loss_sum(with_trained(trained, params), microbatch)  # noqa: E731
 
         def add(sums: Tree, microbatch: Tree) -> tuple[Tree, None]:
-            (loss, number), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, microbatch)
+            (loss, number), grads = jax.value_and_grad(of_trained, has_aux=True)(trained, microbatch)
             return jax.tree.map(jnp.add, sums, (loss, number, grads)), None
 
         first = jax.tree.map(lambda a: a[0], microbatches)
         loss, number = jax.eval_shape(loss_sum, params, first)
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (loss, number, params))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (loss, number, trained))
         (loss, number, grads), _ = jax.lax.scan(add, zeros, microbatches)
         number = divisor(number)
         return loss / number, jax.tree.map(lambda g: g / number.astype(g.dtype), grads)

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 
 from ppctl.errors import ConfigError
+from ppctl.model.lora import Lora
 from ppctl.model.parallel import StageAxes
 from ppctl.model.rotary import Rope
 from ppctl.model.scoring import Scoring
@@ -57,6 +58,7 @@ class Architecture:
     rope_beta_fast: float = 32.0
     rope_beta_slow: float = 1.0
     rope_attention_factor: float | None = None
+    lora: Lora | None = None
 
     @property
     def kv_heads(self) -> int:

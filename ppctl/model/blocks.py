@@ -17,6 +17,7 @@ from flax import nnx
 
 from ppctl.model.architecture import ACTIVATIONS, GATED, Architecture
 from ppctl.model.attention import Kernel
+from ppctl.model.lora import Adapted, Lora
 from ppctl.model.parallel import StageAxes, gather, scatter
 
 
@@ -29,8 +30,17 @@ class BlockSettings:
     turn: Callable[[jax.Array], jax.Array]
     axes: StageAxes
 
+    def lora_of(self, module: str) -> Lora | None:
+        """Return the adapter of a linear map, or None where it has none."""
+        lora = self.sizes.lora
+        return lora if lora is not None and lora.adapts(module) else None
 
-def linear(num_in: int, num_out: int, dtype: jnp.dtype, rngs: nnx.Rngs, *, use_bias: bool = False) -> nnx.Linear:
+
+def linear(
+    num_in: int, num_out: int, dtype: jnp.dtype, rngs: nnx.Rngs, *, use_bias: bool = False, lora: Lora | None = None
+) -> nnx.Linear:
+    if lora is not None:
+        return Adapted(num_in, num_out, lora, dtype, rngs, use_bias=use_bias)
     return nnx.Linear(num_in, num_out, use_bias=use_bias, param_dtype=dtype, rngs=rngs)
 
 
@@ -68,10 +78,10 @@ class Attention(nnx.Module):
         self.kv_heads_held = sizes.kv_heads if sizes.kv_heads < self.axes.tp else self.num_kv_heads
         width, kv_width = self.num_heads * self.head_dim, self.kv_heads_held * self.head_dim
         into = partial(linear, sizes.d_model, dtype=dtype, rngs=rngs, use_bias=sizes.qkv_bias)
-        self.query = into(width)
-        self.key = into(kv_width)
-        self.value = into(kv_width)
-        self.out = linear(width, sizes.d_model, dtype, rngs)
+        self.query = into(width, lora=settings.lora_of("query"))
+        self.key = into(kv_width, lora=settings.lora_of("key"))
+        self.value = into(kv_width, lora=settings.lora_of("value"))
+        self.out = linear(width, sizes.d_model, dtype, rngs, lora=settings.lora_of("out"))
         self.query_norm = norm(self.head_dim, sizes, dtype, rngs) if sizes.qk_norm else None
         self.key_norm = norm(self.head_dim, sizes, dtype, rngs) if sizes.qk_norm else None
 
@@ -94,6 +104,8 @@ class Attention(nnx.Module):
         head = jax.lax.axis_index("tp") * self.kv_heads_held // self.axes.tp
         own = partial(jax.lax.dynamic_slice_in_dim, start_index=head * self.head_dim, slice_size=self.head_dim, axis=-1)
         found = x_MD @ own(linear.kernel[...])
+        if isinstance(linear, Adapted):
+            found = found + linear.beside(x_MD, own)
         return found if linear.bias is None else found + own(linear.bias[...])
 
 
@@ -104,9 +116,10 @@ class MLP(nnx.Module):
         sizes, self.axes = settings.sizes, settings.axes
         d_model, hidden = sizes.d_model, sizes.hidden_width // self.axes.tp
         self.activation = GATED.get(sizes.activation, sizes.activation)
-        self.up = linear(d_model, hidden, dtype, rngs)
-        self.gate = linear(d_model, hidden, dtype, rngs) if sizes.activation in GATED else None
-        self.down = linear(hidden, d_model, dtype, rngs)
+        into = partial(linear, d_model, hidden, dtype, rngs)
+        self.up = into(lora=settings.lora_of("up"))
+        self.gate = into(lora=settings.lora_of("gate")) if sizes.activation in GATED else None
+        self.down = linear(hidden, d_model, dtype, rngs, lora=settings.lora_of("down"))
 
     def __call__(self, x_MD: jax.Array) -> jax.Array:
         x_MD, act = gather(x_MD, self.axes), ACTIVATIONS[self.activation]

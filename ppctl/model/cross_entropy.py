@@ -8,6 +8,7 @@ chunks, C tokens of a chunk, D d_model, V vocabulary.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,20 +123,24 @@ def _chunked(
 
 
 def _there(
-    x_KCD: jax.Array,
-    w: jax.Array,
-    targets_KC: jax.Array,
+    x: Any,
+    matrix: Any,
+    targets: Any,
     is_tied: bool,
     vocabulary: Vocabulary | None,
     cap: float | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return the loss, and its gradients in x and w: they need nothing that is not known by now."""
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    """Return the loss, and its gradients in x and w: they need nothing that is not known by now.
+
+    Arguments are values and whether anyone asks for their gradients; that of a frozen w is None.
+    """
+    x_KCD, w, targets_KC, has_grad = x.value, matrix.value, targets.value, matrix.perturbed
     dtype = jnp.promote_types(x_KCD.dtype, jnp.float32)
     parts = 1 if vocabulary is None else vocabulary[1]
 
     def add(
-        sums: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        sums: tuple[jax.Array, jax.Array | None], chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
         (loss, gw), (x_CD, targets_C) = sums, chunk
         logits_CV, first = _own_logits(x_CD, w, is_tied, vocabulary, cap)
         is_token_C = targets_C != NO_TOKEN
@@ -148,23 +153,24 @@ def _there(
         g_CV = g_CV.astype(x_CD.dtype)
         gx_CD = jax.lax.dot_general(g_CV, w, (((1,), (0 if is_tied else 1,)), ((), ())))
         left, right = (g_CV, x_CD) if is_tied else (x_CD, g_CV)
-        gw = gw + jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+        if gw is not None:
+            gw = gw + jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
         return (loss + jnp.where(is_token_C, losses_C, 0).sum(), gw), gx_CD
 
-    zeros = jnp.zeros((), dtype), jnp.zeros(w.shape, dtype)
+    zeros = jnp.zeros((), dtype), jnp.zeros(w.shape, dtype) if has_grad else None
     (loss, gw), gx_KCD = jax.lax.scan(add, zeros, (x_KCD, targets_KC))
-    return loss, (gx_KCD, gw.astype(w.dtype))
+    return loss, (gx_KCD, None if gw is None else gw.astype(w.dtype))
 
 
 def _back(
     is_tied: bool,
     vocabulary: Vocabulary | None,
     cap: float | None,
-    grads: tuple[jax.Array, jax.Array],
+    grads: tuple[jax.Array, jax.Array | None],
     g: jax.Array,
-) -> tuple[jax.Array, jax.Array, None]:
+) -> tuple[jax.Array, jax.Array | None, None]:
     gx_KCD, gw = grads  # of the sum over devices, each of which is handed the same g
-    return (g * gx_KCD).astype(gx_KCD.dtype), (g * gw).astype(gw.dtype), None
+    return (g * gx_KCD).astype(gx_KCD.dtype), None if gw is None else (g * gw).astype(gw.dtype), None
 
 
-_chunked.defvjp(_there, _back)
+_chunked.defvjp(_there, _back, symbolic_zeros=True)

@@ -35,6 +35,9 @@ class Network:
     sharding: PartitionSpecs over tp like the tree of parameters, in which one, or None, may stand for all below it. XLA
     divides the network by them; what is computed is the same.
 
+    trainable: which parameters are trained: booleans like the tree of parameters, of which one may stand for all below
+    it, as of a `Stack`.
+
     Layers end at each `stage_boundary` that apply calls, or where ppctl balances their work (model.layers=auto).
     Cutting is a ConfigError where a parameter is used by two layers, where integers cross a boundary, where what
     crosses does not grow with the examples, or where the number of marks is not num_layers - 1.
@@ -45,6 +48,7 @@ class Network:
     loss: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]]
     mixes_examples: bool | None = None  # None: not known
     sharding: Tree = field(default=None, compare=False)  # of parameters over tp
+    trainable: Tree = field(default=True, compare=False)  # of parameters, which are trained
 
 
 def stage_boundary(x: T) -> T:

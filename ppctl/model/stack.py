@@ -53,6 +53,9 @@ class Stack:
     sharding: the PartitionSpec over tp of each parameter (of one layer), like the parameters' tree; one, or None, may
     stand for all below it. Of what `divided` returns it says which shards the functions take; without `divided` XLA
     divides the functions over tp by it, which compute with whole arrays.
+    trainable: which parameters are trained: booleans like the parameters' tree (of one layer), of which one may stand
+    for all below it; True: all. Those that are frozen get no gradients and no optimizer state, and W computes nothing
+    for them.
     mixes_examples: None: a run tries on a few examples whether the loss of one depends on those beside it, and refuses
     such a model, of which microbatches make another function. True: so it is meant. False: it is known not to.
 
@@ -72,6 +75,11 @@ class Stack:
     divided: Callable[[StageAxes], Stack] | None = None  # as one device computes it, where tp or cp divide stages
     sharding: Tree = field(default=None, compare=False)  # of parameters over tp
     contents: tuple[Contents, ...] = field(default=(), compare=False)  # of a network, which is cut into layers
+    trainable: Tree = field(default=True, compare=False)  # of parameters, which are trained
+
+    def trains(self, part: str) -> Tree:
+        """Return which parameters of "ends", or of a layer ("layers"), are trained, as `trainable` says it."""
+        return self.trainable[part] if isinstance(self.trainable, Mapping) else self.trainable
 
     @property
     def are_alike(self) -> bool:

@@ -20,6 +20,7 @@ from ppctl.model.architecture import Architecture
 from ppctl.model.attention import Kernel, attention
 from ppctl.model.blocks import Block, BlockSettings, norm
 from ppctl.model.cross_entropy import NO_TOKEN, cross_entropy, logits
+from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.packing import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter, shard_of
 from ppctl.model.rotary import Rotate, rotation
@@ -53,7 +54,7 @@ def transformer(
     """Return the stack of a decoder-only language model: num_layers pre-norm blocks between embedding and head.
 
     sizes: the fields of `Architecture`, each of which `config.Transformer` explains in a line; those without a default
-    are needed. dtype: of the parameters.
+    are needed. dtype: of the parameters. With `lora` blocks have adapters, and these alone are trained.
     inputs and targets: int32 [B, T], tokens below vocab_size; x: [B, T, d_model]. T is any number of tokens. A target
     that is NO_TOKEN counts neither in the sum of losses nor in their number.
     packed: inputs may hold several documents, see `ppctl.model.packing`; x has rows that say where they start.
@@ -77,7 +78,7 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, pack
             "documents, which no kernel does across devices. Use mesh.cp=1, or data.packing=false."
         )
     sizes.check_divides(axes)
-    tied, cap = sizes.tied, sizes.logit_softcap
+    tied, cap, lora = sizes.tied, sizes.logit_softcap, sizes.lora
 
     def settings(has_window: bool) -> BlockSettings:
         turn = partial(rotate, rope=sizes.rope(has_window), axes=axes)
@@ -86,7 +87,9 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, pack
     ends_graph = nnx.graphdef(nnx.eval_shape(lambda: Ends(sizes, dtype, nnx.Rngs(0))))
 
     def init_layer(key: jax.Array, _: jax.Array) -> Tree:
-        return nnx.to_pure_dict(nnx.state(Block(settings(False), dtype, nnx.Rngs(key)), nnx.Param))
+        plain = replace(settings(False), sizes=replace(sizes, lora=None))
+        layer = nnx.to_pure_dict(nnx.state(Block(plain, dtype, nnx.Rngs(key)), nnx.Param))
+        return layer if lora is None else with_adapters(layer, lora, key)
 
     def init_ends(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.state(Ends(sizes, dtype, nnx.Rngs(key)), nnx.Param))
@@ -145,9 +148,12 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, pack
         outputs=outputs,
         divided=lambda axes: _stack(sizes, dtype, mix, rotate, packed, axes),
     )
-    if axes.tp == 1:
+    if axes.tp == 1 and lora is None:
         return stack
-    return replace(stack, sharding=_sharding(jax.eval_shape(lambda: init(stack, 0)), axes, sizes.kv_heads))
+    params = jax.eval_shape(lambda: init(stack, 0))
+    if lora is not None:
+        stack = replace(stack, trainable={"ends": False, "layers": are_adapters(params["layers"])})
+    return stack if axes.tp == 1 else replace(stack, sharding=_sharding(params, axes, sizes.kv_heads))
 
 
 def _looked_up(table_VD: jax.Array, ids_BT: jax.Array, axes: StageAxes) -> jax.Array:
@@ -172,6 +178,8 @@ def _sharding(params: Tree, axes: StageAxes, num_kv_heads: int) -> Tree:
         if names[0] == "ends":
             return {"embedding": rows, "head": columns}.get(names[1], P())
         found = of_module.get(names[-2], P())
+        if names[-1] in (A, B):  # of columns B is divided, of rows A
+            return found if found == (columns if names[-1] == B else rows) else P()
         return P(*found[1:]) if names[-1] == "bias" else found
 
     return jax.tree_util.tree_map_with_path(spec, params)

@@ -96,8 +96,18 @@ class ParamBytes:
 
     layer: int
     embed_head: int  # of embedding and head together
-    moments: float  # of the optimizer, over the parameters
+    moments: float  # of the optimizer, over the parameters that are trained
     compute_ratio: float  # size of the dtype of compute over that of the parameters
+    frozen_layer: int = 0  # of a layer's, what is not trained
+    frozen_embed_head: int = 0  # of embedding and head likewise
+
+    @property
+    def trained_layer(self) -> int:
+        return self.layer - self.frozen_layer
+
+    @property
+    def trained_embed_head(self) -> int:
+        return self.embed_head - self.frozen_embed_head
 
 
 def op_times(
@@ -166,7 +176,7 @@ def overhead_s(
     keeps. Collectives of single arrays count as one, as compilers combine them.
     """
     read_and_written = 2 * (1 + params.moments) + 2  # gradients are read twice, once for their norm
-    update = _held(params, layout) * read_and_written
+    update = _trained(params, layout) * read_and_written
     moved_s = exchange_s(params, machine, layout, gather=gather, casts=casts)
     return moved_s + update / machine.speed.bytes_per_s
 
@@ -182,18 +192,20 @@ def exchange_s(
     layers, embed_head = layout.rank_layers * params.layer, params.embed_head
     links = layout.links(machine)
 
-    def there_and_back_s(link: Link, num_bytes: float, size: int, *, gathered: bool = True) -> float:
-        there_s = link.gather_s(num_bytes * params.compute_ratio, size) if gathered else 0.0
-        return there_s + link.gather_s(num_bytes, size)  # summed and scattered
+    def there_and_back_s(link: Link, there: float, back: float, size: int, *, gathered: bool = True) -> float:
+        there_s = link.gather_s(there * params.compute_ratio, size) if gathered else 0.0
+        return there_s + (link.gather_s(back, size) if back else 0.0)  # summed and scattered
 
-    moved_s = there_and_back_s(links["fsdp"], layers, layout.fsdp, gathered=gather == "step")
-    moved_s += there_and_back_s(links["both"], embed_head, layout.pp * layout.fsdp)
-    sum_s = links["replicas"].sum_s(_held(params, layout), layout.dp * layout.cp)
+    trained = layout.rank_layers * params.trained_layer
+    moved_s = there_and_back_s(links["fsdp"], layers, trained, layout.fsdp, gathered=gather == "step")
+    moved_s += there_and_back_s(links["both"], embed_head, params.trained_embed_head, layout.pp * layout.fsdp)
+    sum_s = links["replicas"].sum_s(_trained(params, layout), layout.dp * layout.cp)
     copied = layers / layout.fsdp if gather == "layer" else layers
     cast_s = casts * (copied + embed_head) * (1 + params.compute_ratio) / machine.speed.bytes_per_s
     return moved_s + sum_s + cast_s
 
 
-def _held(params: ParamBytes, layout: PlannedLayout) -> float:
-    """Return the bytes of parameters that a device keeps."""
-    return layout.rank_layers * params.layer / layout.fsdp + params.embed_head / (layout.pp * layout.fsdp)
+def _trained(params: ParamBytes, layout: PlannedLayout) -> float:
+    """Return the bytes of the parameters that a device keeps and trains."""
+    layers = layout.rank_layers * params.trained_layer
+    return layers / layout.fsdp + params.trained_embed_head / (layout.pp * layout.fsdp)

@@ -230,7 +230,7 @@ def _fullest(
     work, microbatch = bounds.work, bounds.microbatch
     remat, examples = Remat.of(microbatch.remat), microbatch.examples
     stash_bytes, pending_bytes = work.stash_bytes[remat] * examples, work.pending_bytes[remat] * examples
-    stacked = layout.chunk_layers * bounds.params.layer
+    stacked = layout.chunk_layers * bounds.params.trained_layer
     most, fullest = float(stacked), (dict.fromkeys(("stash", "pending"), 0.0), stacked)
     moments = [_moments(*key, tuple(sizes), stash_bytes, pending_bytes) for key in keys]
     numbers = [number for _, _, number, _ in keys]

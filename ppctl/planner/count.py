@@ -16,6 +16,7 @@ from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack as ModelStack
+from ppctl.model.trainable import trained_flags
 from ppctl.planner.roofline import Extent, ModelWork, Op, PieceWork, ProductShape
 from ppctl.planner.traced_ops import bytes_to_make, ops_of, peak_bytes
 from ppctl.schedule.remat import Remat
@@ -29,7 +30,7 @@ class _Counted:
     """A model, hashed by all that its work depends on."""
 
     stack: ModelStack
-    shapes: tuple  # of parameters, and of an example
+    shapes: tuple  # of parameters, and of an example; which parameters are trained
     dtype: str
     model: Model = field(compare=False)
 
@@ -38,7 +39,8 @@ def work_of(model: Model) -> ModelWork:
     """Return the work of `model`'s pieces for one example; its own microbatch and remat do not matter."""
     params = [(a.shape, str(a.dtype)) for a in jax.tree.leaves((model.ends, model.layer))]
     example = [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(model.microbatch)]
-    work = _work_of(_Counted(model.stack, (*params, *example), str(jnp.dtype(model.dtype)), model))
+    flags = trained_flags({"ends": model.ends, "layers": model.layer}, model.stack.trainable)
+    work = _work_of(_Counted(model.stack, (*params, *example, flags), str(jnp.dtype(model.dtype)), model))
     return _divided_evenly(work, model.axes.tp) if model.auto else work
 
 
@@ -134,7 +136,8 @@ class CountedModel:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype), model.microbatch)
         self.model = replace(model, microbatch=shapes, remat=Remat.NONE)
         self.weights = [self._computed(model.layer)]  # of a stage of one layer
-        self.stages = {r: Stage(model.stack.layer, r, self.weights[0], self.model.x) for r in Remat}
+        of_layer = model.stack.trains("layers")
+        self.stages = {r: Stage(model.stack.layer, r, self.weights[0], self.model.x, trainable=of_layer) for r in Remat}
 
     def _computed(self, tree: Tree) -> Tree:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.dtype(self.model.dtype)), tree)
@@ -159,40 +162,41 @@ class CountedModel:
         return sum(bytes_of[layer] for layer in layers) // len(layers)
 
     def head_bytes(self) -> int:
-        return peak_bytes(self._head_grads, self._computed(self._gradients(1)), self.model.x, self._targets)
+        return peak_bytes(self._head_grads, self._computed(self._held(1)), self.model.x, self._targets)
 
     def layer(self, l: int = 0) -> tuple[list[Op], ...]:
         stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
         slots = None if self.model.stack.are_alike else LayerSlots(numbers=range(l, l + 1))
         stash, pending = stage.stash_shapes(w, slots), stage.pending_shapes(w, slots)
+        acc = self.model.trained_layers([self.model.layer])
         kept = ops_of(lambda w, x: stage.forward(w, slots, x)[1], w, x, only_needed=True)
         return (
             ops_of(lambda w, x: stage.forward(w, slots, x), w, x),
             ops_of(lambda w, s, gy: stage.input_grad(w, slots, s, lambda _: (gy, None))[:2], w, stash, x),
-            ops_of(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, slots, p)), w, pending, [self.model.layer]),
+            ops_of(lambda w, p, acc: add_trees(acc, stage.weight_grad(w, slots, p)), w, pending, acc),
             [op for op in kept if op.flops or op.axis is not None],
         )
 
     def embed(self) -> tuple[list[Op], ...]:
-        model, inputs, acc = self.model, self.model.microbatch["inputs"], self._gradients(0)
+        model, inputs, ends = self.model, self.model.microbatch["inputs"], self._computed(self._held(0))
+        acc = model.trained_ends(self._held(0))
 
         def embed(ends: Tree, inputs: Any) -> jax.Array:
             return model.stack.embed(model.fill(ends), inputs)
 
         def embed_grad(ends: Tree, inputs: Any, gx: jax.Array, acc: Tree) -> Tree:
-            return add_embedding_grad(embed, ends, inputs, gx, acc)
+            return add_embedding_grad(embed, ends, inputs, gx, acc, model.stack.trains("ends"))
 
-        ends = self._computed(acc)
         return ops_of(embed, ends, inputs), [], ops_of(embed_grad, ends, inputs, model.x, acc)
 
     def head(self) -> tuple[list[Op], ...]:
-        acc = self._gradients(1)
+        acc = self.model.trained_ends(self._held(1))
 
         def head(ends: Tree, y: jax.Array, targets: Any, acc: Tree) -> Tree:
             gy, grads = self._head_grads(ends, y, targets)
             return gy, add_trees(acc, grads)
 
-        return [], ops_of(head, self._computed(acc), self.model.x, self._targets, acc), []
+        return [], ops_of(head, self._computed(self._held(1)), self.model.x, self._targets, acc), []
 
     @property
     def _targets(self) -> Any:
@@ -200,11 +204,12 @@ class CountedModel:
 
     def _head_grads(self, ends: Tree, y: jax.Array, targets: Any) -> Tree:
         model = self.model
-        gy, grads, *_ = head_grads(lambda e, y, t: model.stack.head(model.fill(e), y, t), ends, y, targets)
+        head = lambda e, y, t: model.stack.head(model.fill(e), y, t)  # noqa: E731
+        gy, grads, *_ = head_grads(head, ends, y, targets, model.stack.trains("ends"))
         return gy, grads
 
-    def _gradients(self, end: int) -> Tree:
-        """Return the shapes of the gradients of the embedding (0) or of the head (1)."""
+    def _held(self, end: int) -> Tree:
+        """Return the shapes of the parameters of the embedding (0) or of the head (1)."""
         return self.model.keep(self.model.ends, self.model.uses[end])
 
 

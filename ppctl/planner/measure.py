@@ -39,6 +39,7 @@ from ppctl.planner.timing import (
 )
 from ppctl.training.engines.one_program import OneProgram
 from ppctl.training.job import TrainingJob
+from ppctl.training.models import lora_of
 from ppctl.training.pipeline import Pipeline
 
 Times = dict[str, Timing]
@@ -119,7 +120,7 @@ def _of_mesh(job: TrainingJob) -> Times:
     "once": the per-step overhead; "tick": its transfers (executor=spmd); "task": starting one (executor=mpmd).
     """
     pipe, pp = job.pipe, job.pipe.mesh.shape["pp"]
-    step = without_tasks(pipe.layout, pipe.dtype)
+    step = without_tasks(pipe.layout, pipe.dtype, pipe.stack.trainable)
     engine = OneProgram(pipe.states, pipe.batch_shapes, step, step, pipe.optimizer, pipe.lr_schedule)
     times = {"once": run_steps(replace(job, pipe=replace(pipe, engine=engine)))}
     if pipe.ticks is not None and pp > 1:
@@ -189,6 +190,7 @@ def _key(job: TrainingJob, *, with_mesh: bool) -> dict[str, Any]:
         "cores": [platform.processor() or platform.machine(), os.cpu_count()] if _is_shared(pipe) else None,
         "executor": [execution.executor, execution.remat, execution.unroll],
         "model": [asdict(config.model) | {"num_layers": None}, job.data.vocab_size, _own_source(config)],
+        "adapters": None if (lora := lora_of(config.optim)) is None else asdict(lora),
         "data": config.data.name,
         "divided": asdict(execution.axes),
         "shapes": jax.tree.map(lambda a: [a.shape, str(a.dtype)], pipe.model.microbatch),

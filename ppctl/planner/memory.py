@@ -51,7 +51,9 @@ def predicted_memory(job: TrainingJob) -> tuple[Mapping[str, int], ...]:
         if program.kind == "prepare":  # gathered, before they are taken apart
             layers = sum(role.num_layers for role in program.shape.stages)
             return layers * layer_bytes if layout.fsdp > 1 and whole_before_tasks else 0
-        return program.shape.num_layers * params.layer if program.kind == "reduce" else 0  # stacked, to be summed
+        return (
+            program.shape.num_layers * params.trained_layer if program.kind == "reduce" else 0
+        )  # stacked, to be summed
 
     return pipe.engine.memory(of_program)
 

@@ -190,7 +190,11 @@ def masked_cells(op_times: OpTimes, ticks: Ticks, costs: Costs) -> list[list[tup
     schedule, layer = ticks.schedule, op_times.layer
     seconds = partial(duration_s, costs=costs, num_chunks=schedule.num_chunks)
     weight_grad_s = max(costs.seconds("W", s, schedule.num_chunks) for s in range(schedule.num_stages))
-    layers = weight_grad_s / layer.weight_grad_s  # W is of layers alone
+    if layer.weight_grad_s:
+        layers = weight_grad_s / layer.weight_grad_s  # W is of layers alone
+    else:  # no layer is trained: I is, but for what the first and the last stage add
+        least_s = min(costs.seconds("I", s, schedule.num_chunks) for s in range(schedule.num_stages))
+        layers = (least_s - op_times.task_s) / layer.input_grad_s
     idle_f = op_times.forward_s(layers) + op_times.task_s
     idle_b = op_times.input_grad_s(layers, keeps_input=ticks.remat.keeps_input_only, split=False)
     idle_b += layers * layer.weight_grad_s + op_times.task_s

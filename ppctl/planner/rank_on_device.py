@@ -20,6 +20,7 @@ from ppctl.executors.compiler_preset import cpu_options, temp_bytes
 from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, last_uses
 from ppctl.executors.mpmd.rank import GradientPrograms, RankRole, prepare_rank
 from ppctl.executors.mpmd.tasks import Model
+from ppctl.model.trainable import trained_part
 from ppctl.planner.stand_ins import alone
 from ppctl.planner.timing import Timing, median, random_like, timed_at_once
 from ppctl.training.job import TrainingJob
@@ -163,7 +164,8 @@ class RankOnDevice:
             return apply_gradients(optimizer, state, grads, global_norm(grads)), grads
 
         zeros = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)  # noqa: E731
-        states = [jax.device_put((zeros(shapes), zeros(shapes["params"])), self.device) for _ in range(copies)]
+        trained = trained_part(shapes["params"], job.pipe.stack.trainable)
+        states = [jax.device_put((zeros(shapes), zeros(trained)), self.device) for _ in range(copies)]
         return jax.jit(update, donate_argnums=(0, 1)).lower(*states[0]).compile(self.options or None), states
 
 

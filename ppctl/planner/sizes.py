@@ -41,14 +41,16 @@ def held_bytes(
     """
     layers, examples, remat = layout.rank_layers * params.layer, microbatch.examples, microbatch.remat
     state = layers / layout.fsdp + params.embed_head / (layout.fsdp * layout.pp)
+    sums = layout.rank_layers * params.trained_layer, params.trained_embed_head
+    trained = sums[0] / layout.fsdp + sums[1] / (layout.fsdp * layout.pp)
     stashes = 0 if Remat.of(remat).keeps_input_only else slots.get("stash", 0)
     stash = stashes * work.stash_bytes[remat] * layout.chunk_layers
     pending = slots.get("pending", 0) * work.pending_bytes[remat] * layout.chunk_layers
     return {
         "parameters": round(state),
-        "optimizer": round(state * params.moments),
+        "optimizer": round(trained * params.moments),
         "weights": round((copied_layers(layout, gather) * params.layer + params.embed_head) * params.compute_ratio),
-        "gradients": layers + params.embed_head,
+        "gradients": sum(sums),
         "activations": round(examples * (stash + pending)),
         "transfers": round(examples * work.x_bytes * sum(slots.get(name, 0) for name in SLOTS_OF_X)),
         "batch": microbatch.example_bytes * examples * microbatch.number,
@@ -80,7 +82,7 @@ def workspace_bytes(
     setting, layers, examples = Remat.of(microbatch.remat), layout.chunk_layers, microbatch.examples
     head = max(0.0, work.head_bytes.of(examples))
     recomputed = setting.live_residual_layers(layers) * work.residual_bytes * examples
-    gradients = 0.0 if adds else layers * params.layer * params.compute_ratio
+    gradients = 0.0 if adds else layers * params.trained_layer * params.compute_ratio
     if setting.keeps_input_only:
         return round(recomputed + max(head, gradients))
     kept = layers * work.stash_bytes[setting] * examples
@@ -98,7 +100,7 @@ def task_bytes(
     """
     setting = Remat.of(remat)
     logits = max(0.0, work.head_bytes.of(examples)) if head else 0.0
-    gradients = 0.0 if adds or kind not in "BW" else layers * params.layer * params.compute_ratio
+    gradients = 0.0 if adds or kind not in "BW" else layers * params.trained_layer * params.compute_ratio
     if kind == "W":
         return round(gradients)
     rest = max(0.0, work.residual_bytes - work.stash_bytes[setting]) * examples if setting.keeps_residuals else 0.0
@@ -116,7 +118,7 @@ def reference_bytes(work: ModelWork, params: ParamBytes, layout: PlannedLayout, 
     logits: then gradients take the place of parameters that are no longer read.
     """
     layers, examples = layout.rank_layers, microbatch.examples
-    whole = layers * params.layer + params.embed_head
+    whole, sums = layers * params.layer + params.embed_head, layers * params.trained_layer + params.trained_embed_head
     kept = work.x_bytes if Remat.of(microbatch.remat).keeps_layer_inputs else work.residual_bytes
     head = max(0.0, work.head_bytes.of(examples))
-    return round(whole * (1 + params.compute_ratio) + layers * kept * examples + head)
+    return round(sums + whole * params.compute_ratio + layers * kept * examples + head)

@@ -16,6 +16,7 @@ from ppctl.config.files import user_cache_dir
 from ppctl.errors import ConfigError
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.xla_flags import LATENCY_HIDING
+from ppctl.model.trainable import trained_part
 from ppctl.planner import analytic
 from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout
 from ppctl.planner.count import work_of
@@ -198,21 +199,33 @@ def mfu_of(job: TrainingJob, step_s: float | None, flops: ModelFlops) -> Mfu:
 
 def param_bytes_of(pipe: Pipeline) -> ParamBytes:
     """Return the sizes of the parameters of a model, of one device's shards over tp."""
-    whole = param_bytes(pipe.states.natural, pipe.dtype)
-    held = pipe.model.held
-    return replace(whole, layer=tree_bytes(held["layers"]), embed_head=tree_bytes(held["ends"]))
+    trainable, held = pipe.stack.trainable, pipe.model.held
+    layer, embed_head = tree_bytes(held["layers"]), tree_bytes(held["ends"])
+    trained = trained_part(held, trainable)
+    return replace(
+        param_bytes(pipe.states.natural, pipe.dtype, trainable),
+        layer=layer,
+        embed_head=embed_head,
+        frozen_layer=layer - tree_bytes(trained["layers"]),
+        frozen_embed_head=embed_head - tree_bytes(trained["ends"]),
+    )
 
 
-def param_bytes(state: Tree, dtype: Any) -> ParamBytes:
-    """Return the sizes of the parameters of a state in natural order; `dtype` is that of compute."""
-    params = state["params"]
+def param_bytes(state: Tree, dtype: Any, trainable: Tree = True) -> ParamBytes:
+    """Return the sizes of the parameters of a state in natural order; `dtype` is that of compute.
+
+    trainable: as of a `Stack`.
+    """
+    params, trained = state["params"], trained_part(state["params"], trainable)
     layers = jax.tree.leaves(params["layers"])
     whole = tree_bytes(params)
     return ParamBytes(
         layer=tree_bytes(params["layers"]) // layers[0].shape[0],
         embed_head=tree_bytes(params["ends"]),
-        moments=tree_bytes(state["optimizer"]) / whole,
+        moments=tree_bytes(state["optimizer"]) / tree_bytes(trained),
         compute_ratio=sum(math.prod(a.shape) for a in jax.tree.leaves(params)) * jnp.dtype(dtype).itemsize / whole,
+        frozen_layer=(tree_bytes(params["layers"]) - tree_bytes(trained["layers"])) // layers[0].shape[0],
+        frozen_embed_head=tree_bytes(params["ends"]) - tree_bytes(trained["ends"]),
     )
 
 

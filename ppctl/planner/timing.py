@@ -24,6 +24,7 @@ from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees, read_slot, write_arrival, write_slot
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.model.stack import Stack
+from ppctl.model.trainable import trained_part
 
 Tree = Any
 Body = Callable[[jax.Array, Tree, Tree], Tree]  # (number of the turn, what stays, what goes round) -> what goes round
@@ -130,7 +131,7 @@ def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tr
     stash = model.traced(lambda: stage.stash_shapes(w))
     slots = lambda tree: random_like(jax.tree.map(lambda a: jax.ShapeDtypeStruct((SLOTS, *a.shape), a.dtype), tree))  # noqa: E731
     weights, x = random_like(w), random_like(model.x)
-    acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), [model.layer] * LAYERS)
+    acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), model.trained_layers([model.layer] * LAYERS))
 
     def forward(i: jax.Array, w: Tree, goes: Tree) -> Tree:
         y, stash = stage.forward(w, None, goes[0])
@@ -166,7 +167,7 @@ def embed_head_bodies(model: Model, examples: Mapping[str, Any]) -> dict[str, tu
     stack: Stack = model.stack
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, model.dtype), model.ends)
     ends, x = random_like(shapes), random_like(model.x)
-    acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), model.ends)
+    acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), model.trained_ends(model.ends))
     slots = {name: _in_slots(examples[name], a) for name, a in model.microbatch.items()}
 
     def embed(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
@@ -174,11 +175,11 @@ def embed_head_bodies(model: Model, examples: Mapping[str, Any]) -> dict[str, tu
 
     def embed_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         inputs = read_slot(stays[1]["inputs"], i % SLOTS)
-        return add_embedding_grad(stack.embed, stays[0], inputs, stays[2], goes)
+        return add_embedding_grad(stack.embed, stays[0], inputs, stays[2], goes, stack.trains("ends"))
 
     def head(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         targets = read_slot(stays[1]["targets"], i % SLOTS)
-        gy, ends, *_ = head_grads(stack.head, stays[0], goes[0], targets)
+        gy, ends, *_ = head_grads(stack.head, stays[0], goes[0], targets, stack.trains("ends"))
         return gy, add_trees(goes[1], ends)
 
     return {
@@ -243,23 +244,27 @@ def tick_body(x: jax.ShapeDtypeStruct, num_ranks: int) -> tuple[Body, Tree, Tree
     return body, (), (slots, slots)
 
 
-def without_tasks(layout: Layout, dtype: Any) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
-    """Return a function like the spmd program's without its tasks: it gathers parameters and reduces gradients."""
+def without_tasks(layout: Layout, dtype: Any, trainable: Tree = True) -> Callable[[Tree, Tree], tuple[jax.Array, Tree]]:
+    """Return a function like the spmd program's without its tasks: it gathers parameters and reduces gradients.
+
+    trainable: as of a `Stack`; those of frozen parameters are None.
+    """
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         specs = layout.staged_specs(params)
+        grad_specs = trained_part(specs, trainable)
 
         def local(params: Tree) -> tuple[jax.Array, Tree]:
             whole = jax.tree.map(lambda a: a.astype(dtype), gather_shards(params, specs))
-            grads = jax.tree.map(lambda g, a: (g * 0.5).astype(a.dtype), whole, params)
+            grads = trained_part(jax.tree.map(lambda g, a: (g * 0.5).astype(a.dtype), whole, params), trainable)
             loss = jax.lax.psum(jnp.float32(1), AXES)
             grads = {
-                "ends": scatter_sums(grads["ends"], specs["ends"], AXES),
-                "layers": scatter_sums(grads["layers"], specs["layers"], RANK_AXES),
+                "ends": scatter_sums(grads["ends"], grad_specs["ends"], AXES),
+                "layers": scatter_sums(grads["layers"], grad_specs["layers"], RANK_AXES),
             }
             return loss, grads
 
-        return jax.shard_map(local, mesh=layout.mesh, in_specs=(specs,), out_specs=(P(), specs), check_vma=False)(
+        return jax.shard_map(local, mesh=layout.mesh, in_specs=(specs,), out_specs=(P(), grad_specs), check_vma=False)(
             params
         )
 

@@ -220,7 +220,8 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
     given = asdict(config.optim)
     schedule_settings = {key: given.pop(key) for key in ("lr", "min_lr_fraction", "warmup_steps")}
     lr_schedule = optim.lr_schedule(**schedule_settings, num_steps=config.run.num_steps)
-    del given["clip_norm"]
+    for key in ("clip_norm", "train", "lora_rank", "lora_alpha", "lora_targets"):
+        del given[key]
     return optim.OPTIMIZERS[given.pop("name")](lr_schedule, **given), lr_schedule
 
 

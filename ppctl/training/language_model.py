@@ -19,6 +19,7 @@ from ppctl.data.tokenizer import BYTES, FILE, NUM_BYTES, Tokenizer, byte_tokeniz
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.model.stack import Stack
 from ppctl.model.transformer import transformer
+from ppctl.training.adapters import merged_params
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.job import DEFAULT_DTYPE
 from ppctl.training.kept_tokenizer import kept_tokenizer
@@ -38,9 +39,9 @@ class LanguageModel:
 
     @cached_property
     def params(self) -> Tree:
-        """The parameters {"ends", "layers"}, in natural order, whole in the host's memory."""
+        """The parameters {"ends", "layers"}, in natural order, whole in the host's memory; adapters are merged in."""
         with self._checkpoints() as checkpoints:
-            return checkpoints.restore_params(self.step, jax.local_devices(backend="cpu")[0])
+            return merged_params(checkpoints, self.step, jax.local_devices(backend="cpu")[0])
 
     @cached_property
     def vocab_size(self) -> int:

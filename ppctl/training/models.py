@@ -14,13 +14,16 @@ from ppctl.errors import ConfigError
 from ppctl.model import mlp as mlp_model
 from ppctl.model import transformer as transformer_model
 from ppctl.model.attention import attention, choose
+from ppctl.model.lora import Lora
 from ppctl.model.rotary import rotation
 from ppctl.model.scoring import Scoring
 from ppctl.model.stack import Stack
 from ppctl.training.user_code import custom_stack
 
 
-def transformer(*, vocab_size: int, dtype: Any = jnp.float32, packed: bool = False, **sizes: Any) -> Stack:
+def transformer(
+    *, vocab_size: int, dtype: Any = jnp.float32, packed: bool = False, lora: Lora | None = None, **sizes: Any
+) -> Stack:
     """Return a decoder-only transformer as a `Stack`. inputs, targets: token ids [batch, tokens].
 
     A target of -1 is none: it counts neither in the sum of losses nor in their number.
@@ -30,6 +33,7 @@ def transformer(*, vocab_size: int, dtype: Any = jnp.float32, packed: bool = Fal
         dtype: Of parameters.
         packed: Sequences may hold several documents, of which none attends to another. The first token of each is
             written as its complement, ~id.
+        lora: Adapters beside the linear maps of the blocks, which alone are trained: `ppctl.Lora(rank=16, alpha=32)`.
         sizes: num_layers, d_model, num_heads, activation, window and all else that `ppctl.config.Transformer` has
             (`ppctl train --help model=transformer` lists it), with its defaults.
 
@@ -38,7 +42,7 @@ def transformer(*, vocab_size: int, dtype: Any = jnp.float32, packed: bool = Fal
     """
     checked = _checked(settings.Transformer, {**sizes, "vocab_size": vocab_size}, drop=("name", "seq_len"))
     wanted = checked.pop("attention")
-    return transformer_model.transformer(**checked, dtype=dtype, mix=_mix(wanted, None), packed=packed)
+    return transformer_model.transformer(**checked, dtype=dtype, mix=_mix(wanted, None), packed=packed, lora=lora)
 
 
 def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
@@ -98,8 +102,22 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
     attention_kernels(config, compute, device, packed=data.is_packed)  # refuses those that cannot run
     mix = _mix(sizes.pop("attention"), device)
     return transformer_model.transformer(
-        **sizes, vocab_size=vocab_size, dtype=dtype, mix=mix, rotate=rotation(device), packed=data.is_packed
+        **sizes,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        mix=mix,
+        rotate=rotation(device),
+        packed=data.is_packed,
+        lora=lora_of(config.optim),
     )
+
+
+def lora_of(optim: settings.AdamW | settings.SGD) -> Lora | None:
+    """Return the adapters that a config asks for, or None."""
+    if optim.train != "lora":
+        return None
+    targets = None if optim.lora_targets is None else tuple(optim.lora_targets)
+    return Lora(optim.lora_rank, optim.lora_alpha, targets)
 
 
 def _mix(wanted: str, device: Any) -> transformer_model.Mix:

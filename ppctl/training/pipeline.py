@@ -25,6 +25,7 @@ from ppctl.executors.xla_flags import flags_for
 from ppctl.model.network import Network
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, init
+from ppctl.model.trainable import checked_flags, trained_part
 from ppctl.reports.terminal import size_text
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import BASELINE
@@ -100,6 +101,11 @@ class Pipeline:
     @cached_property
     def num_parameters(self) -> int:
         return sum(a.size for a in jax.tree.leaves(self.states.natural["params"]))
+
+    @cached_property
+    def num_trained(self) -> int:
+        """The number of parameters that are trained."""
+        return sum(a.size for a in jax.tree.leaves(trained_part(self.states.natural["params"], self.stack.trainable)))
 
     @cached_property
     def relative_costs(self) -> RelativeCosts:
@@ -290,6 +296,7 @@ def pipeline(
     if execution.in_ticks and lowered is None:
         lowered = ticks(plan, task_costs(execution.remat), execution.remat)
     costs = lambda: relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)  # noqa: E731
+    checked_flags(jax.eval_shape(lambda: init(stack, 0)), stack.trainable)
     with in_arguments():
         divided = divided_stack(stack, axes, shapes) if execution.is_pipelined else stack
         shards, auto = shards_over_tp(stack, divided, axes)
@@ -301,8 +308,9 @@ def pipeline(
             )
     layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of, shards, auto)
     optimizer = optim.clipped(optimizer, clip_norm)
-    states = States(layout, lambda seed: init_state(init(stack, seed), optimizer), seed)
-    optim.check_separable(optimizer, states.natural["params"], by_rank=execution.dispatches_tasks)
+    states = States(layout, lambda seed: init_state(init(stack, seed), optimizer, stack.trainable), seed)
+    trained = trained_part(states.natural["params"], stack.trainable)
+    optim.check_separable(optimizer, trained, by_rank=execution.dispatches_tasks)
     model = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype, axes)
     if execution.is_pipelined:
         check_split(stack, plan, layout.partition, model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ppctl.config import SGD, AdamW, Config
 from ppctl.executors.compiler_preset import cpu_options
 from ppctl.executors.reference import reference
 from ppctl.model.stack import NO_DECAY, init
+from ppctl.model.trainable import trained_part, with_trained
 from ppctl.training.evaluation import mean_of
 from ppctl.training.job import TrainingJob
 
@@ -86,6 +87,7 @@ class PlainModel:
         config, data = self.job.config, self.job.data
         optimizer, lr_schedule = plain_optimizer(config), plain_lr_schedule(config)
         max_norm = math.inf if clip_norm is None else clip_norm
+        own = partial(trained_part, trainable=self.job.pipe.stack.trainable)
 
         def update(state: Tree, grads: Tree, max_norm: jax.Array, shift: jax.Array) -> Tree:
             clipping = optax.clip_by_global_norm(max_norm)
@@ -93,12 +95,14 @@ class PlainModel:
             least = rounding_of(grads)  # a gradient that is 0 is rounding, in which its own size means nothing
             size = lambda g: jnp.maximum(tolerance * jnp.abs(g).max(), least)  # noqa: E731
             grads = jax.tree.map(lambda g: g + (shift * size(g)).astype(g.dtype), grads)
-            updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
-            return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer_state}
+            trained = own(state["params"])
+            updates, optimizer_state = optimizer.update(grads, state["optimizer"], trained)
+            params = with_trained(optax.apply_updates(trained, updates), state["params"])
+            return {"params": params, "optimizer": optimizer_state}
 
-        before = {"params": self.params, "optimizer": jax.device_get(optimizer.init(self.params))}
+        before = {"params": self.params, "optimizer": jax.device_get(optimizer.init(own(self.params)))}
         states, numbers = [before] * len(SHIFTS), []
-        compiled_update = _compiled(update, before, self.params, max_norm, 0.0)
+        compiled_update = _compiled(update, before, own(self.params), max_norm, 0.0)
         for k, batch in enumerate(islice(data.batches(), num_steps)):
             loss, grads = jax.device_get(self.loss_and_grads(states[0]["params"], batch))
             numbers.append(StepNumbers(float(loss), _norm(grads), float(jnp.asarray(lr_schedule(k)))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -147,7 +148,7 @@ def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeD
         return stack
     num_tokens = shapes["inputs"].shape[1] if len(shapes["inputs"].shape) > 1 else 1
     check_sequences(axes.cp, num_tokens)
-    return _divided(stack, axes)
+    return replace(_divided(stack, axes), trainable=stack.trainable)
 
 
 def divided_by_xla(stack: Stack, axes: StageAxes) -> bool:

@@ -261,9 +261,10 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     if isinstance(model, Transformer):
         kernels = attention_kernels(config, pipe.dtype, device, packed=job.data.is_packed)
     attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
+    trained = "" if pipe.num_trained == pipe.num_parameters else f" ({pipe.num_trained:,} trained)"
     yield (
-        f"model     {model.name}, {model.num_layers} layers, {pipe.num_parameters:,} parameters, {pipe.dtype} compute"
-        f"{attention}"
+        f"model     {model.name}, {model.num_layers} layers, {pipe.num_parameters:,} parameters{trained}, "
+        f"{pipe.dtype} compute{attention}"
     )
     yield f"data      {job.data.source}"
     over = hosts_text(pipe.mesh)

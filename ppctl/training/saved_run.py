@@ -21,10 +21,12 @@ from ppctl.data import DataSet
 from ppctl.data.description import described
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.executors.reference import outputs_of, reference
+from ppctl.model.lora import Lora
 from ppctl.model.stack import Stack, init
 from ppctl.reports import run_status
 from ppctl.reports.foreign import read_settings
 from ppctl.reports.run_files import read_lines
+from ppctl.training.adapters import merged_params, stored_lora
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.job import DEFAULT_DTYPE, open_data
@@ -78,7 +80,8 @@ class SavedRun:
         """Return the parameters of a checkpoint, whole, on the first device.
 
         Of a `Network`, the tree that its `init` returns. Of any other model {"ends": embedding and head, "layers":
-        arrays [L, ...] in model order}. Both whatever the layout of the run. step: None for the newest.
+        arrays [L, ...] in model order}. Both whatever the layout of the run. step: None for the newest. Adapters of
+        optim.train=lora are merged in.
 
         Raises:
             CheckpointError: There is no such checkpoint, it is damaged, or the model's code now has other parameters.
@@ -89,6 +92,16 @@ class SavedRun:
             return natural
         export = self._fitting(self._step(step), natural).export
         return natural if export is None else export(natural)
+
+    def adapters(self, step: int | None = None) -> tuple[Lora, Tree] | None:
+        """Return (settings, parameters with adapters beside their kernels) of a checkpoint; None: it has no adapters.
+
+        step, errors: as `params`.
+        """
+        number = self._step(step)
+        with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
+            lora = stored_lora(checkpoints, number)
+            return None if lora is None else (lora, checkpoints.restore_params(number, jax.devices()[0]))
 
     def predict(self, inputs: Any, step: int | None = None) -> Tree:
         """Return the outputs of the model for a batch of inputs [examples, ...], in the dtype that it was trained in.
@@ -153,7 +166,7 @@ class SavedRun:
     def _natural(self, step: int) -> Tree:
         _ = self._dtype  # refuses
         with Checkpoints(self.directory / "checkpoints", keep=None) as checkpoints:
-            return checkpoints.restore_params(step, jax.devices()[0])
+            return merged_params(checkpoints, step, jax.devices()[0])
 
     def _trained(self, step: int | None) -> tuple[Stack, Tree]:
         """Return the model, and parameters of a checkpoint that fit it."""

@@ -9,15 +9,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ppctl.model.trainable import trained_part, with_trained
 from ppctl.training.optim import global_norm, lr_of
 
 Tree = Any
 LossAndGrads = Callable[[Tree, Tree], tuple[jax.Array, Tree]]
 
 
-def init_state(params: Tree, optimizer: optax.GradientTransformation) -> Tree:
-    """Return {"params", "optimizer", "step"}: all that a checkpoint must hold."""
-    return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+def init_state(params: Tree, optimizer: optax.GradientTransformation, trainable: Tree = True) -> Tree:
+    """Return {"params", "optimizer", "step"}: all that a checkpoint must hold.
+
+    trainable: as of a `Stack`; the optimizer keeps nothing of parameters that are frozen.
+    """
+    state = optimizer.init(trained_part(params, trainable))
+    return {"params": params, "optimizer": state, "step": jnp.zeros((), jnp.int32)}
 
 
 def train_step(
@@ -45,10 +50,12 @@ def apply_gradients(
 ) -> Tree:
     """Return the next state of a model or of a part of it.
 
+    Parameters whose gradient is None are frozen: they stay, and the optimizer knows nothing of them.
     norm: of the whole model's gradients. lr: for optimizers of `optim`; None: by their own schedule.
     """
     update = optax.with_extra_args_support(optimizer).update
     extra = {"norm": norm} if lr is None else {"norm": norm, "lr": lr}
-    updates, optimizer_state = update(grads, state["optimizer"], state["params"], **extra)
-    params = optax.apply_updates(state["params"], updates)
+    trained = jax.tree.map(lambda p, g: None if g is None else p, state["params"], grads)
+    updates, optimizer_state = update(grads, state["optimizer"], trained, **extra)
+    params = with_trained(optax.apply_updates(trained, updates), state["params"])
     return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}

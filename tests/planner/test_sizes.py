@@ -9,6 +9,7 @@ from ppctl import config
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.planner.analytic import ParamBytes, PlannedLayout
 from ppctl.planner.count import work_of
+from ppctl.planner.memory import predicted_memory
 from ppctl.planner.roofline import Extent, ModelWork, PieceWork
 from ppctl.planner.sizes import Microbatch, held_bytes, reference_bytes, workspace_bytes
 from ppctl.planner.step_time import layout_of, param_bytes
@@ -32,6 +33,7 @@ def request(schedule="1f1b", remat="none", **changes):
 
 
 UNEVEN: dict[str, Any] = {"partition": config.Explicit(layers=[3, 2, 2, 1])}
+LORA: dict[str, Any] = {"optim": config.AdamW(train="lora", lora_rank=4)}
 CASES = {
     **{f"1f1b {remat}": request(remat=remat) for remat in ("none", "layer", "full")},
     **{f"zb_h1 {remat}": request("zb_h1", remat) for remat in ("none", "layer", "full")},
@@ -44,6 +46,8 @@ CASES = {
     "fsdp": request(mesh=config.Mesh(1, 2, 4)),
     "dp, fsdp, bfloat16": request("zb_v", mesh=config.Mesh(2, 2, 2), run=config.Run(dtype="bfloat16")),
     "one rank": request("1f1b", mesh=config.Mesh(2, 1, 2)),
+    "adapters": request("zb_h1", **LORA),
+    "adapters, fsdp, bfloat16": request("1f1b", mesh=config.Mesh(1, 2, 4), run=config.Run(dtype="bfloat16"), **LORA),
     "regression": replace(
         request(remat="layer"),
         model=config.MLP(num_layers=8, d_model=16),
@@ -57,7 +61,7 @@ def sized(pipe):
     example_bytes = tree_bytes(pipe.model.microbatch) // pipe.model.microbatch["inputs"].shape[0]
     examples, remat = pipe.model.microbatch["inputs"].shape[0], pipe.execution.remat
     microbatch = Microbatch(examples, pipe.schedule.num_microbatches, example_bytes, remat)
-    params = param_bytes(pipe.states.natural, pipe.dtype)
+    params = param_bytes(pipe.states.natural, pipe.dtype, pipe.stack.trainable)
     work = work_of(pipe.model)
     held = held_bytes(work, params, layout_of(pipe), microbatch, pipe.ticks.num_slots)
     return held, workspace_bytes(work, params, layout_of(pipe), microbatch)
@@ -77,6 +81,30 @@ def test_every_part_is_what_its_arrays_take(asked):
     for part, size in shapes.items():
         # arrays that an axis does not divide are whole on each device; numbers of steps come with the moments
         assert held[part] == pytest.approx(size, rel=0.01, abs=64), part
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+def test_adapters_take_the_memory_that_is_predicted_as_compiled(executor):
+    asked = request("zb_h1", model=replace(TINY.model, d_model=128, seq_len=32), **LORA)
+    if executor == "mpmd":
+        asked = replace(asked, executor=config.Mpmd(remat="none"))
+    job = assemble(asked)
+    predicted = max(sum(of_rank.values()) for of_rank in predicted_memory(job))
+    whole = max(sum(each.values()) for each in predicted_memory(assemble(replace(asked, optim=TINY.optim))))
+    compiled = max(job.pipe.compile().total_bytes)
+    assert predicted == pytest.approx(compiled, rel=0.25)
+    assert predicted < 0.8 * whole
+
+
+def test_w_of_adapters_is_next_to_nothing():
+    asked = replace(TINY, model=replace(TINY.model, d_model=256))
+    plain, adapted = (work_of(assemble(each).pipe.model) for each in (asked, replace(asked, **LORA)))
+    flops = lambda ops: sum(op.flops for op in ops)  # noqa: E731
+    assert flops(adapted.layer.weight_grad) < 0.05 * flops(plain.layer.weight_grad)
+    assert flops(adapted.layer.forward) == pytest.approx(flops(plain.layer.forward), rel=0.05)
+    assert flops(adapted.head.input_grad) == pytest.approx(2 / 3 * flops(plain.head.input_grad), rel=1e-6)
+    assert not flops(adapted.embed.weight_grad)
 
 
 # --- temporaries -----------------------------------------------------------------------------------------------------

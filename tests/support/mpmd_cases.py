@@ -72,7 +72,7 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
     model = Model(stack, params["ends"], layer, microbatch, *sizes, layer_specs=specs)
     schedules = tuple((each, dispatch_order(each, case.remat)) for each in (schedule, forward_only(schedule)))
     optimizer = make_optimizer(clip_norm)
-    states = States(layout, lambda seed: init_state(jax.tree.map(jnp.asarray, params), optimizer))
+    states = States(layout, lambda seed: init_state(jax.tree.map(jnp.asarray, params), optimizer, stack.trainable))
     return Mpmd(states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST)
 
 

@@ -24,7 +24,7 @@ def serve(words: list[str]) -> int:
             "  --json         print what was imported as JSON"
         )
         return 0
-    source, given, as_json = directories("import", words, OPTIONS)
+    source, given, flags = directories("import", words, OPTIONS)
     if "--out" not in given:
         raise ConfigError("ppctl import needs a directory to write: ppctl import DIR --out RUN_DIR.")
     from ppctl.training.exchange.import_model import import_model
@@ -33,7 +33,7 @@ def serve(words: list[str]) -> int:
     found = import_model(Path(source), out)
     model, seconds = found.model, time.monotonic() - started
     command = f"ppctl train --config-dir {out} recipes=imported"
-    if as_json:
+    if "--json" in flags:
         shown = {"run_dir": str(out), "num_parameters": found.num_parameters, "num_layers": model.num_layers}
         print(json.dumps(shown | {"files": found.files, "notes": found.notes, "seconds": seconds, "train": command}))
         return 0

@@ -89,11 +89,16 @@ class Division:
         ]
 
     def join(self, trees: Sequence[Tree], shapes: Tree) -> Tree:
-        """The staged tree of these ranks' trees; `shapes` has its shapes and shardings. Layers share their memory."""
+        """The staged tree of these ranks' trees; `shapes` has its shapes and shardings, None for what no rank has.
+
+        Layers share their memory.
+        """
         mine = (tree for tree, submesh in zip(trees, self.submeshes, strict=True) if is_mine(submesh))
         leaves = [jax.tree.leaves(tree, is_leaf=lambda a: a is None) for tree in mine]
 
-        def one(i: int, path: tuple, a: jax.ShapeDtypeStruct) -> jax.Array:
+        def one(i: int, path: tuple, a: jax.ShapeDtypeStruct | None) -> jax.Array | None:
+            if a is None:
+                return None
             kind, holders = self._place(path)
             there = {
                 device: part for rank in leaves if rank[i] is not None for device, part in local_shards(rank[i]).items()
@@ -105,5 +110,5 @@ class Division:
             there = local_zeros(self.mesh, part, a.dtype) | there
             return jax.block_until_ready(from_holder(self.mesh, "pp", holders[0], there, spec, a.sharding))
 
-        flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=lambda a: a is None)
         return jax.tree.unflatten(treedef, [one(i, path, a) for i, (path, a) in enumerate(flat)])

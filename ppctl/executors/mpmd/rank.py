@@ -20,6 +20,7 @@ from ppctl.executors.layout import Layout, gather_shards, scatter_sums
 from ppctl.executors.mesh import DATA_AXES, RANK_AXES
 from ppctl.executors.mpmd.plan import TASKS, Key, PlanEntry, ProgramId, Role, transfer_entry
 from ppctl.executors.mpmd.tasks import Model, drop_device_dim, is_none, run_task
+from ppctl.model.trainable import trained_part
 
 Tree = Any
 
@@ -126,17 +127,17 @@ def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, 
     by_embedding, by_head = model.uses
     found: dict[str, list] = {
         "w": whole() if model.layer_specs is None else stages(shards["layers"]),
-        "acc": [zeros(each) for each in jax.eval_shape(whole)],
+        "acc": [zeros(model.trained_layers(each)) for each in jax.eval_shape(whole)],
     }
     if here.has_first:
         found["ends_in"] = [model.keep(ends, by_embedding)]
-        found["acc_in"] = [zeros(found["ends_in"][0])]
+        found["acc_in"] = [zeros(model.trained_ends(found["ends_in"][0]))]
     if here.has_last:
         found["ends_out"] = [of_head] = [model.keep(ends, by_head)]
         head = lambda ends, x, targets: model.stack.head(model.fill(ends), x, targets)  # noqa: E731
         sums = jax.eval_shape(head, of_head, model.x, model.microbatch["targets"])
         found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in sums)]
-        found["acc_out"] = [zeros(of_head)]
+        found["acc_out"] = [zeros(model.trained_ends(of_head))]
     return tuple(found[name].pop(0) for name in program.writes)
 
 
@@ -166,7 +167,7 @@ def finish_rank(
         if part is not None:
             ends = jax.tree.map(_plus, ends, drop_device_dim(part), is_leaf=is_none)
     reduced = lambda grads, specs: scatter_sums(grads, specs, axes)  # noqa: E731
-    grads = {"ends": in_manual(reduced, ends, specs["ends"], model.auto), "layers": layers}
+    grads = {"ends": in_manual(reduced, ends, model.trained_ends(specs["ends"]), model.auto), "layers": layers}
     if here.tied is None:
         return (grads,)
     tied = [leaf for leaf, is_tied in zip(_leaves(grads["ends"]), model.tied, strict=True) if is_tied]
@@ -194,7 +195,7 @@ def _plus(a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
 def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
     """Return the sums of a stage's layers, [num_layer_slots, ...], zero where it has fewer."""
     if isinstance(acc, list):
-        none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), model.layer)
+        none = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), model.trained_layers(model.layer))
         acc = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), none, *acc)
     else:
         acc = drop_device_dim(acc)
@@ -213,7 +214,7 @@ class GradientPrograms:
         if name == "params":
             return self.param_specs[program.shape]
         if name == "grads":
-            specs = self.param_specs[program.shape]
+            specs = trained_part(self.param_specs[program.shape], self.model.stack.trainable)
             if program.shape.tied != "head":
                 return specs
             return specs | {"ends": self.model.keep(specs["ends"], tuple(not tied for tied in self.model.tied))}
@@ -223,7 +224,7 @@ class GradientPrograms:
         if name in ("inputs", "targets"):
             return P(DATA_AXES)
         if name == "sum":
-            return self._stacked_specs
+            return self._sum_specs
         # parameters are gathered: each device has its own shard over tp, or all have the same
         return P() if name in ("ends_in", "ends_out", "m") else P(self.device_axes)
 
@@ -245,6 +246,11 @@ class GradientPrograms:
         staged = next(iter(self.param_specs.values()))["layers"]
         return jax.tree.map(lambda spec: P(*spec[2:]), staged, is_leaf=is_spec)
 
+    @property
+    def _sum_specs(self) -> Tree:
+        """Return those of the sums of a stage's gradients, once they are reduced."""
+        return self.model.trained_layers(self._stacked_specs)
+
     def divided_dims(self, program: ProgramId, name: str, value: Tree) -> Sequence[int | None] | None:
         """Return the dim of each leaf of a value that XLA divides over tp; None: as the program's operations leave it.
 
@@ -259,9 +265,13 @@ class GradientPrograms:
             return ()
         if name in ("w", "acc", "sum"):
             specs, shapes = self.model.auto_specs["layers"], self.model.layer
+            if name != "w":
+                specs, shapes = map(self.model.trained_layers, (specs, shapes))
         elif name in ("ends_in", "ends_out", "acc_in", "acc_out"):
             used = self.model.uses[name in ("ends_out", "acc_out")]
             specs, shapes = (self.model.keep(tree, used) for tree in (self.model.auto_specs["ends"], self.model.ends))
+            if name.startswith("acc"):
+                specs, shapes = map(self.model.trained_ends, (specs, shapes))
         else:
             return [None] * len(leaves)
         one = [*zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(shapes), strict=True)]
@@ -274,7 +284,7 @@ class GradientPrograms:
         if program.kind == "prepare":
             return partial(prepare_rank, model, shape, program, self.param_specs[shape])
         if program.kind == "reduce":
-            return partial(reduce_stage, model, shape, self._stacked_specs, self.sum_axes)
+            return partial(reduce_stage, model, shape, self._sum_specs, self.sum_axes)
         if program.kind == "finish":
             return partial(finish_rank, model, shape, program, self.param_specs[shape], self.sum_axes)
 

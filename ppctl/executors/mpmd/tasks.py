@@ -23,6 +23,7 @@ from ppctl.executors.stage.layers import DividedWeights
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
+from ppctl.model.trainable import trained_flags, trained_part
 from ppctl.schedule.remat import Remat
 
 Tree = Any
@@ -82,7 +83,10 @@ class Model:
     @cached_property
     def stage(self) -> Stage:
         gather = None if self.layer_specs is None else partial(gather_shards, specs=self.layer_specs)
-        return Stage(self.stack.layer, self.remat, self._computed(self.layer), self.x, gather, self.divided)
+        return Stage(
+            *(self.stack.layer, self.remat, self._computed(self.layer), self.x, gather, self.divided),
+            trainable=self.stack.trains("layers"),
+        )
 
     @cached_property
     def divided(self) -> DividedWeights | None:
@@ -110,8 +114,18 @@ class Model:
 
     @property
     def tied(self) -> tuple[bool, ...]:
-        """For each leaf of embedding and head, whether they share it."""
-        return tuple(a and b for a, b in zip(*self.uses, strict=True))
+        """For each leaf of embedding and head, whether they share it and it is trained."""
+        is_trained = trained_flags(self.ends, self.stack.trains("ends"))
+        return tuple(a and b and c for a, b, c in zip(*self.uses, is_trained, strict=True))
+
+    def trained_ends(self, ends: Tree) -> Tree:
+        """Return a tree like that of embedding and head with None for what is frozen."""
+        return trained_part(ends, self.stack.trains("ends"))
+
+    def trained_layers(self, w: Any) -> Any:
+        """Return layers, listed, or a tree like that of one, with None for what is frozen."""
+        which = self.stack.trains("layers")
+        return [trained_part(layer, which) for layer in w] if isinstance(w, list) else trained_part(w, which)
 
     def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
         """Return for each leaf of embedding and head whether a rank with the first or the last stage holds it."""
@@ -145,7 +159,8 @@ class Model:
         """Return acc_in with the gradient of the embedding added."""
         inputs = self.microbatch_of(v["inputs"], v["m"])
         embed = lambda ends, inputs: self.stack.embed(self.fill(ends), inputs)  # noqa: E731
-        return add_device_dim(add_embedding_grad(embed, v["ends_in"], inputs, gx, drop_device_dim(v["acc_in"])))
+        total, which = drop_device_dim(v["acc_in"]), self.stack.trains("ends")
+        return add_device_dim(add_embedding_grad(embed, v["ends_in"], inputs, gx, total, which))
 
     def loss(self, v: dict[str, Any], y: jax.Array) -> Tree:
         """Return losses with the loss of y added."""
@@ -157,7 +172,7 @@ class Model:
         """Return (gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
         targets = self.microbatch_of(v["targets"], v["m"])
         head = lambda ends, y, targets: self.stack.head(self.fill(ends), y, targets)  # noqa: E731
-        gy, ends, loss, number = head_grads(head, v["ends_out"], y, targets)
+        gy, ends, loss, number = head_grads(head, v["ends_out"], y, targets, self.stack.trains("ends"))
         return gy, (add_to_sums(v["losses"], (loss, number)), add_to_sums(v["acc_out"], ends))
 
 

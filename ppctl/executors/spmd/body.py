@@ -16,6 +16,7 @@ from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.layers import DividedWeights, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
+from ppctl.model.trainable import trained_part
 from ppctl.schedule.ir import Kind
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.ticks import Ticks
@@ -91,7 +92,7 @@ class Device:
         w = self.whole[0]
         w0 = w[0] if isinstance(w, list) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w)
         gather = partial(gather_shards, specs=layer_specs(specs["layers"])) if by_layer else None
-        self.stage = Stage(stack.layer, options.remat, w0, self.x, gather, divided)
+        self.stage = Stage(stack.layer, options.remat, w0, self.x, gather, divided, stack.trains("layers"))
 
     # parameters and data
 
@@ -172,8 +173,11 @@ class Device:
         master = jax.tree.leaves(self.params)[0].dtype
         sums = lambda tree: jax.tree.map(lambda a: jnp.zeros(a.shape, master), tree)  # noqa: E731
         head = jax.eval_shape(self.stack.head, self.ends, self.x, self.microbatch("targets", 0))
-        gradients = (sums(self.ends), sums(self.whole)) if self.ticks.has_backward else (None, None)
-        return (*zeros_like(head), *gradients)
+        if not self.ticks.has_backward:
+            return (*zeros_like(head), None, None)
+        of_layer = partial(trained_part, trainable=self.stack.trains("layers"))
+        layers = [[*map(of_layer, chunk)] if isinstance(chunk, list) else of_layer(chunk) for chunk in self.whole]
+        return (*zeros_like(head), sums(trained_part(self.ends, self.stack.trains("ends"))), sums(layers))
 
     def results(
         self, sums: Tree, reduced: Callable[[Tree, Tree], Tree], are_scattered: bool
@@ -188,10 +192,11 @@ class Device:
         if not self.ticks.has_backward:
             return loss, number, None
         if are_scattered:
-            layers = [_apart(chunk) for chunk in layers]
+            layers = [self._apart(chunk) for chunk in layers]
         is_list = isinstance(layers[0], list)
-        one = layer_specs(self.specs["layers"], are_stacked=not is_list)
-        specs = {"ends": self.specs["ends"], "layers": [[one] * len(chunk) if is_list else one for chunk in layers]}
+        trained = trained_part(self.specs, self.stack.trainable)
+        one = layer_specs(trained["layers"], are_stacked=not is_list)
+        specs = {"ends": trained["ends"], "layers": [[one] * len(chunk) if is_list else one for chunk in layers]}
         grads = in_manual(reduced, {"ends": ends, "layers": layers}, specs, self.auto)
         layers: Tree = grads["layers"]
         num_slots = len(layers) * (len(layers[0]) if is_list else 1)
@@ -200,6 +205,13 @@ class Device:
             layers = [jax.tree.map(lambda *leaves: stack(leaves), *chunk) for chunk in layers]
         layers = jax.tree.map(lambda *leaves: stack(leaves)[:, None], *layers)
         return loss, number, {"ends": grads["ends"], "layers": layers}
+
+    def _apart(self, layers: Tree) -> list[Tree]:
+        """Return what is there of each layer of a chunk, a list of them or stacked, as a list."""
+        if isinstance(layers, list):
+            return layers
+        num_layers = jax.tree.leaves(self.whole[0])[0].shape[0]
+        return [jax.tree.map(lambda a, k=k: a[k], layers) for k in range(num_layers)]
 
     # embedding and head
 
@@ -218,7 +230,9 @@ class Device:
 
         def run(sums: Tree) -> tuple[jax.Array, Tree]:
             targets = self.microbatch("targets", place.microbatch)
-            y_grad, ends_grad, loss, number = head_grads(self.stack.head, self.ends, y, targets)
+            y_grad, ends_grad, loss, number = head_grads(
+                self.stack.head, self.ends, y, targets, self.stack.trains("ends")
+            )
             return y_grad, (sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad))
 
         own, layers = sums[:3], sums[3:]
@@ -239,7 +253,8 @@ class Device:
 
         def run(total: Tree) -> tuple[None, Tree]:
             inputs = self.microbatch("inputs", place.microbatch)
-            return None, add_embedding_grad(self.stack.embed, self.ends, inputs, gx, total)
+            of_ends = self.stack.trains("ends")
+            return None, add_embedding_grad(self.stack.embed, self.ends, inputs, gx, total, of_ends)
 
         return (*sums[:2], self.run_if(place.first, run, lambda: None, sums[2])[1], sums[3])
 
@@ -295,13 +310,6 @@ def with_own(sums: Tree, own: Tree) -> Tree:
 def add_layers(sums: Tree, v: int, dw: Tree) -> Tree:
     """Return the sums with the gradients of chunk v's layers added."""
     return (*sums[:3], [add_trees(total, dw) if i == v else total for i, total in enumerate(sums[3])])
-
-
-def _apart(layers: Tree) -> list[Tree]:
-    """Return the layers of a chunk, a list of them or stacked, as a list."""
-    if isinstance(layers, list):
-        return layers
-    return [jax.tree.map(lambda a, k=k: a[k], layers) for k in range(jax.tree.leaves(layers)[0].shape[0])]
 
 
 def _slots(count: int, tree: Tree) -> Tree:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ppctl.executors.layout import Layout
 from ppctl.executors.mpmd.tasks import Model
+from ppctl.model.trainable import trained_part
 from ppctl.schedule.ticks import Ticks
 
 Tree = Any
@@ -31,7 +32,10 @@ def spmd_bytes(model: Model, layout: Layout, ticks: Ticks, gather: str, layers: 
 def _bytes(model: Model, layout: Layout, ticks: Ticks, gather: str, layers: Tree) -> dict[str, int]:
     num_layers = int(layout.counts.max())  # of a chunk, padded
     held, layer, ends = layout.num_chunks * num_layers, model.held["layers"], model.held["ends"]
-    whole = tree_bytes((ends, *[layer] * held))
+    trained_ends, trained_layer = (
+        trained_part(model.held[part], model.stack.trains(part)) for part in ("ends", "layers")
+    )
+    sums = tree_bytes((trained_ends, *[trained_layer] * held))
     # of a tick those of a chunk, as they are gathered and as they are cut out
     at_once = {"step": held, "tick": min(held, 2 * num_layers), "layer": min(2, num_layers)}[gather]
     computed = tree_bytes(_in(model.dtype, (ends, *[layer] * at_once)))
@@ -41,7 +45,7 @@ def _bytes(model: Model, layout: Layout, ticks: Ticks, gather: str, layers: Tree
     stash_bytes, pending_bytes = _waiting(model, num_layers, with_pending=bool(slots.get("pending")))
     kept = slots["stash"] * stash_bytes + slots.get("pending", 0) * pending_bytes
     arriving = sum(slots.get(kind, 0) for kind in ("act", "grad", "value")) * x
-    return {"weights": computed, "gradients": whole, "activations": kept, "transfers": arriving}
+    return {"weights": computed, "gradients": sums, "activations": kept, "transfers": arriving}
 
 
 def _waiting(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:

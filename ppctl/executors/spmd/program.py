@@ -28,6 +28,7 @@ from ppctl.executors.spmd.op_ticks import run_op_ticks
 from ppctl.executors.stage.layers import DividedWeights
 from ppctl.executors.stage.stage import LayerSlots
 from ppctl.model.stack import Stack, divisor
+from ppctl.model.trainable import trained_part
 from ppctl.schedule.ticks import Ticks
 
 Tree = Any
@@ -39,8 +40,9 @@ def spmd(
     """Return the function (params, batch) -> (loss, gradients) that runs these ticks on the layout's mesh.
 
     params: parameters in staged form (`Layout.to_staged`). batch: {"inputs", "targets"}, global arrays [batch, ...].
-    The loss is the mean over the batch; gradients have the parameters' layout, sharding and dtype. With ticks of
-    forwards alone (`schedule.ticks.forward_only`) the function returns (loss, number of losses that it is the mean of).
+    The loss is the mean over the batch; gradients have the parameters' layout, sharding and dtype, and are None for
+    those that are frozen. With ticks of forwards alone (`schedule.ticks.forward_only`) the function returns (loss,
+    number of losses that it is the mean of).
 
     ConfigError, before anything is traced, where the ticks were lowered for another remat than the options have, or
     for another placement than the layout's, and for options that the program of these ticks does not have.
@@ -49,7 +51,7 @@ def spmd(
 
     def loss_and_grads(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         specs = layout.staged_specs(params)
-        own_specs = layout.manual_specs(specs)
+        grad_specs, own_specs = trained_part(specs, stack.trainable), layout.manual_specs(specs)
         axes, rank_axes = layout.manual(AXES), layout.manual(RANK_AXES)
 
         def local(params: Tree, batch: Tree, *rank: jax.Array) -> tuple[jax.Array, Tree]:
@@ -72,7 +74,7 @@ def spmd(
             local,
             mesh=layout.mesh,
             in_specs=(own_specs, P(DATA_AXES), P("pp"), P(None, "pp"), P(None, "pp")),
-            out_specs=(P(), own_specs if ticks.has_backward else P()),
+            out_specs=(P(), layout.manual_specs(grad_specs) if ticks.has_backward else P()),
             axis_names=set(AXES) - set(layout.auto),
             check_vma=False,
         )(params, batch, *_of_ranks(layout, ticks))

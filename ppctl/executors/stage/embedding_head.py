@@ -9,20 +9,30 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.stage.jaxprs import add_outputs, flatten
+from ppctl.model.trainable import trained_part, with_trained
 
 Tree = Any
 
 
 def add_embedding_grad(
-    embed: Callable[[Tree, jax.Array], jax.Array], ends: Tree, inputs: jax.Array, gx: jax.Array, total: Tree
+    embed: Callable[[Tree, jax.Array], jax.Array],
+    ends: Tree,
+    inputs: jax.Array,
+    gx: jax.Array,
+    total: Tree,
+    trainable: Tree = True,
 ) -> Tree:
     """Return `total` with the gradient of `ends` in x = embed(ends, inputs) added, from that of x.
 
-    The gradient of a table of embeddings goes into the sum row by row: see `add_outputs`.
+    The gradient of a table of embeddings goes into the sum row by row: see `add_outputs`. trainable: which of `ends`
+    have gradients, as of a `Stack`; sums of all others are None.
     """
+    if not jax.tree.leaves(total):
+        return total
 
     def grad(ends: Tree, inputs: jax.Array, gx: jax.Array) -> Tree:
-        return jax.vjp(lambda ends: embed(ends, inputs), ends)[1](gx)[0]
+        run = lambda trained: embed(with_trained(trained, ends), inputs)  # noqa: E731
+        return jax.vjp(run, trained_part(ends, trainable))[1](gx)[0]
 
     sums, treedef = jax.tree.flatten(total)
     program = flatten(jax.make_jaxpr(grad)(ends, inputs, gx))
@@ -34,8 +44,13 @@ def head_grads(
     ends: Tree,
     y: jax.Array,
     targets: jax.Array,
+    trainable: Tree = True,
 ) -> tuple[jax.Array, Tree, jax.Array, jax.Array]:
-    """Return (gradient of y, gradient of `ends`, sum of losses, number of losses) of head(ends, y, targets)."""
-    loss, pull, number = jax.vjp(lambda ends, y: head(ends, y, targets), ends, y, has_aux=True)
+    """Return (gradient of y, gradient of `ends`, sum of losses, number of losses) of head(ends, y, targets).
+
+    trainable: which of `ends` have gradients, as of a `Stack`; those of all others are None.
+    """
+    run = lambda trained, y: head(with_trained(trained, ends), y, targets)  # noqa: E731
+    loss, pull, number = jax.vjp(run, trained_part(ends, trainable), y, has_aux=True)
     ends_grad, y_grad = pull(jnp.ones_like(loss))
     return y_grad, ends_grad, loss, number

@@ -16,6 +16,7 @@ from jax.extend import core
 
 from ppctl.model import cudnn_attention
 from ppctl.model.stack import Stack, init
+from ppctl.model.trainable import trained_part, with_trained
 from ppctl.schedule.partition.cut import divided_evenly
 from ppctl.schedule.partition.partition import Partition, stage_costs
 
@@ -61,19 +62,20 @@ def relative_costs(stack: Stack, batch: Tree, dtype: Any, *, recompute: bool) ->
     ends, layer = params["ends"], jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], dtype), params["layers"])
     x = jax.eval_shape(stack.embed, ends, batch["inputs"])
 
-    def there_and_back(function: Callable, *args: Any) -> Tree:
-        y, pull = jax.vjp(function, *args)
+    def there_and_back(part: str, function: Callable, w: Tree, *args: Any) -> Tree:
+        run = lambda trained, *args: function(with_trained(trained, w), *args)  # noqa: E731
+        y, pull = jax.vjp(run, trained_part(w, stack.trains(part)), *args)
         return pull(y)
 
     def embed(ends: Tree, inputs: Any) -> Tree:  # the data need no gradient
-        return there_and_back(lambda ends: stack.embed(ends, inputs), ends)
+        return there_and_back("ends", lambda ends: stack.embed(ends, inputs), ends)
 
     def head(ends: Tree, x: Any, targets: Any) -> Tree:
-        return there_and_back(lambda ends, x: stack.head(ends, x, targets)[0], ends, x)
+        return there_and_back("ends", lambda ends, x: stack.head(ends, x, targets)[0], ends, x)
 
     def cost(function: Callable) -> int:
         again = matmul_flops(function, layer, x) if recompute else 0
-        return matmul_flops(partial(there_and_back, function), layer, x) + again
+        return matmul_flops(partial(there_and_back, "layers", function), layer, x) + again
 
     functions = [stack.layer_of(l) for l in range(stack.num_layers)]
     cost_of = {number: cost(function) for number, function in {id(each): each for each in functions}.items()}

@@ -17,6 +17,7 @@ import numpy as np
 from ppctl.executors.stage.divided_dims import divided_dims
 from ppctl.executors.stage.jaxprs import depending_only, flatten, is_literal, run_jaxpr
 from ppctl.executors.stage.split import Split, split
+from ppctl.model.trainable import trained_part, with_trained
 from ppctl.schedule.remat import Remat
 
 Tree = Any
@@ -37,11 +38,12 @@ class Residuals:
     """The backward of one layer as plain arrays, so that it can wait in a slot between two ticks.
 
     `jax.vjp` returns a pytree whose leaves are parameters, constants and residuals. Parameters are put back in the
-    backward, constants are computed again there (or by the compiler), residuals alone wait.
+    backward, constants are computed again there (or by the compiler), residuals alone wait. `trainable` parameters
+    alone have gradients.
     """
 
-    def __init__(self, layer: Layer, w: Tree, x: jax.ShapeDtypeStruct):
-        self.layer = layer
+    def __init__(self, layer: Layer, w: Tree, x: jax.ShapeDtypeStruct, trainable: Tree = True):
+        self.layer, self.trainable = layer, trainable
         self.program = flatten(jax.make_jaxpr(self._trace)(w, x))  # from parameters and x to y and leaves
         jaxpr = self.program.jaxpr
         constants = depending_only(jaxpr, [False] * len(jaxpr.invars))
@@ -50,7 +52,7 @@ class Residuals:
         self.shapes = jax.eval_shape(self.save, w, x)[1]
 
     def _trace(self, w: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        y, vjp = jax.vjp(self.layer, w, x)
+        y, vjp = vjp_of(self.layer, w, x, self.trainable)
         leaves, self.treedef = jax.tree.flatten(vjp)
         index_of = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(w))}
         self.sources = [index_of.get(id(leaf)) for leaf in leaves]  # which parameter a leaf is
@@ -78,6 +80,11 @@ class Residuals:
         return x, zeros_like(self.shapes)
 
 
+def vjp_of(layer: Layer, w: Tree, x: jax.Array, trainable: Tree) -> tuple[jax.Array, Callable[[jax.Array], tuple]]:
+    """Return (y, function from the gradient of y to those of w's trainable part and of x)."""
+    return jax.vjp(lambda trained, x: layer(with_trained(trained, w), x), trained_part(w, trainable), x)
+
+
 class DividedWeights(NamedTuple):
     """The dim of each leaf of a layer's parameters that XLA divides over so many devices."""
 
@@ -88,11 +95,20 @@ class DividedWeights(NamedTuple):
 class LayerPrograms:
     """The programs of a layer as functions of arrays only. `w` and `x` give shapes and dtypes.
 
-    divided: None: each device has all of the layer's arrays, as its program knows them.
+    divided: None: each device has all of the layer's arrays, as its program knows them. trainable: as of a `Stack`, of
+    one layer; gradients of w are None for all else.
     """
 
-    def __init__(self, function: Layer, remat: Remat, w: Tree, x: Shape, divided: DividedWeights | None = None):
-        self.run, self.remat, self._shapes, self.divided = function, remat, (w, x), divided
+    def __init__(
+        self,
+        function: Layer,
+        remat: Remat,
+        w: Tree,
+        x: Shape,
+        divided: DividedWeights | None = None,
+        trainable: Tree = True,
+    ):
+        self.run, self.remat, self._shapes, self.divided, self.trainable = function, remat, (w, x), divided, trainable
 
     @cached_property
     def residuals(self) -> Residuals:
@@ -100,7 +116,7 @@ class LayerPrograms:
         kept = self.run
         if self.remat.keeps_residuals:
             kept = jax.checkpoint(self.run, policy=KEEP_PRODUCTS, prevent_cse=False)
-        return Residuals(kept, *self._shapes)
+        return Residuals(kept, *self._shapes, self.trainable)
 
     @cached_property
     def split(self) -> Split:
@@ -150,7 +166,7 @@ class LayerPrograms:
 
     def redo(self, w: Tree, x: jax.Array, gy: jax.Array) -> tuple[jax.Array, Tree]:
         """Return the gradients of the input and of w, from the input alone."""
-        dw, gx = jax.vjp(self.run, w, x)[1](gy)
+        dw, gx = vjp_of(self.run, w, x, self.trainable)[1](gy)
         return gx, dw
 
     def input_grad(self, w: Tree, saved: list[jax.Array], gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from ppctl.executors.stage.gathered import Gather, fold_gathered
 from ppctl.executors.stage.layers import DividedWeights, Layer, LayerPrograms, LayerSwitch, SwitchPackings, zeros_like
+from ppctl.model.trainable import trained_part
 from ppctl.schedule.remat import Remat
 
 Tree = Any
@@ -86,7 +87,7 @@ class Stage:
     layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
     given the `slots` that it has. None: layers that are all alike. gather: from a layer's shards, of which `w` then is
     made, to the layer; None: `w` is of whole layers. Gradients are whole. divided: where XLA divides a layer's
-    parameters.
+    parameters. trainable: which of them have gradients, as of a `Stack`; those of all others are None.
     """
 
     def __init__(
@@ -97,10 +98,12 @@ class Stage:
         x: jax.ShapeDtypeStruct,
         gather: Gather | None = None,
         divided: DividedWeights | None = None,
+        trainable: Tree = True,
     ):
         functions = (layers,) if callable(layers) else layers
         self.remat, self.are_alike, self.w0, self.x, self.gather = remat, callable(layers), w0, x, gather
-        programs = {id(function): LayerPrograms(function, remat, w0, x, divided) for function in functions}
+        self.trainable = trainable
+        programs = {id(each): LayerPrograms(each, remat, w0, x, divided, trainable) for each in functions}
         self.layers = [programs[id(function)] for function in functions]
         self.packings = SwitchPackings(self.layers)
 
@@ -161,6 +164,10 @@ class Stage:
         """Return whether these layers have the same programs."""
         return all(self.layers[l] is self.layers[among[0]] for l in among)
 
+    def _no_grads(self, w: Tree) -> Tree:
+        """Return gradients of zero of a layer."""
+        return zeros_like(trained_part(w, self.trainable))
+
     def forward(self, w: Any, slots: LayerSlots | None, x: jax.Array) -> tuple[jax.Array, Tree]:
         """Return the stage's output and its stash."""
         if self.remat.keeps_residuals:
@@ -194,7 +201,7 @@ class Stage:
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
             k, layer_w, x = item
             redo = self.layer(slots, k).redo
-            return where_layer(slots, k, redo, lambda w, x, gy: (gy, zeros_like(w)), layer_w, x, gy)
+            return where_layer(slots, k, redo, lambda w, x, gy: (gy, self._no_grads(w)), layer_w, x, gy)
 
         gx, dw, _ = self._fold(body, gy, w, stash, reverse=True)
         return gx, dw, aux
@@ -225,7 +232,7 @@ class Stage:
 
         def body(_: None, item: tuple) -> tuple[None, Tree]:
             k, layer_w, layer_pending = item
-            skip = lambda w, pending: zeros_like(w)  # noqa: E731
+            skip = lambda w, pending: self._no_grads(w)  # noqa: E731
             return None, where_layer(slots, k, self.layer(slots, k).weight_grad, skip, layer_w, layer_pending)
 
         if self.gather is None or self._weight_grad_reads(slots):
@@ -255,7 +262,7 @@ class Stage:
 
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
             k, layer_w, layer_saved = item
-            skip = lambda w, saved, gy: (gy, zeros_like(w))  # noqa: E731
+            skip = lambda w, saved, gy: (gy, self._no_grads(w))  # noqa: E731
             return where_layer(slots, k, self.layer(slots, k).pull, skip, layer_w, layer_saved, gy)
 
         return self._fold(body, gy, w, saved, reverse=True, first=last)[:2]

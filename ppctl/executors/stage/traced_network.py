@@ -12,8 +12,9 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from itertools import pairwise
+from operator import getitem
 from typing import Any
 
 import jax
@@ -26,12 +27,14 @@ from ppctl.executors.stage.layers import dim_first, pack_flat, unpack_flat
 from ppctl.executors.stage.trace import Trace
 from ppctl.model.network import Network
 from ppctl.model.stack import NO_DECAY, Contents, Stack
+from ppctl.model.trainable import checked_flags
 from ppctl.schedule.partition.clusters import clusters
 
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 NUM_EXAMPLES = (2, 3)  # of the batches by which a network is cut: values that cross have to grow with them
 PIECES = "pieces"  # of parameters that tp divides
+FROZEN = "frozen"  # of parameters that are not trained
 MULTIPLE = 64  # of the length of a layer's parameters, so that they can be sharded
 WIDE = 2  # times the widest boundary: wider outputs are the head's
 
@@ -55,6 +58,7 @@ class TracedNetwork:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ConfigError(f"init makes {name} of {leaf.dtype}, and parameters are trained: use dtype.")
         self.specs = self._specs(params)
+        self.is_trained = checked_flags(params, network.trainable)
         self.traces: dict[int, Trace] = {}
         self.bounds = self._bounds(self.at(NUM_EXAMPLES[0]))
         self.places = self._places(self.at(NUM_EXAMPLES[0]))
@@ -205,15 +209,15 @@ class TracedNetwork:
 
     @cached_property
     def groups(self) -> dict[tuple[str, ...], list[list[int]]]:
-        """For "kernel" and "bias", and those of both that tp divides, the leaves of each layer that belong to it."""
-        whole = [("kernel",), ("bias",)]
+        """For "kernel" and "bias", those that tp divides, and those that are frozen, the leaves of each layer."""
+        marks = [(), (PIECES,), (FROZEN,), (FROZEN, PIECES)]
         found: dict[tuple[str, ...], list[list[int]]] = {
-            name: [[] for _ in range(self.num_layers)] for name in (*whole, *((PIECES, *each) for each in whole))
+            (*mark, name): [[] for _ in range(self.num_layers)] for mark in marks for name in ("kernel", "bias")
         }
         for i, place in enumerate(self.places):
             if place is not None:
-                name = (self._group(i),) if self._dim(i) is None else (PIECES, self._group(i))
-                found[name][place].append(i)
+                marks_of = (FROZEN,) * (not self.is_trained[i]) + (PIECES,) * (self._dim(i) is not None)
+                found[*marks_of, self._group(i)][place].append(i)
         used = {name: leaves for name, leaves in found.items() if any(leaves)}
         return used or {("kernel",): found["kernel",]}
 
@@ -237,7 +241,7 @@ class TracedNetwork:
         """The shape of each group of a layer, padded: a vector, or a row for each piece of what tp divides."""
 
         def shape(name: tuple[str, ...], layers: list[list[int]]) -> tuple[int, ...]:
-            pieces = (self.num_pieces,) if name[0] == PIECES else ()
+            pieces = (self.num_pieces,) if PIECES in name else ()
             sizes = (sum(math.prod(self.shapes[i]) for i in leaves) for leaves in layers)
             longest = max(1, *sizes) // math.prod(pieces)
             return (*pieces, -(-longest // MULTIPLE) * MULTIPLE)
@@ -249,6 +253,7 @@ class TracedNetwork:
         """A name by where each parameter lies, so that a checkpoint of another cut is never taken for one of this."""
         lies: list[tuple] = list(zip(self.names, self.shapes, self.places, strict=True))
         lies += [] if self.specs is None else [tuple(map(self._dim, range(len(self.names))))]
+        lies += [] if all(self.is_trained) else [self.is_trained]
         return f"cut_{hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
 
     def to_parts(self, params: Tree) -> Tree:
@@ -268,8 +273,14 @@ class TracedNetwork:
         if self.specs is None:
             return None
         ends = {self.names[i]: {self._group(i): self.specs[i]} for i, place in enumerate(self.places) if place is None}
-        layers = {name: P("tp") if name[0] == PIECES else P() for name in self.groups}
+        layers = {name: P("tp") if PIECES in name else P() for name in self.groups}
         return {"ends": ends, "layers": {self.tag: _nested(layers)}}
+
+    @property
+    def trainable(self) -> Tree:
+        """Which of a stack's parameters are trained."""
+        ends = {name: self.is_trained[i] for i, name in enumerate(self.names) if self.places[i] is None}
+        return {"ends": ends, "layers": {self.tag: _nested({name: FROZEN not in name for name in self.groups})}}
 
     def from_parts(self, parts: Tree) -> Tree:
         """Return the network's parameters, of a stack's in natural order."""
@@ -280,8 +291,8 @@ class TracedNetwork:
 
     def _leaves_of(self, l: int, w: Mapping[str, Mapping[str, Any]]) -> dict[int, jax.Array]:
         layer, found = w[self.tag], dict[int, jax.Array]()
-        for (*above, name), layers in self.groups.items():
-            packed = layer[PIECES][name] if above else layer[name]
+        for name, layers in self.groups.items():
+            packed: Any = reduce(getitem, name, layer)
             shapes = [Shape(dim_first(self.shapes[i], self._dim(i)), packed.dtype) for i in layers[l]]
             for i, leaf in zip(layers[l], unpack_flat(shapes, packed) if shapes else [], strict=True):
                 dim = self._dim(i)
@@ -333,6 +344,7 @@ def stack_of(network: TracedNetwork) -> Stack:
         mixes_examples=network.network.mixes_examples,
         outputs=network.outputs,
         sharding=network.sharding,
+        trainable=True if all(network.is_trained) else network.trainable,
         contents=network.contents,
     )
 
@@ -341,7 +353,10 @@ def _nested(groups: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     """Return values by their paths as a tree."""
     found: dict[str, Any] = {}
     for (*above, name), value in groups.items():
-        (found.setdefault(above[0], {}) if above else found)[name] = value
+        part = found
+        for each in above:
+            part = part.setdefault(each, {})
+        part[name] = value
     return found
 
 

@@ -28,6 +28,7 @@ from ppctl.executors.mpmd.runtime import Runtime, Walk
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import shard_bytes, shard_shapes
 from ppctl.model.stack import divisor
+from ppctl.model.trainable import trained_part
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.training.engines import Footprint, Temporaries
 from ppctl.training.engines.examples import examples_of, put_examples
@@ -181,7 +182,8 @@ class Mpmd:
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         found = self.walk("grads").run(self.given(state, batch))
         of_ranks = [found["mean_grads", r] for r in self.ranks]
-        staged = lambda: self.division.join(of_ranks, self.states.staged["params"])  # noqa: E731
+        shapes = trained_part(self.states.staged["params"], self.model.stack.trainable)
+        staged = lambda: self.division.join(of_ranks, shapes)  # noqa: E731
         return found["loss", self.read_at], self._alone(lambda: jax.jit(self.layout.to_natural)(staged()))
 
     def walk(self, what: str) -> Walk:

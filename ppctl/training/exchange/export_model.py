@@ -18,7 +18,7 @@ from ppctl.training.exchange.families import model_config, model_settings
 from ppctl.training.exchange.import_model import KEPT, SOURCE
 from ppctl.training.exchange.names import Named, named_parameters
 from ppctl.training.exchange.tensors import INDEX
-from ppctl.training.saved_run import load_run
+from ppctl.training.saved_run import SavedRun, load_run
 
 Tree = Any
 CONFIG = "config.json"
@@ -35,18 +35,14 @@ class Exported(NamedTuple):
 def export_model(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> Exported:
     """Write the parameters of a checkpoint as safetensors with config.json, and the files kept by an import.
 
-    step: None: the newest. dtype: of the tensors; None: that of the model that was imported, else float32.
+    Adapters are merged in. step: None: the newest. dtype: of the tensors; None: that of the model that was imported,
+    else float32.
 
     Raises:
         ConfigError: The run's model is none that `transformers` has, or `out` is there already.
         CheckpointError: There is no such checkpoint.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already, and nothing is overwritten. Name another directory with --out.")
-    run = load_run(run_dir)
-    model = model_and_data(run.settings).model
-    if not isinstance(model, Transformer):
-        raise ConfigError(f"model={model.name} of {run_dir} is no language model that transformers has.")
+    run, model = opened(run_dir, out)
     source = _source(run_dir, run.settings)
     number = run.steps[-1] if step is None and run.steps else step
     params = run.params(number)
@@ -57,8 +53,7 @@ def export_model(run_dir: Path, out: Path, *, step: int | None = None, dtype: st
         config = kept
     config.setdefault("max_position_embeddings", model.seq_len)
     chosen = dtype or _dtype_of(config)
-    if chosen not in DTYPES:
-        raise ConfigError(f"--dtype {chosen} is not one of {', '.join(DTYPES)}.")
+    check_dtype(chosen)
     config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | {"dtype": chosen}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -75,6 +70,22 @@ def export_model(run_dir: Path, out: Path, *, step: int | None = None, dtype: st
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}. Name another directory with --out.") from error
     return Exported((*files, CONFIG), chosen, number or 0)
+
+
+def opened(run_dir: Path, out: Path) -> tuple[SavedRun, Transformer]:
+    """Return a run that is to be written as `out`, and its model. ConfigError where that cannot be."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already, and nothing is overwritten. Name another directory with --out.")
+    run = load_run(run_dir)
+    model = model_and_data(run.settings).model
+    if not isinstance(model, Transformer):
+        raise ConfigError(f"model={model.name} of {run_dir} is no language model that transformers has.")
+    return run, model
+
+
+def check_dtype(name: str) -> None:
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype {name} is not one of {', '.join(DTYPES)}.")
 
 
 def _source(run_dir: Path, settings: Mapping[str, Any]) -> Path | None:
@@ -114,7 +125,7 @@ def _write_tensors(out: Path, params: Tree, names: list[Named], dtype: Any) -> I
     places = dict[str, str]()
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        save_file({each.name: _tensor(params, each, dtype) for each in shard}, out / name, {"format": "pt"})
+        save_file({each.name: tensor_of(params, each, dtype) for each in shard}, out / name, {"format": "pt"})
         shutil.copymode(out / CONFIG, out / name)  # as the umask has it: safetensors lets the owner alone read
         places |= {each.name: name for each in shard}
         yield name
@@ -124,7 +135,7 @@ def _write_tensors(out: Path, params: Tree, names: list[Named], dtype: Any) -> I
         yield INDEX
 
 
-def _tensor(params: Tree, each: Named, dtype: Any) -> np.ndarray:
+def tensor_of(params: Tree, each: Named, dtype: Any) -> np.ndarray:
     leaf = params
     for key in each.path:
         leaf = leaf[key]

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ppctl.model.lora import A, B, adapted_modules
+
 Tree = Any
 ENDS = {
     "embedding": "model.embed_tokens.weight",
@@ -33,6 +35,8 @@ LAYER_OF_POST_NORMS = LAYER | {  # where attention and MLP have norms behind the
     "attention_post_norm/scale": "post_attention_layernorm.weight",
     "mlp_post_norm/scale": "post_feedforward_layernorm.weight",
 }
+PEFT = {A: "lora_A", B: "lora_B"}
+PEFT_MODEL = "base_model.model."  # begins PEFT's names
 TRANSPOSED = ("kernel", "head")  # last names of matrices [in, out], which torch has [out, in]
 
 
@@ -44,6 +48,25 @@ class Named(NamedTuple):
     layer: int | None  # of a leaf [num_layers, ...] which one; None: the leaf itself
     shape: tuple[int, ...]  # of the tensor
     is_transposed: bool
+
+
+def adapter_parameters(params: Tree) -> list[Named]:
+    """Return the tensors of a model's adapters by PEFT's names, layer by layer."""
+    layers: dict[int, list[Named]] = {}
+    for path, module in adapted_modules(params["layers"]):
+        of_linear = LAYER["/".join((*path, "kernel"))].removesuffix(".weight")
+        for key, name in PEFT.items():
+            for l in range(module[key].shape[0]):
+                full = f"{PEFT_MODEL}model.layers.{l}.{of_linear}.{name}.weight"
+                each = Named(full, ("layers", *path, key), l, module[key].shape[:0:-1], is_transposed=True)
+                layers.setdefault(l, []).append(each)
+    return [each for l in sorted(layers) for each in layers[l]]
+
+
+def target_modules(params: Tree) -> list[str]:
+    """Return the linear maps with adapters as PEFT's `target_modules` has them."""
+    paths = ("/".join((*path, "kernel")) for path, _ in adapted_modules(params["layers"]))
+    return [LAYER[path].split(".")[-2] for path in paths]
 
 
 def named_parameters(params: Tree) -> list[Named]:

@@ -1,0 +1,148 @@
+"""Low-rank adapters beside the linear maps of a block: x W + alpha/rank * (x A) B, of which A and B alone are trained.
+
+A begins as PEFT's does, uniform in +-1/sqrt(inputs), and B at zero, so that a model begins as it is without adapters.
+Embedding and head have none. Source: LoRA (Hu et al. 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ppctl.errors import ConfigError
+
+Tree = Any
+A, B = "lora_a", "lora_b"  # last names of the parameters
+PROJECTIONS = {  # target: modules of a block
+    "q": ("attention", "query"),
+    "k": ("attention", "key"),
+    "v": ("attention", "value"),
+    "o": ("attention", "out"),
+    "gate": ("mlp", "gate"),
+    "up": ("mlp", "up"),
+    "down": ("mlp", "down"),
+}
+ADAPTERS_KEY = 0x10A  # apart from the keys of all else, so that this is drawn as without adapters
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of a transformer's blocks.
+
+    rank: numbers between A and B. alpha: the adapters' part is multiplied by alpha/rank. targets: the linear maps that
+    have one, of q, k, v, o, gate, up, down; None: all that the blocks have. ConfigError for another name.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.targets or () if name not in PROJECTIONS]
+        if unknown:
+            raise ConfigError(
+                f"{unknown[0]} in lora_targets is no linear map of a block. They are {', '.join(PROJECTIONS)}."
+            )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def check_present(self, layer: Tree) -> None:
+        """Raise ConfigError where a target is none of this layer's parameters."""
+        for name in self.targets or ():
+            first, second = PROJECTIONS[name]
+            if second not in layer[first]:
+                raise ConfigError(
+                    f"{name} in lora_targets: the model's MLP has no {second} matrix, as its activation is not gated. "
+                    "Leave it out."
+                )
+
+    def adapts(self, module: str) -> bool:
+        """Return whether the linear map of this name in a block has an adapter."""
+        return self.targets is None or any(PROJECTIONS[name][1] == module for name in self.targets)
+
+
+class Adapted(nnx.Linear):
+    """A linear map with an adapter beside it."""
+
+    def __init__(self, num_in: int, num_out: int, lora: Lora, dtype: jnp.dtype, rngs: nnx.Rngs, *, use_bias: bool):
+        super().__init__(num_in, num_out, use_bias=use_bias, param_dtype=dtype, rngs=rngs)
+        self.scale = lora.scale
+        self.lora_a = nnx.Param(jnp.zeros((num_in, lora.rank), dtype))
+        self.lora_b = nnx.Param(jnp.zeros((lora.rank, num_out), dtype))
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride] no options
+        return super().__call__(inputs) + self.beside(inputs)
+
+    def beside(self, inputs: jax.Array, of_columns: Callable[[jax.Array], jax.Array] = lambda b: b) -> jax.Array:
+        """Return the adapter's part; of_columns: from B to the columns of it that are wanted.
+
+        Forwards keep the results of products but for those with a batch dim (remat=none). This one is as large as the
+        linear map's and cheap to make again of inputs @ A, so it is one of a batch.
+        """
+        low, b = inputs @ self.lora_a[...] * self.scale, of_columns(self.lora_b[...])
+        return jax.lax.dot_general(low[None], b[None], (((2,), (1,)), ((0,), (0,))))[0]
+
+
+def with_adapters(layer: Tree, lora: Lora, key: jax.Array) -> Tree:
+    """Return the parameters of a layer with initial adapters."""
+    lora.check_present(layer)
+    key, layer = jax.random.fold_in(key, ADAPTERS_KEY), dict(layer)
+    for number, (first, second) in enumerate(PROJECTIONS.values()):
+        if second not in layer[first] or not lora.adapts(second):
+            continue
+        linear = layer[first][second]
+        num_in, num_out = linear["kernel"].shape
+        dtype, bound = linear["kernel"].dtype, 1 / math.sqrt(num_in)
+        a = jax.random.uniform(jax.random.fold_in(key, number), (num_in, lora.rank), dtype, -bound, bound)
+        layer[first] = layer[first] | {second: linear | {A: a, B: jnp.zeros((lora.rank, num_out), dtype)}}
+    return layer
+
+
+def are_adapters(layer: Tree) -> Tree:
+    """Return for each parameter of a layer whether it is an adapter's."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in (A, B), layer)
+
+
+# parameters of a model, by their names alone
+
+
+def adapted_modules(params: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path, parameters) of each linear map with an adapter."""
+    if A in params:
+        yield path, params
+    for name, part in params.items():
+        if isinstance(part, Mapping):
+            yield from adapted_modules(part, (*path, name))
+
+
+def without_adapters(params: Tree) -> Tree:
+    """Return a model's parameters without adapters."""
+    if not isinstance(params, Mapping):
+        return params
+    return {name: without_adapters(part) for name, part in params.items() if name not in (A, B)}
+
+
+def with_base(params: Tree, base: Tree) -> Tree:
+    """Return a model's parameters with those of the same model without adapters in their places."""
+    if not isinstance(params, Mapping):
+        return base
+    return {name: with_base(part, base[name]) if name in base else part for name, part in params.items()}
+
+
+def merged(params: Tree, scale: float) -> Tree:
+    """Return the parameters of the same model without adapters: each W + scale * A B, the sum rounded once."""
+    if not isinstance(params, Mapping):
+        return params
+    found = {name: merged(part, scale) for name, part in params.items() if name not in (A, B)}
+    if A in params:
+        product = jnp.matmul(params[A], params[B], precision=jax.lax.Precision.HIGHEST)
+        found["kernel"] = found["kernel"] + scale * product
+    return found

@@ -1,0 +1,56 @@
+"""Adapters: what they begin as, what merging makes of them, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases import TRANSFORMER, make_params
+
+from ppctl.config.optim import Optim
+from ppctl.errors import ConfigError
+from ppctl.executors.reference import outputs_of
+from ppctl.model.lora import PROJECTIONS, A, B, Lora, adapted_modules, merged, without_adapters
+from ppctl.model.stack import init
+from ppctl.model.transformer import transformer
+
+SIZES = TRANSFORMER | {"num_layers": 2, "activation": "swiglu", "num_kv_heads": 2, "qkv_bias": True, "qk_norm": True}
+IDS = np.random.default_rng(0).integers(0, 32, (2, 8))
+
+
+def logits(stack, params):
+    return outputs_of(stack, unroll=0, dtype=jnp.float64)(params, IDS)
+
+
+def test_a_model_begins_as_it_is_without_adapters():
+    plain, adapted = (transformer(**SIZES, lora=lora, dtype=jnp.float64) for lora in (None, Lora(4, 8.0)))
+    base, params = init(plain, 3), init(adapted, 3)
+    jax.tree.map(np.testing.assert_array_equal, without_adapters(params), base)
+    np.testing.assert_array_equal(logits(adapted, params), logits(plain, base))
+    modules = dict(adapted_modules(params["layers"]))
+    assert set(modules) == set(PROJECTIONS.values())
+    for module in modules.values():
+        num_in = module["kernel"].shape[1]
+        assert (
+            0.9 / num_in**0.5 < np.abs(module[A]).max() <= 1 / num_in**0.5
+        )  # kaiming_uniform(a=sqrt(5)), as PEFT has it
+        assert not module[B].any()
+        assert not np.array_equal(module[A][0], module[A][1])
+
+
+@pytest.mark.parametrize("targets", [None, ("k", "down")])
+def test_merged_parameters_are_the_same_function(targets):
+    lora = Lora(4, 12.0, targets)
+    plain, adapted = (transformer(**SIZES, lora=each, dtype=jnp.float64) for each in (None, lora))
+    params = make_params(adapted)
+    found = merged(params, lora.scale)
+    assert jax.tree.structure(found) == jax.tree.structure(jax.eval_shape(lambda: init(plain, 0)))
+    assert np.abs(logits(plain, found) - logits(adapted, params)).max() < 1e-9
+    assert np.abs(logits(plain, without_adapters(params)) - logits(adapted, params)).max() > 0.01
+
+
+def test_targets_that_a_block_does_not_have_are_refused():
+    assert tuple(PROJECTIONS) == Optim.TARGETS
+    with pytest.raises(ConfigError, match="x in lora_targets is no linear map of a block"):
+        Lora(targets=("x",))
+    with pytest.raises(ConfigError, match="gate in lora_targets: the model's MLP has no gate matrix"):
+        init(transformer(**SIZES | {"activation": "gelu"}, lora=Lora(targets=("gate",)), dtype=jnp.float32), 0)
