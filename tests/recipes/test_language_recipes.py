@@ -35,6 +35,18 @@ def test_of_chats_the_answers_alone_are_learned(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
+def test_a_tokenizer_and_a_model_from_scratch(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenize(ROOT / "ppctl/**/*.py", "--vocab-size", 4096, "--out", "runs/tokenizer", "--on-error", "skip")
+    small = "model.num_layers=2 model.d_model=16 run.num_steps=1 run.eval_every=null run.tensorboard=false"
+    assert cli.main(["train", "recipes=tokenizer_and_model_from_scratch", "data.cache_dir=cache", *small.split()]) == 0
+    capsys.readouterr()
+    words = ["--prompt", "def __init__(self", "--max-tokens", "4", "--json"]
+    assert cli.main(["generate", "runs/tokenizer_and_model_from_scratch", *words]) == 0
+    assert len(json.loads(capsys.readouterr().out)["completions"][0]["tokens"]) == 4
+
+
+@pytest.mark.full
 def test_llama3_8b_fits_eight_h100s(capsys):
     assert cli.main(["plan", "recipes=llama3_8b_h100x8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

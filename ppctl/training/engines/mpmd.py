@@ -133,9 +133,8 @@ class Mpmd:
 
     def memory(self, temporaries: Temporaries | None = None, what: str = "step") -> tuple[dict[str, int], ...]:
         ops, kept = self.plan(what)
-        temps = None
-        if temporaries is not None:
-            temps = [0 if op.program is None else temporaries(op.program) for op in ops]
+        of = lambda program: 0 if program is None or temporaries is None else temporaries(program)  # noqa: E731
+        temps = None if temporaries is None else [of(op.program) for op in ops]
         held = self.runtime.memory_breakdown(ops, self.given_shapes(), kept, temps)
         return tuple(by_part(given | of_rank) for given, of_rank in zip(self.given_bytes, held, strict=True))
 
@@ -183,8 +182,8 @@ class Mpmd:
         found = self.walk("grads").run(self.given(state, batch))
         of_ranks = [found["mean_grads", r] for r in self.ranks]
         shapes = trained_part(self.states.staged["params"], self.model.stack.trainable)
-        staged = lambda: self.division.join(of_ranks, shapes)  # noqa: E731
-        return found["loss", self.read_at], self._alone(lambda: jax.jit(self.layout.to_natural)(staged()))
+        natural = self._alone(lambda: jax.jit(self.layout.to_natural)(self.division.join(of_ranks, shapes)))
+        return found["loss", self.read_at], natural
 
     def walk(self, what: str) -> Walk:
         """Return the compiled plan of that name."""
@@ -192,9 +191,8 @@ class Mpmd:
             given = self.given_shapes()
             if what == "redo":
                 tried = self.walk("try").shapes
-                given = {key: shape for key, shape in given.items() if key[0] in STATE} | {
-                    key: tried[key] for key in self.outcome
-                }
+                of_state = {key: shape for key, shape in given.items() if key[0] in STATE}
+                given = of_state | {key: tried[key] for key in self.outcome}
             ops, kept = self.plan(what)
             self.walks[what] = self.runtime.compile(ops, given, kept)
         return self.walks[what]
