@@ -47,8 +47,9 @@ def test_a_tokenizer_and_a_model_from_scratch(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_llama3_8b_fits_eight_h100s(capsys):
-    assert cli.main(["plan", "recipes=llama3_8b_h100x8", "--json"]) == 0
+@pytest.mark.parametrize(("recipe", "step_s"), [("llama3_8b_h100x8", 3.365), ("qwen3_0p6b_lora", 0.214)])
+def test_what_is_predicted_is_what_the_recipe_says_and_fits(recipe, step_s, capsys):
+    assert cli.main(["plan", f"recipes={recipe}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"]
-    assert found["step_time_s"] == pytest.approx(3.365, rel=0.1)  # as the recipe says
+    assert found["step_time_s"] == pytest.approx(step_s, rel=0.1)
