@@ -224,8 +224,8 @@ def test_the_page_is_what_the_command_makes_and_the_bars_are_reached():
         assert found is not None
         assert found.median <= 0.10
         assert found.ninth_decile <= 0.20
-    told, right = outcomes(compared)
-    assert right >= 0.9 * told
+    known, right = outcomes(compared)
+    assert right >= 0.9 * known
     rows = [each for each in expressible(ROWS.values()) if is_fitted(each[0].id)]
     assert fit(rows) == FITTED
 

@@ -145,16 +145,16 @@ HALVES = (True, "constants fitted on"), (False, "the other half")
 
 def outcomes(compared: Iterable[Compared]) -> tuple[int, int]:
     """Return (rows whose source says whether they ran, of these right)."""
-    told = [row for row in compared if row.ran is not None and row.fits is not None]
-    return len(told), sum(row.ran == row.fits for row in told)
+    known = [row for row in compared if row.ran is not None and row.fits is not None]
+    return len(known), sum(row.ran == row.fits for row in known)
 
 
 def as_json(compared: Sequence[Compared], constants: Constants = FITTED) -> dict[str, Any]:
     """Return what `ppctl plan --published FILE --json` prints."""
-    told, right = outcomes(compared)
+    known, right = outcomes(compared)
     return {
         "rows": [asdict(row) for row in compared],
         "errors": [asdict(each) for each in summary(compared)],
         "constants": asdict(constants),
-        "outcomes": {"told": told, "right": right},
+        "outcomes": {"known": known, "right": right},
     }

@@ -56,13 +56,13 @@ def _refused(compared: Sequence[Compared]) -> list[str]:
 
 
 def _errors(compared: Sequence[Compared]) -> list[str]:
-    told, right = outcomes(compared)
+    known, right = outcomes(compared)
     lines = [
         f"errors    {each.name}: {each.rows} rows, median {each.median:.1%}, nine of ten within "
         f"{each.ninth_decile:.1%}, worst {each.worst:.1%}"
         for each in summary(compared)
     ]
-    return lines + ([f"memory    {right} of {told} rows right about whether they ran"] if told else [])
+    return lines + ([f"memory    {right} of {known} rows right about whether they ran"] if known else [])
 
 
 def _constants(constants: Constants) -> list[str]:
@@ -82,13 +82,13 @@ def picture(compared: Sequence[Compared], form: str = "svg") -> bytes:
 def page_tables(compared: Sequence[Compared], constants: Constants = FITTED) -> str:
     """Return the tables of docs/published.md, between its markers, as Markdown."""
     out = StringIO()
-    told, right = outcomes(compared)
+    known, right = outcomes(compared)
     print("| rows | number | median error | nine of ten within | worst |\n|---|---|---|---|---|", file=out)
     for each in summary(compared):
         cells = f"{each.median:.1%} | {each.ninth_decile:.1%} | {each.worst:.1%}"
         print(f"| {each.name} | {each.rows} | {cells} |", file=out)
-    if told:
-        print(f"\nOf {told} rows whose source says that they ran or did not, {right} are right.", file=out)
+    if known:
+        print(f"\nOf {known} rows whose source says that they ran or did not, {right} are right.", file=out)
     print("\n| fitted constant | value |\n|---|---|", file=out)
     for name, value in asdict(constants).items():
         print(f"| `{name}` | {value:g} |", file=out)
