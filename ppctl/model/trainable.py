@@ -21,7 +21,7 @@ def trained_part(tree: Tree, trainable: Tree) -> Tree:
     trainable: booleans like the tree, of which one may stand for all below it.
 
     >>> trained_part({"w": 1, "b": {"x": 2, "y": 3}}, {"w": False, "b": True})
-    {'w': None, 'b': {'x': 2, 'y': 3}}
+    {'b': {'x': 2, 'y': 3}, 'w': None}
     """
     if trainable is True:
         return tree
@@ -34,7 +34,7 @@ def with_trained(part: Tree, whole: Tree) -> Tree:
     """Return `whole` with the leaves of a trained part in their places.
 
     >>> with_trained({"w": None, "b": 5}, {"w": 1, "b": 2})
-    {'w': 1, 'b': 5}
+    {'b': 5, 'w': 1}
     """
     return jax.tree.map(lambda old, new: old if new is None else new, whole, part)
 

@@ -97,7 +97,14 @@ def every_mesh():
         yield pytest.param(mesh, ODD | how | {"executor": executor, **knobs}, id=name)
 
 
-@pytest.mark.parametrize(("mesh", "how"), CASES.values(), ids=CASES)
+SLOW = ("cp2 ring full",)  # whose parts the others have
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [pytest.param(*how, marks=[pytest.mark.full] * (name in SLOW)) for name, how in CASES.items()],
+    ids=CASES,
+)
 def test_loss_and_gradients_are_the_references(mesh, how):
     assert difference(mesh, **how) <= TOLERANCE
 

@@ -121,7 +121,8 @@ DIVIDED = (
 )
 
 
-@pytest.mark.parametrize("executor", few(["mpmd", "spmd"], 1))
+@pytest.mark.full
+@pytest.mark.parametrize("executor", ["mpmd", "spmd"])
 def test_stages_are_divided_over_tp_and_cp_as_the_request_allows(executor, capsys):
     words = [*DIVIDED.split(), f"executor={executor}", "tune.tp=[1,2]", "tune.cp=[2]"]
     assert cli.main(["tune", *words]) == 0

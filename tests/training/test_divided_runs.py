@@ -66,6 +66,7 @@ def test_tasks_of_divided_stages_are_traced(tmp_path):
         assert {str(task) for task in schedule.ranks[int(name.split()[1])]} == set(found)
 
 
+@pytest.mark.full
 def test_a_step_of_divided_stages_is_drawn_and_its_layers_are_where_it_says(tmp_path, capsys):
     words = "mesh=1x2x1x2x1 schedule=1f1b executor=mpmd run.show_placement=true run.timeline=true --json"
     train(tmp_path, "transformer", 3, words)

@@ -75,6 +75,7 @@ def stack_of(here, broken="", **changes):
     return custom_stack(f"{name}.model", **asked, data=rows(), dtype=jnp.dtype("float32"))
 
 
+@pytest.mark.full
 def test_the_starter_project_trains_and_is_verified(here, capsys, monkeypatch):
     assert cli.main(["init", "own"]) == 0
     assert "cd own && ppctl train --config-dir . recipes=mine" in capsys.readouterr().out
