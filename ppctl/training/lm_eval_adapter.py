@@ -23,7 +23,7 @@ RESAMPLES = 1000  # for standard errors that have no formula
 
 
 class Found(NamedTuple):
-    """What lm-eval found."""
+    """The results of lm-eval's tasks."""
 
     results: Mapping[str, Mapping[str, Any]]  # of each task and group: "acc,none", "acc_stderr,none", ...
     table: str  # the same as lm-eval writes it
@@ -101,7 +101,7 @@ def _as_lm(requests: Requests) -> Any:
 
 
 class Requests:
-    """What lm-eval asks of a model, answered; a request has its arguments in `args`."""
+    """Answers to lm-eval's requests of a model; a request has its arguments in `args`."""
 
     def __init__(self, model: LanguageModel, seq_len: int):
         self.model, self.seq_len, self.num_cut = model, seq_len, 0

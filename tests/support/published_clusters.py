@@ -1,4 +1,4 @@
-"""What `ppctl tune` finds on published clusters, next to the layout that was published: prints a line for each.
+"""Layouts that `ppctl tune` finds on published clusters, next to the published ones: prints a line for each.
 
 python tests/support/published_clusters.py [NAME ...]
 """

@@ -24,7 +24,7 @@ WITHIN = math.log(1.005)  # of a loss, where the perplexity may be off by 0.5 %
 
 
 def ppctl(*words):
-    """What a command prints, as a user runs it."""
+    """The output of a command, as a user runs it."""
     command = [sys.executable, "-m", "ppctl.cli", *words]
     return subprocess.run(command, env=BY_USER, check=True, stdout=subprocess.PIPE, text=True).stdout
 

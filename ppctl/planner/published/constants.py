@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says of a long run on many devices. All else comes from conf/hardware.
+    """Shares of stated speeds that long runs on many devices reach.
 
     sustained_a100, sustained_h100: 0..1: of the speed of products that single ones reach, what power and clocks leave
     of it for hours. infiniband_share, other_share: 0..1: of a network's stated speed, what collectives reach of
