@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -76,12 +77,13 @@ def test_output_to_a_full_disk_is_said_in_a_line():
 
 # --- sizes and nesting -----------------------------------------------------------------------------------------------
 
+TOO_DEEP = "maximum nesting depth"  # of libyaml, from PyYAML 6.0.4 on
 LAUGHS = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))
 CONFIGS = {
     "aliases": ("run:\n  num_steps: 5\na: &a [x]\n" + LAUGHS, "an alias, which ppctl never writes"),
     "itself": ("run: &a\n  num_steps: 5\n  x: *a\n", "an alias, which ppctl never writes"),
-    "nested": ("run:\n  num_steps: 5\nx: " + "[" * 1000, "while parsing a flow node"),
-    "deep": ("run:\n  num_steps: 5\nx:\n" + "- " * 4000 + "1", "recursion"),
+    "nested": ("run:\n  num_steps: 5\nx: " + "[" * 1000, f"while parsing a flow node|{TOO_DEEP}"),
+    "deep": ("run:\n  num_steps: 5\nx:\n" + "- " * 4000 + "1", f"recursion|{TOO_DEEP}"),
     "deeper": ("run:\n  num_steps: 5\nx:\n" + "- " * 500_000 + "1", "recursion"),
     "digits": ("run:\n  num_steps: 5\n  x: " + "9" * 5000, "4300 digits"),
     "date": ("run:\n  num_steps: 5\n  x: 2026-99-99", "month must be in 1..12"),
@@ -105,7 +107,7 @@ def test_a_config_that_is_made_to_harm_its_reader_cannot_be_read(tmp_path, monke
     (run / "config.yaml").write_text(text)
     said = shown(tmp_path, run, capsys)
     assert "config.yaml cannot be read: " in said
-    assert reason in said
+    assert re.search(reason, said)
     assert not (tmp_path / "made").exists()
     with pytest.raises(ValueError, match=reason):
         read_settings(run / "config.yaml")
