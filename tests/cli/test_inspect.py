@@ -201,7 +201,7 @@ FAULTS = [
     (f"{SPMD} run.distributed=auto", "ppctl inspect runs in one process, but run.distributed=auto"),
     ("mesh=1x1 schedule=gpipe executor=reference inspect.what=program", "executor=reference has neither ticks nor"),
     (f"{MPMD} inspect.stage=4", "inspect.stage=4: interleaved on 2 ranks has stages 0 to 3"),
-    (f"{MPMD} inspect.task=W", "inspect.task=W is no program. Use one of prepare, F, B, mean, finish, squares, comb"),
+    (f"{MPMD} inspect.task=W", "inspect.task=W is no program. Use one of prepare, F, B, reduce, mean, finish"),
     (f"{MPMD} inspect.what=hlo", "inspect.what=hlo is the text of one program, and there are"),
     (
         "executor=mpmd mesh=1x2 schedule=1f1b executor.remat=full inspect.stage=1 inspect.task=F",

@@ -379,6 +379,11 @@ def test_a_topology_of_another_size_is_refused_without_its_compiler():
             plan.predict(request(plan=config.Plan(compile=False, topology=name)))
 
 
+def test_tp_over_hosts_of_the_hardware_that_is_described_is_refused():
+    with pytest.raises(ConfigError, match=r"^mesh.tp=16 would go over 2 hosts of 8 devices: .* mesh.tp=8"):
+        plan.predict(request(mesh=config.Mesh(dp=1, pp=1, tp=16), hardware=known()["h100"]))
+
+
 def test_a_topology_of_unknown_chips_has_memory_but_no_time():
     found = plan.predict(request(plan=config.Plan(compile=False, topology="v9:2x2")))
     assert (found.devices, found.step_time_s, found.fits) == ("4 x v9", None, None)
