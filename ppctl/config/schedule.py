@@ -16,9 +16,13 @@ class Schedule:
 
     name: str = "gpipe"
     num_microbatches: int = 8  # microbatches a step, of each data-parallel replica
+    vocab: str = "whole"  # embedding and head: whole, on the first and the last stage | parallel, a part on each rank
+
+    VOCAB: ClassVar[tuple[str, ...]] = ("whole", "parallel")
 
     def check(self) -> None:
         at_least("schedule.num_microbatches", self.num_microbatches, 1)
+        choice("schedule.vocab", self.vocab, self.VOCAB)
 
     def knobs(self) -> dict[str, Any]:
         """Return the keyword arguments of the family's generator, those of all families left out."""
@@ -132,6 +136,7 @@ class Csv(Schedule):
 
     def check(self) -> None:
         at_least("schedule.num_microbatches", self.num_microbatches, 0)
+        choice("schedule.vocab", self.vocab, self.VOCAB)
 
 
 def _hops(warmup_hops: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ppctl import config as settings
 from ppctl.errors import ConfigError, ScheduleError
@@ -16,6 +17,7 @@ from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.auto import Choice, choose
 from ppctl.schedule.text import from_csv
 from ppctl.schedule.ticks import Ticks, ticks
+from ppctl.schedule.vocabulary import with_vocabulary
 
 # the settings of a family are the class that has just its knobs
 CLASSES: tuple[type[settings.Schedule], ...] = (
@@ -53,12 +55,29 @@ def schedule_of(
     costs: Costs,
     most_chunks: int | None = None,
     makespan_s: Callable[[Schedule], float] | None = None,
+    *,
+    in_lockstep: bool = False,
 ) -> Requested:
     """Return the schedule that `request` names. ScheduleError or ConfigError where it is impossible.
 
     costs, most_chunks (stages a rank that the model has layers for) and makespan_s (see `choose`) matter to
-    schedule=auto alone.
+    schedule=auto alone. in_lockstep: ranks run ticks together, so that none waits for the others' parts of the
+    vocabulary, and no more microbatches need be in flight.
     """
+    found = _with_whole_vocabulary(request, num_ranks, costs, most_chunks, makespan_s)
+    if request.vocab == "whole":
+        return found
+    divided = with_vocabulary(found.schedule, 0 if in_lockstep else None)
+    return replace(found, schedule=divided, label=f"{found.label}, vocab=parallel")
+
+
+def _with_whole_vocabulary(
+    request: settings.Schedule,
+    num_ranks: int,
+    costs: Costs,
+    most_chunks: int | None,
+    makespan_s: Callable[[Schedule], float] | None,
+) -> Requested:
     if isinstance(request, settings.Csv):
         schedule = read_valid(Path(request.path))
         _check_size(request, schedule, num_ranks)
@@ -81,24 +100,24 @@ def schedule_of(
 
 def pipeline_of(schedule: settings.Schedule, executor: settings.Reference, num_ranks: int, num_layers: int) -> Pipeline:
     """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError where it is impossible."""
-    costs = task_costs(executor.remat)
+    costs, in_ticks = task_costs(executor.remat), executor.IN_TICKS
     lower = partial(ticks, costs=costs, remat=Remat.of(executor.remat))
 
     def in_lockstep_s(found: Schedule) -> float:
         return lower(found).makespan_s(costs)
 
-    makespan_s = in_lockstep_s if executor.IN_TICKS else None
-    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), makespan_s)
-    return Pipeline(found.schedule, found.label, lower(found.schedule) if executor.IN_TICKS else None, costs)
+    makespan_s = in_lockstep_s if in_ticks else None
+    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), makespan_s, in_lockstep=in_ticks)
+    return Pipeline(found.schedule, found.label, lower(found.schedule) if in_ticks else None, costs)
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:
     """Return the request for a family with its usual knobs; num_chunks counts where the family has that knob.
 
     >>> named("interleaved", 8, 4)
-    Interleaved(name='interleaved', num_microbatches=8, num_chunks=4, warmup_hops=2.0, group_size=None)
+    Interleaved(name='interleaved', num_microbatches=8, vocab='whole', num_chunks=4, warmup_hops=2.0, group_size=None)
     """
-    knobs = FAMILIES[family].knobs_for(num_chunks)
+    knobs: dict[str, Any] = FAMILIES[family].knobs_for(num_chunks)
     return settings_of_family(family)(name=family, num_microbatches=num_microbatches, **knobs)
 
 

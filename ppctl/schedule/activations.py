@@ -16,7 +16,7 @@ def memory_steps(tasks: Iterable[Task]) -> Iterator[tuple[Task, int]]:
     for task in tasks:
         if task.kind == "F":
             yield task, 1
-        elif task.kind != "I":
+        elif task.kind in "BW":
             yield task, -1
 
 

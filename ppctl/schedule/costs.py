@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from ppctl.errors import ConfigError
 from ppctl.schedule.remat import Remat
 
+# the cost of each kind of task of a part of the vocabulary
+OF_PARTS = {"E": "embedding_s", "S": "logits_s", "T": "logits_grad_s", "G": "embedding_grad_s"}
 OfStages = float | tuple[float, ...]  # of one microbatch through 1/p of the model, or of each stage in model order
 
 
@@ -32,6 +34,11 @@ class Costs:
     activation_bytes: OfStages = 0.0  # what a forward keeps for its backward
     transfer_bytes: float = 0.0  # size of one activation or gradient that crosses ranks
     transfer_bytes_per_s: float | None = None  # bandwidth of a hop; None: no limit
+    # where the vocabulary is divided, of one rank's part, or a tuple with the cost of each part
+    embedding_s: OfStages = 0.0  # E
+    logits_s: OfStages = 0.25  # S
+    logits_grad_s: OfStages = 0.5  # T
+    embedding_grad_s: OfStages = 0.0  # G
 
     def __post_init__(self) -> None:
         bandwidth = self.transfer_bytes_per_s
@@ -63,7 +70,10 @@ class Costs:
         return self.transfer_s + self.transfer_bytes / self.transfer_bytes_per_s
 
     def seconds(self, kind: str, stage: int, num_chunks: int) -> float:
-        """Seconds of one task of `kind` (F, B, I or W)."""
+        """Seconds of one task of `kind`: of F, B, I and W of a stage, of E, S, T and G of a part of the vocabulary."""
+        if kind in OF_PARTS:
+            cost: OfStages = getattr(self, OF_PARTS[kind])
+            return cost[stage] if isinstance(cost, tuple) else cost
         if kind == "B":
             if isinstance(self.input_grad_s, tuple) or isinstance(self.weight_grad_s, tuple):
                 return self.seconds("I", stage, num_chunks) + self.seconds("W", stage, num_chunks)
@@ -76,11 +86,19 @@ class Costs:
         """Bytes that one forward of `stage` keeps for its backward."""
         return _of_stage(self.activation_bytes, stage, num_chunks)
 
-    def check(self, num_stages: int) -> None:
-        """Raise ConfigError where a tuple has not one entry a stage."""
+    def check(self, num_stages: int, num_parts: int = 0) -> None:
+        """Raise ConfigError where a tuple has not one entry a stage, or a part of the vocabulary where it has some."""
         for field in dataclasses.fields(self):
             value: OfStages | None = getattr(self, field.name)
-            if isinstance(value, tuple) and len(value) != num_stages:
+            if not isinstance(value, tuple):
+                continue
+            if field.name in OF_PARTS.values():
+                if num_parts and len(value) != num_parts:
+                    raise ConfigError(
+                        f"{field.name} has {len(value)} entries for {num_parts} ranks, each with a part of the "
+                        "vocabulary. Give one for each, or a number for all."
+                    )
+            elif len(value) != num_stages:
                 raise ConfigError(
                     f"{field.name} has {len(value)} entries for {num_stages} stages. Give one for each stage, or a "
                     "number for 1/p of the model."

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ppctl.schedule.ir import Schedule, Task, Value, reads, writes
+from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task, Value, writes
+
+# the tasks of a rank's part that must have run before another of it, for the same microbatch
+_BEFORE_PART = {"E": "", "S": "E", "T": "ES", "G": "EST"}
+_BACKWARDS: tuple[Kind, ...] = ("B", "I")
 
 
 def order_that_blocks(schedule: Schedule, at: Sequence[int]) -> str:
@@ -26,11 +30,11 @@ def order_that_blocks(schedule: Schedule, at: Sequence[int]) -> str:
 def _circle(schedule: Schedule, at: Sequence[int]) -> list[tuple[int, Task, Task]]:
     """Return (rank, the task at which it stands, the later one that is waited for) for each rank of the circle."""
     places = {task: (rank, step) for rank, tasks in enumerate(schedule.ranks) for step, task in enumerate(tasks)}
-    writer = {value: task for task in places for value in writes(task, schedule.num_stages)}
+    writer = {value: task for task in places for value in writes(task)}
     done = {task for tasks, step in zip(schedule.ranks, at, strict=True) for task in tasks[:step]}
 
     def missing(task: Task) -> Value:
-        return next(value for value in reads(task, schedule.num_stages) if writer.get(value) not in done)
+        return next(value for value in schedule.reads(task) if writer.get(value) not in done)
 
     rank = next(rank for rank, tasks in enumerate(schedule.ranks) if at[rank] < len(tasks))
     task, seen = schedule.ranks[rank][at[rank]], dict[Task, int]()
@@ -50,6 +54,13 @@ def _circle(schedule: Schedule, at: Sequence[int]) -> list[tuple[int, Task, Task
 def _needed(task: Task, schedule: Schedule, rank: int) -> Iterator[Task]:
     """Yield the tasks of a rank that must have run before one: forwards to the last stage, backwards from there."""
     stage, kind, m = task
+    before = _BEFORE_PART[kind] if kind in PART_KINDS else ("E" if kind == "F" else "EST")
+    if schedule.divides_vocabulary:
+        yield from (Task(rank, part_kind, m) for part_kind in PART_KINDS if part_kind in before)
+    if kind in PART_KINDS:
+        yield from (Task(s, "F", m) for s in schedule.stages_of[rank] if kind != "E")
+        yield from (Task(s, each, m) for s in schedule.stages_of[rank] for each in _BACKWARDS if kind == "G")
+        return
     for s in range(schedule.num_stages):
         if schedule.rank_of[s] == rank:
             if s < stage or kind != "F":

@@ -2,6 +2,11 @@
 
 The dependency rule (`reads`, `writes`) is stated here and nowhere else: validation, transfers, ticks and memory follow
 from it. Vocabulary: stage 0..S-1 in model order; rank = index along mesh axis pp; a rank holds V stages (chunks).
+
+Where embedding and head are divided over the ranks by their vocabulary (arXiv 2411.05288), every rank has tasks of its
+part of them, part r on rank r, for each microbatch: E looks up what it has of the tokens, S makes its logits and their
+sums, T, which knows the sums of all parts, the gradients of its logits and so of its weights and of the last stage's
+output, G the gradients of its embeddings. Otherwise embedding and head belong to the first and the last stage.
 """
 
 from __future__ import annotations
@@ -14,14 +19,23 @@ from typing import Literal, NamedTuple
 
 from ppctl.errors import ScheduleError
 
-Kind = Literal["F", "B", "I", "W"]  # forward; full backward; input-gradient backward; weight-gradient backward
+Kind = Literal["F", "B", "I", "W", "E", "S", "T", "G"]
+# of stages: forward; full backward; input-gradient backward; weight-gradient backward
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+# of parts of the vocabulary: embedding; logits and their sums; gradients of logits; gradients of the embedding
+PART_KINDS: tuple[Kind, ...] = ("E", "S", "T", "G")
+ALL_KINDS = KINDS + PART_KINDS
 
-_CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+STAGE_VALUES: tuple[str, ...] = ("act", "stash", "grad", "pending", "wgrad")
+PART_VALUES: tuple[str, ...] = ("embedded", "sums", "logits", "head_grad", "head_wgrad", "embedding_wgrad")
+
+_CELL = re.compile(rf"([0-9]{{1,9}})([{''.join(ALL_KINDS)}])([0-9]{{1,9}})")
 
 
 class Task(NamedTuple):
     """One cell of work: `kind` of `stage` for `microbatch`. Prints and parses as PyTorch's pipelining does.
+
+    Of E, S, T and G `stage` is the part of the vocabulary, which has the number of its rank.
 
     >>> str(Task(2, "F", 0)), Task.parse("0B3")
     ('2F0', Task(stage=0, kind='B', microbatch=3))
@@ -40,14 +54,15 @@ class Task(NamedTuple):
         match = _CELL.fullmatch(cell.strip())
         if match is None:
             raise ScheduleError(
-                f"cell {cell[:40]!r} is not <stage><kind><microbatch> with kind one of {', '.join(KINDS)}, such as 2F0."
+                f"cell {cell[:40]!r} is not <stage><kind><microbatch> with kind one of {', '.join(ALL_KINDS)}, such "
+                "as 2F0."
             )
         stage, kind, microbatch = match.groups()
         return Task(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
 
 
 class Value(NamedTuple):
-    """A value that tasks read and write. name: act | stash | grad | pending | wgrad."""
+    """A value that tasks read and write. name: of STAGE_VALUES, or of PART_VALUES, whose `stage` is a part."""
 
     name: str
     stage: int
@@ -57,31 +72,53 @@ class Value(NamedTuple):
         return f"{self.name}({self.stage},{self.microbatch})"
 
 
-def reads(task: Task, num_stages: int) -> tuple[Value, ...]:
-    """The values that must exist before `task` runs.
+def reads(task: Task, num_stages: int, num_parts: int = 0) -> tuple[Value, ...]:
+    """The values that must exist before `task` runs. num_parts: of the vocabulary; 0: it is not divided.
 
     >>> [str(v) for v in reads(Task(1, "B", 0), num_stages=4)]
     ['stash(1,0)', 'grad(2,0)']
+    >>> [str(v) for v in reads(Task(3, "B", 0), num_stages=4, num_parts=2)]
+    ['stash(3,0)', 'head_grad(0,0)', 'head_grad(1,0)']
     """
     stage, kind, m = task
+
+    def of_all_parts(name: str) -> tuple[Value, ...]:
+        return tuple(Value(name, part, m) for part in range(num_parts))
+
     if kind == "F":
-        return (Value("act", stage - 1, m),) if stage > 0 else ()
+        return (Value("act", stage - 1, m),) if stage > 0 else of_all_parts("embedded")
     if kind == "W":
         return (Value("pending", stage, m),)
+    if kind == "E":
+        return ()
+    if kind == "S":
+        return (Value("act", num_stages - 1, m),)
+    if kind == "T":
+        return (Value("logits", stage, m), *of_all_parts("sums"))
+    if kind == "G":
+        return (Value("grad", 0, m),)
     stash = Value("stash", stage, m)
-    return (stash, Value("grad", stage + 1, m)) if stage + 1 < num_stages else (stash,)
+    return (stash, Value("grad", stage + 1, m)) if stage + 1 < num_stages else (stash, *of_all_parts("head_grad"))
 
 
-def writes(task: Task, num_stages: int) -> tuple[Value, ...]:
-    """The values that exist once `task` has run. The last stage's act is the loss, stage 0's grad is dropped."""
-    stage, kind, m = task
-    if kind == "F":
-        return (Value("act", stage, m), Value("stash", stage, m))
-    if kind == "B":
-        return (Value("grad", stage, m), Value("wgrad", stage, m))
-    if kind == "I":
-        return (Value("grad", stage, m), Value("pending", stage, m))
-    return (Value("wgrad", stage, m),)
+_WRITES: dict[Kind, tuple[str, ...]] = {
+    "F": ("act", "stash"),
+    "B": ("grad", "wgrad"),
+    "I": ("grad", "pending"),
+    "W": ("wgrad",),
+    "E": ("embedded",),
+    "S": ("sums", "logits"),
+    "T": ("head_grad", "head_wgrad"),
+    "G": ("embedding_wgrad",),
+}
+
+
+def writes(task: Task) -> tuple[Value, ...]:
+    """The values that exist once `task` has run.
+
+    Unless the vocabulary is divided, the last stage's act is the loss, and stage 0's grad is dropped.
+    """
+    return tuple(Value(name, task.stage, task.microbatch) for name in _WRITES[task.kind])
 
 
 @dataclass(frozen=True)
@@ -92,6 +129,7 @@ class Schedule:
     ranks: tuple[tuple[Task, ...], ...]
     rank_of: tuple[int, ...]
     num_microbatches: int
+    divides_vocabulary: bool = False  # embedding and head lie on all ranks, a part on each
 
     @property
     def num_ranks(self) -> int:
@@ -100,6 +138,24 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         return len(self.rank_of)
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of the vocabulary, of which rank r has part r; 0 where it is not divided."""
+        return self.num_ranks if self.divides_vocabulary else 0
+
+    def places(self, kind: Kind) -> range:
+        """The stages, or for the kinds of the vocabulary the parts, that have tasks of a kind."""
+        return range(self.num_parts if kind in PART_KINDS else self.num_stages)
+
+    def rank_at(self, task: Task | Value) -> int:
+        """The rank of a task, or the one on which a value is written."""
+        is_of_part = task[1] in PART_KINDS or task[0] in PART_VALUES
+        return task.stage if is_of_part else self.rank_of[task.stage]
+
+    def reads(self, task: Task) -> tuple[Value, ...]:
+        """The values that must exist before `task` runs."""
+        return reads(task, self.num_stages, self.num_parts)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
@@ -110,6 +166,10 @@ class Schedule:
     def chunk_of(self) -> tuple[int, ...]:
         """For each stage, which of its rank's chunks it is."""
         return tuple(self.stages_of[rank].index(s) for s, rank in enumerate(self.rank_of))
+
+    def chunk_at(self, task: Task) -> int:
+        """Which of its rank's chunks the stage of a task is; 0 for those of parts of the vocabulary."""
+        return 0 if task.kind in PART_KINDS else self.chunk_of[task.stage]
 
     @property
     def num_chunks(self) -> int:

@@ -48,7 +48,7 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
     """Return the timeline whose makespan `free_running_s` is."""
     if capacity >= schedule.num_ranks:
         return simulate(schedule, costs)
-    costs.check(schedule.num_stages)
+    costs.check(schedule.num_stages, schedule.num_parts)
     ranks = _Ranks(schedule, costs)
     now = 0.0
     while True:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ppctl.schedule.activations import memory_steps, peak_activations, peak_bytes
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import KINDS, Kind, Schedule, Task, Value, reads, writes
+from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule, Task, Value, writes
 from ppctl.schedule.walk import timed_walk
 
 __all__ = ["Timeline", "duration_s", "peak_activations", "simulate"]
@@ -71,14 +71,14 @@ class Timeline:
 
         None for a task that starts at 0. The last of them to end, where the timeline was measured.
         """
-        rank_of = self.schedule.rank_of
+        rank_at = self.schedule.rank_at
         if self.start_s[task] == 0:
             return None
         before = self._before.get(task)
         ready_s = {} if before is None else {before: self.end_s[before]}
-        for value in reads(task, self.schedule.num_stages):
+        for value in self.schedule.reads(task):
             writer = self._writer(value)
-            hop_s = 0.0 if rank_of[writer.stage] == rank_of[task.stage] else self.costs.hop_s
+            hop_s = 0.0 if rank_at(value) == rank_at(task) else self.costs.hop_s
             ready_s.setdefault(writer, self.end_s[writer] + hop_s)
         found = max(ready_s, key=ready_s.__getitem__, default=None)
         assert self.is_uneven or (found and ready_s[found] == self.start_s[task]), f"{task} starts for no reason"
@@ -99,8 +99,8 @@ class Timeline:
         return {task: before for tasks in self.schedule.ranks for before, task in pairwise(tasks)}
 
     def _writer(self, value: Value) -> Task:
-        tasks = (Task(value.stage, kind, value.microbatch) for kind in KINDS)
-        return next(t for t in tasks if t in self.end_s and value in writes(t, self.schedule.num_stages))
+        tasks = (Task(value.stage, kind, value.microbatch) for kind in ALL_KINDS)
+        return next(t for t in tasks if t in self.end_s and value in writes(t))
 
 
 def duration_s(task: Task, costs: Costs, num_chunks: int) -> float:
@@ -118,7 +118,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     >>> simulate(one_f_one_b(8, 32), Costs()).makespan_s
     117.0
     """
-    costs.check(schedule.num_stages)
+    costs.check(schedule.num_stages, schedule.num_parts)
     num_chunks = schedule.num_chunks
     start_s: dict[Task, float] = {}
     end_s: dict[Task, float] = {}

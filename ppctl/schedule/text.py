@@ -7,18 +7,29 @@ from collections.abc import Sequence
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.grid import grid
-from ppctl.schedule.ir import Kind, Schedule, Task
+from ppctl.schedule.ir import PART_KINDS, Kind, Schedule, Task
 from ppctl.schedule.validate import validate
 
 __all__ = ["from_csv", "grid", "task_lists", "task_name", "task_names", "to_csv"]
 
-WORDS: dict[Kind, str] = {"F": "fwd", "B": "bwd", "I": "bwd_i", "W": "bwd_w"}
+WORDS: dict[Kind, str] = {
+    "F": "fwd",
+    "B": "bwd",
+    "I": "bwd_i",
+    "W": "bwd_w",
+    "E": "embed",
+    "S": "logits",
+    "T": "logits_bwd",
+    "G": "embed_bwd",
+}
 WIDTH = 120
 MOST_MISSING = 100_000  # pairs of a stage and a microbatch, among which `validate` looks for the first missing task
 
 
 def to_csv(ranks: Sequence[Sequence[Task]]) -> str:
     """One line a rank, cells such as 2F0 in program order: what PyTorch's pipelining reads as a compute-only schedule.
+
+    It has no E, S, T and G, the tasks of a divided vocabulary.
 
     >>> to_csv([[Task(0, "F", 0), Task(0, "B", 0)]])
     '0F0,0B0\\n'
@@ -49,7 +60,8 @@ def from_csv(text: str, name: str) -> Schedule:
     rank_of: dict[int, int] = {}
     for rank, program in enumerate(ranks):
         for task in program:
-            rank_of.setdefault(task.stage, rank)
+            if task.kind not in PART_KINDS:
+                rank_of.setdefault(task.stage, rank)
     if not rank_of:
         raise ScheduleError(f"{name}: the text has no tasks. Write one line a rank, cells such as 2F0.")
     unplaced = next((stage for stage in range(max(rank_of)) if stage not in rank_of), None)
@@ -63,7 +75,8 @@ def from_csv(text: str, name: str) -> Schedule:
             f"are 2*{num_microbatches}*{len(rank_of)} = {2 * num_pairs} tasks or more, but there are {num_tasks}."
         )
     placed = tuple(rank_of[stage] for stage in range(len(rank_of)))
-    return validate(Schedule(name, tuple(ranks), placed, num_microbatches))
+    has_parts = any(task.kind in PART_KINDS for tasks in ranks for task in tasks)
+    return validate(Schedule(name, tuple(ranks), placed, num_microbatches, has_parts))
 
 
 def task_name(task: Task) -> str:

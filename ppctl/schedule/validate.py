@@ -6,7 +6,7 @@ A schedule that passes `validate` cannot deadlock, computes every gradient once,
 from __future__ import annotations
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.ir import KINDS, Kind, Schedule, Task, Value, writes
+from ppctl.schedule.ir import ALL_KINDS, PART_KINDS, Kind, Schedule, Task, Value, writes
 from ppctl.schedule.walk import Rule, fault, walk
 
 __all__ = ["validate", "walk"]
@@ -28,16 +28,16 @@ def validate(schedule: Schedule) -> Schedule:
 
 def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
     """Which values are written, by their numbers. ScheduleError for a task in the wrong place or one too many."""
-    rank_of, num_stages, num_microbatches = schedule.rank_of, schedule.num_stages, schedule.num_microbatches
+    num_microbatches, places = schedule.num_microbatches, {kind: schedule.places(kind) for kind in ALL_KINDS}
     written = bytearray(rule.num_values)
     for rank, tasks in enumerate(schedule.ranks):
         for step, task in enumerate(tasks):
             stage, kind, m = task
-            if not (0 <= stage < num_stages and 0 <= m < num_microbatches and kind in KINDS):
-                what = f"{task} is outside stages 0..{num_stages - 1} x microbatches 0..{num_microbatches - 1}."
-                raise fault(schedule, rank, step, what)
-            if rank_of[stage] != rank:
-                what = f"{task} is on rank {rank}, but stage {stage} is on rank {rank_of[stage]}."
+            if not (kind in places and stage in places[kind] and 0 <= m < num_microbatches):
+                raise fault(schedule, rank, step, _outside(schedule, task))
+            if schedule.rank_at(task) != rank:
+                held = "part" if kind in PART_KINDS else "stage"
+                what = f"{task} is on rank {rank}, but {held} {stage} is on rank {schedule.rank_at(task)}."
                 raise fault(schedule, rank, step, what)
             for base in rule.writes[kind][stage]:
                 if written[base + m]:
@@ -46,13 +46,21 @@ def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
     return written
 
 
+def _outside(schedule: Schedule, task: Task) -> str:
+    """What is wrong with a task of no stage, part or microbatch."""
+    last = f"microbatches 0..{schedule.num_microbatches - 1}."
+    if task.kind in PART_KINDS:
+        return f"{task} is outside parts 0..{schedule.num_parts - 1} of the vocabulary x {last}"
+    return f"{task} is outside stages 0..{schedule.num_stages - 1} x {last}"
+
+
 def _written_twice(schedule: Schedule, rank: int, step: int) -> ScheduleError:
     """The error for a task that writes what another wrote before it in the order of ranks and steps."""
     task = schedule.ranks[rank][step]
     before = [*(t for tasks in schedule.ranks[:rank] for t in tasks), *schedule.ranks[rank][:step]]
-    for value in writes(task, schedule.num_stages):
+    for value in writes(task):
         for other in before:
-            if value in writes(other, schedule.num_stages):
+            if value in writes(other):
                 return fault(schedule, rank, step, f"{task} writes {value}, which {other} writes too.")
     raise AssertionError(f"{task} writes nothing twice")
 
@@ -68,3 +76,11 @@ def _check_complete(schedule: Schedule, rule: Rule, written: bytearray) -> None:
             name, kind = ("wgrad", backward) if written[act + m] else ("act", "F")
             what = f"the program ends without {Task(stage, kind, m)}, which writes {Value(name, stage, m)}."
             raise fault(schedule, rank, len(schedule.ranks[rank]), what)
+    for part in range(schedule.num_parts):
+        for kind in PART_KINDS:
+            task = Task(part, kind, 0)
+            for base, value in zip(rule.writes[kind][part], writes(task), strict=True):
+                missing = next((m for m in range(schedule.num_microbatches) if not written[base + m]), None)
+                if missing is not None:
+                    wanted = f"{task._replace(microbatch=missing)}, which writes {value._replace(microbatch=missing)}"
+                    raise fault(schedule, part, len(schedule.ranks[part]), f"the program ends without {wanted}.")

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.deadlock import order_that_blocks
 from ppctl.schedule.grid import grid
-from ppctl.schedule.ir import KINDS, Kind, Schedule, Task, Value, reads, writes
-
-NAMES = ("act", "stash", "grad", "pending", "wgrad")
+from ppctl.schedule.ir import ALL_KINDS, PART_VALUES, STAGE_VALUES, Kind, Schedule, Task, writes
 
 
 @dataclass(frozen=True)
 class Rule:
     """The dependency rule in integers: the number of value (name, stage, m) is its base plus m.
 
-    `reads[kind][stage]` are (base, does the value cross ranks), `writes[kind][stage]` are bases.
+    `reads[kind][stage]` are (base, does the value cross ranks), `writes[kind][stage]` are bases; of kinds of the
+    vocabulary by its part.
     """
 
     num_values: int
@@ -31,23 +31,24 @@ class Rule:
 
     @staticmethod
     def of(schedule: Schedule) -> Rule:
-        num_stages, num_microbatches, rank_of = schedule.num_stages, schedule.num_microbatches, schedule.rank_of
-        places = [(name, stage) for name in NAMES for stage in range(num_stages)]
-        base = {place: i * num_microbatches for i, place in enumerate(places)}
-
-        def number(value: Value) -> int:
-            return base[value.name, value.stage]
+        names = [*product(STAGE_VALUES, range(schedule.num_stages)), *product(PART_VALUES, range(schedule.num_parts))]
+        base = {place: i * schedule.num_microbatches for i, place in enumerate(names)}
 
         def read_by(task: Task) -> tuple[tuple[int, bool], ...]:
-            here = rank_of[task.stage]
-            return tuple((number(value), rank_of[value.stage] != here) for value in reads(task, num_stages))
+            here = schedule.rank_at(task)
+            return tuple((base[value[:2]], schedule.rank_at(value) != here) for value in schedule.reads(task))
 
-        stages = range(num_stages)
+        def written_by(task: Task) -> tuple[int, ...]:
+            return tuple(base[value[:2]] for value in writes(task))
+
+        tasks: dict[Kind, list[Task]] = {
+            kind: [Task(place, kind, 0) for place in schedule.places(kind)] for kind in ALL_KINDS
+        }
         return Rule(
-            len(places) * num_microbatches,
+            len(names) * schedule.num_microbatches,
             base,
-            {kind: [read_by(Task(s, kind, 0)) for s in stages] for kind in KINDS},
-            {kind: [tuple(map(number, writes(Task(s, kind, 0), num_stages))) for s in stages] for kind in KINDS},
+            {kind: list(map(read_by, of_kind)) for kind, of_kind in tasks.items()},
+            {kind: list(map(written_by, of_kind)) for kind, of_kind in tasks.items()},
         )
 
     def arrivals(self, hop_s: float) -> dict[Kind, list[tuple[tuple[int, float], ...]]]:
@@ -80,8 +81,8 @@ def timed_walk(
     arrivals = rule.arrivals(hop_s)
     # for each kind and stage: its reads and when they arrive after they were written, its writes, how long it takes
     plan = {
-        kind: [(arrivals[kind][s], rule.writes[kind][s], seconds(kind, s)) for s in range(schedule.num_stages)]
-        for kind in KINDS
+        kind: [(arrivals[kind][s], rule.writes[kind][s], seconds(kind, s)) for s in schedule.places(kind)]
+        for kind in ALL_KINDS
     }
     written_s: list[float | None] = [None] * rule.num_values
     waiting: dict[int, list[int]] = {}
@@ -121,7 +122,7 @@ def _check_done(schedule: Schedule, rule: Rule, at: list[int], written_s: list[f
     for rank, tasks in enumerate(schedule.ranks):
         if at[rank] < len(tasks):
             task = tasks[at[rank]]
-            needs = reads(task, schedule.num_stages)
+            needs = schedule.reads(task)
             missing = next(v for v in needs if written_s[rule.base[v.name, v.stage] + v.microbatch] is None)
             what = f"{task} waits for {missing}, which no rank can write any more. {order_that_blocks(schedule, at)}"
             raise fault(schedule, rank, at[rank], what.rstrip())

@@ -31,7 +31,7 @@ def some(family, capacity, *, hop_s=0.0, keeps_input=False, lockstep=True):
 def check_order(timeline):
     """Every rank runs one task at a time, in its order, after what it reads was written and has crossed."""
     schedule, num_stages = timeline.schedule, timeline.schedule.num_stages
-    written = {value: (at_s, t.stage) for t, at_s in timeline.end_s.items() for value in writes(t, num_stages)}
+    written = {value: (at_s, t.stage) for t, at_s in timeline.end_s.items() for value in writes(t)}
     assert set(timeline.start_s) == {task for tasks in schedule.ranks for task in tasks}
     for rank, tasks in enumerate(schedule.ranks):
         free_s = 0.0

@@ -29,7 +29,7 @@ def test_empty_cells_are_idle_steps():
         (
             "0F0,0B0\n1F0,1X0\n",
             "mine: line 2, column 2: cell '1X0' is not <stage><kind><microbatch> with kind one of F, B, I, W, "
-            "such as 2F0.",
+            "E, S, T, G, such as 2F0.",
         ),
         ("", "mine: the text has no tasks. Write one line a rank, cells such as 2F0."),
         ("0F0,0B0\n2F0,2B0\n", "mine: stage 2 has tasks, but no rank has one of stage 1."),
@@ -55,7 +55,7 @@ def test_empty_cells_are_idle_steps():
         (
             f"{'9' * 5000}F0\n",
             f"mine: line 1, column 1: cell '{'9' * 40}' is not <stage><kind><microbatch> with kind one of F, B, I, W, "
-            "such as 2F0.",
+            "E, S, T, G, such as 2F0.",
         ),
         (
             "0F0,0B0,0F999999999,0B999999999\n",

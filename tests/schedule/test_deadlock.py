@@ -16,7 +16,7 @@ from ppctl.schedule.validate import validate
 def ancestors(schedule):
     """By task, all that must run before it: a closure of reads and writes, found the slow way."""
     tasks = [task for program in schedule.ranks for task in program]
-    writer = {value: task for task in tasks for value in writes(task, schedule.num_stages)}
+    writer = {value: task for task in tasks for value in writes(task)}
     found = {task: {writer[value] for value in reads(task, schedule.num_stages)} for task in tasks}
     while True:
         wider = {task: before.union(*(found[each] for each in before)) for task, before in found.items()}

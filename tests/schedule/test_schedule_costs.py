@@ -130,7 +130,7 @@ def test_makespans_of_other_sizes_are_the_published_numbers(p, m, plain, interle
 def longest_path(schedule, costs):
     """End of every task: the longest path to it over program order and over values, by recursion."""
     num_stages = schedule.num_stages
-    writer = {v: task for program in schedule.ranks for task in program for v in writes(task, num_stages)}
+    writer = {v: task for program in schedule.ranks for task in program for v in writes(task)}
     before = {}
     for program in schedule.ranks:
         for previous, task in zip((None, *program), program, strict=False):

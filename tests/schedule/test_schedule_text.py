@@ -23,7 +23,7 @@ def test_a_cell_that_names_no_task_is_refused_with_the_grammar(cell):
     with pytest.raises(ScheduleError) as error:
         Task.parse(cell)
     assert str(error.value) == (
-        f"cell {cell!r} is not <stage><kind><microbatch> with kind one of F, B, I, W, such as 2F0."
+        f"cell {cell!r} is not <stage><kind><microbatch> with kind one of F, B, I, W, E, S, T, G, such as 2F0."
     )
 
 

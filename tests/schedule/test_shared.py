@@ -54,7 +54,7 @@ def stepped_s(schedule, costs, capacity, step_s):
             left[rank] -= step_s * min(1.0, capacity / len(working))
             if left[rank] <= 0:
                 task = schedule.ranks[rank][at[rank]]
-                written |= dict.fromkeys(writes(task, schedule.num_stages), now)
+                written |= dict.fromkeys(writes(task), now)
                 left[rank], at[rank] = None, at[rank] + 1
     return now
 

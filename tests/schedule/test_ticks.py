@@ -34,7 +34,7 @@ def check_cells(schedule, cells):
             assert cell.forward is None or cell.forward.kind == "F"
             assert cell.backward is None or cell.backward.kind == "B"
             for task in filter(None, cell):
-                written |= dict.fromkeys(writes(task, num_stages), (t, task.kind))
+                written |= dict.fromkeys(writes(task), (t, task.kind))
     for t, row in enumerate(cells):
         for task in (task for cell in row for task in cell if task is not None):
             for value in reads(task, num_stages):

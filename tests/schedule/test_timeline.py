@@ -112,13 +112,11 @@ def test_the_rule_in_integers_is_the_rule():
         for kind in KINDS:
             for m in range(5):
                 task = Task(stage, kind, m)
-                assert all(value.microbatch == m for value in (*reads(task, num_stages), *writes(task, num_stages)))
+                assert all(value.microbatch == m for value in (*reads(task, num_stages), *writes(task)))
                 assert [base for base, _ in rule.reads[kind][stage]] == [
                     rule.base[value.name, value.stage] for value in reads(task, num_stages)
                 ]
-                assert list(rule.writes[kind][stage]) == [
-                    rule.base[value.name, value.stage] for value in writes(task, num_stages)
-                ]
+                assert list(rule.writes[kind][stage]) == [rule.base[value.name, value.stage] for value in writes(task)]
 
 
 def test_costs_scale_every_time():

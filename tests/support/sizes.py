@@ -53,7 +53,7 @@ def random_program(seed, *, num_ranks, num_chunks, num_microbatches, split):
         task = rng.choice(ready)
         left.remove(task)
         ranks[rank_of[task.stage]].append(task)
-        written.update(writes(task, num_stages))
+        written.update(writes(task))
     return Schedule("random", tuple(map(tuple, ranks)), rank_of, num_microbatches)
 
 

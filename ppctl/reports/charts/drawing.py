@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
-from ppctl.schedule.ir import KINDS, Kind, Schedule
+from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule
 from ppctl.schedule.search.auto import Choice, FoundSchedule
 from ppctl.schedule.simulate import Timeline
 from ppctl.schedule.text import task_names
@@ -19,6 +19,10 @@ KIND_NAMES: dict[Kind, str] = {
     "B": "backward",
     "I": "input-gradient backward",
     "W": "weight-gradient backward",
+    "E": "embedding, a part",
+    "S": "logits and their sums, a part",
+    "T": "gradients of logits, a part",
+    "G": "gradient of the embedding, a part",
 }
 
 
@@ -40,9 +44,9 @@ class Drawing:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Return the kinds that occur, in the order of KINDS."""
+        """Return the kinds that occur, in the order of ALL_KINDS."""
         present = {task.kind for task in self.timeline.start_s}
-        return tuple(kind for kind in KINDS if kind in present)
+        return tuple(kind for kind in ALL_KINDS if kind in present)
 
     @cached_property
     def labelled_s(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from ppctl.errors import ConfigError
 from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, number_text
 from ppctl.reports.charts.palette import INK, PARTS, line_style, shade
-from ppctl.schedule.ir import KINDS, Kind
+from ppctl.schedule.ir import ALL_KINDS, Kind
 
 WIDTH_IN, ROW_IN, MARGIN_IN, DPI = 14.0, 0.32, 1.3, 150
 PANEL_IN = 5.0  # height of a panel of curves
@@ -158,7 +158,7 @@ def _gantt(drawings: Sequence[Drawing], dpi: int, num_columns: int = 1) -> Any:
             axes.set_axis_off()
         else:
             _ranks(axes, drawing, end_s, WIDTH_IN / num_columns)
-    kinds: list[Kind] = [kind for kind in KINDS if any(kind in drawing.kinds for drawing in drawings)]
+    kinds: list[Kind] = [kind for kind in ALL_KINDS if any(kind in drawing.kinds for drawing in drawings)]
     names = [f"{kind} {KIND_NAMES[kind]}" for kind in kinds]
     handles = [Patch(color=shade(kind, 0, 1)) for kind in kinds]
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
@@ -170,7 +170,7 @@ def _ranks(axes: Any, drawing: Drawing, end_s: float, width_in: float) -> None:
     timeline, schedule = drawing.timeline, drawing.schedule
     boxes: dict[tuple[Kind, int, int], list[tuple[float, float]]] = defaultdict(list)
     for task, start_s in timeline.start_s.items():
-        place = (task.kind, schedule.chunk_of[task.stage], schedule.rank_of[task.stage])
+        place = (task.kind, schedule.chunk_at(task), schedule.rank_at(task))
         boxes[place].append((start_s, timeline.end_s[task] - start_s))
     few = len(timeline.start_s) <= MAX_VECTORS
     for (kind, chunk, rank), spans in boxes.items():
@@ -204,6 +204,6 @@ def _letters(axes: Any, drawing: Drawing, points_per_s: float) -> None:
         room = int((end_s - start_s) * points_per_s / POINTS_PER_CHARACTER)
         text = f"{task.kind}{task.microbatch}" if drawing.longest_label <= of_all else task.kind
         if len(text) <= room:
-            rank = schedule.rank_of[task.stage]
+            rank = schedule.rank_at(task)
             letters = axes.text((start_s + end_s) / 2, rank, text, ha="center", va="center", fontsize=7, color=INK)
             letters.set_in_layout(False)

@@ -6,7 +6,17 @@ from ppctl.schedule.ir import Kind
 
 # Four hues that people with any kind of colour blindness tell apart: Okabe and Ito, Color Universal Design, 2008.
 # All of them carry dark letters, so that kinds differ by letter too.
-COLOURS: dict[Kind, str] = {"F": "#56b4e9", "B": "#e69f00", "I": "#22a884", "W": "#cc79a7"}
+# Tasks of the vocabulary have the other two light ones of the same source, and greys.
+COLOURS: dict[Kind, str] = {
+    "F": "#56b4e9",
+    "B": "#e69f00",
+    "I": "#22a884",
+    "W": "#cc79a7",
+    "S": "#f0e442",
+    "T": "#e07b39",
+    "E": "#d0d0d0",
+    "G": "#a8a8a8",
+}
 # Hues for parts of a whole that carry dark letters too: Tol, Colour Schemes (`light`), SRON/EPS/TN/09-002, 2021.
 PARTS = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#ee8866", "#eedd88", "#ffaabb", "#dddddd")
 # Hues for lines, which stand out from light and from dark paper alike: Okabe and Ito again.

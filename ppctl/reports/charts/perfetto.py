@@ -19,7 +19,7 @@ def trace(drawing: Drawing) -> dict[str, Any]:
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}})
         for task in tasks:
             start_s, waited = timeline.start_s[task], timeline.waits_for(task)
-            args = {"stage": task.stage, "microbatch": task.microbatch, "chunk": schedule.chunk_of[task.stage]}
+            args = {"stage": task.stage, "microbatch": task.microbatch, "chunk": schedule.chunk_at(task)}
             event = {"ph": "X", "pid": 0, "tid": rank, "name": str(task), "cat": KIND_NAMES[task.kind]}
             event |= {"ts": start_s * 1e6, "dur": (timeline.end_s[task] - start_s) * 1e6}
             events.append(event | {"args": args | ({"waits_for": str(waited)} if waited else {})})

@@ -113,7 +113,7 @@ def _row(
         text = f"{task.kind}{task.microbatch}"
         # judged by the time it takes, not by the columns it happens to get, so that equal tasks look alike
         fits = are_numbered and len(text) <= min(room, (timeline.end_s[task] - timeline.start_s[task]) * scale + 1e-9)
-        colour = shade(task.kind, schedule.chunk_of[task.stage], schedule.num_chunks)
+        colour = shade(task.kind, schedule.chunk_at(task), schedule.num_chunks)
         yield (text if fits else task.kind).ljust(room, pad), Style(color=INK, bgcolor=colour)
         column = end
     yield "." * (width - column), "dim"

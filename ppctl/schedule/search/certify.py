@@ -17,7 +17,7 @@ from ppctl.errors import ConfigError
 from ppctl.schedule.activations import peak_activations
 from ppctl.schedule.bounds import makespan_bound_s
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import Schedule, Task, reads, writes
+from ppctl.schedule.ir import Schedule, Task, writes
 from ppctl.schedule.simulate import duration_s, simulate
 from ppctl.schedule.validate import validate
 
@@ -76,10 +76,10 @@ def certify(schedule: Schedule, costs: Costs, cap: float | None = None, *, time_
         leave = [(starts[task] + lasts[task], -1) for task in program if task.kind in "BW"]
         times, changes = zip(*enter, *leave, strict=True)
         model.add_reservoir_constraint(times, changes, 0, int(cap * schedule.num_chunks + 1e-9))
-    writer = {value: task for task in tasks for value in writes(task, schedule.num_stages)}
+    writer = {value: task for task in tasks for value in writes(task)}
     for task in tasks:
         model.add(makespan >= starts[task] + lasts[task])
-        for value in reads(task, schedule.num_stages):
+        for value in schedule.reads(task):
             source = writer[value]
             crosses = schedule.rank_of[source.stage] != schedule.rank_of[task.stage]
             model.add(starts[task] >= starts[source] + lasts[source] + crosses * ticks(costs.hop_s))
