@@ -29,12 +29,14 @@ Tree = Any
 
 
 class Shard(NamedTuple):
-    """The dim of a parameter that tp divides; of layers, in one layer."""
+    """The dim of a parameter that tp divides; of layers, in one layer. The vocabulary lies over ranks too."""
 
     dim: int
     num_dims: int
     size: int  # in natural form
     padded: int
+    axes: tuple[str, ...] = ("tp",)
+    num_parts: int = 1
 
 
 def parameter_of(path: tuple) -> tuple[str, ...]:
@@ -44,18 +46,21 @@ def parameter_of(path: tuple) -> tuple[str, ...]:
     return tuple(map(str, names[start:]))
 
 
-def shards_of(params: Tree, sharding: Tree, tp: int) -> dict[tuple[str, ...], Shard]:
-    """Return the parameters that tp divides.
+def shards_of(params: Tree, sharding: Tree, tp: int, vocab_ranks: int = 1) -> dict[tuple[str, ...], Shard]:
+    """Return the parameters that tp divides; embedding and head, where they are divided over ranks, by both.
 
     params: shapes {"ends", "layers"}, natural; sharding: their PartitionSpecs, of one layer.
     """
     found = {}
     specs = jax.tree.leaves(sharding, is_leaf=lambda a: isinstance(a, P))
     for (path, leaf), spec in zip(jax.tree_util.tree_flatten_with_path(params)[0], specs, strict=True):
-        if "tp" in spec:
+        over_ranks = vocab_ranks > 1 and not is_layer(path)
+        num_parts = tp * vocab_ranks if over_ranks else tp
+        if "tp" in spec and num_parts > 1:
             dim, first = tuple(spec).index("tp"), int(is_layer(path))
             size = leaf.shape[first + dim]
-            found[parameter_of(path)] = Shard(dim, leaf.ndim - first, size, -(-size // tp) * tp)
+            padded, axes = -(-size // num_parts) * num_parts, ("pp", "tp") if over_ranks else ("tp",)
+            found[parameter_of(path)] = Shard(dim, leaf.ndim - first, size, padded, axes, num_parts)
     return found
 
 
@@ -223,13 +228,15 @@ class Layout:
         """Return axis names for each dim of `shape`: the first that divides takes `axes`, or the last one alone.
 
         The first: XLA copies an array into another order of dims to gather or scatter it along a later one.
-        shard: the dim that tp takes before. Where XLA divides it, no other axis does: shards of shards would have to be
-        put in another order when they are gathered.
+        shard: the dim that tp, or ranks, take before. Where XLA or ranks divide it, no other axis does: shards of
+        shards would have to be put in another order when they are gathered, and ranks never gather the vocabulary.
         """
-        of_tp = -1 if shard is None else shard.dim
-        left = [n // self.mesh.shape["tp"] if d == of_tp else n for d, n in enumerate(shape)]
-        is_free = [d != of_tp or not self.auto for d in range(len(shape))]
-        names: list[tuple[str, ...]] = [("tp",) if d == of_tp else () for d in range(len(shape))]
+        dim, parts = (-1, 1) if shard is None else (shard.dim, shard.num_parts)
+        over_ranks = shard is not None and "pp" in shard.axes
+        axes = tuple(axis for axis in axes if not over_ranks or axis != "pp")
+        left = [n // parts if d == dim else n for d, n in enumerate(shape)]
+        is_free = [d != dim or not (self.auto or over_ranks) for d in range(len(shape))]
+        names: list[tuple[str, ...]] = [shard.axes if shard and d == dim else () for d in range(len(shape))]
         for those in (axes, axes[-1:]):
             size = int(np.prod([self.mesh.shape[name] for name in those]))
             fits = [d for d, n in enumerate(left) if n % size == 0 and is_free[d]]
@@ -245,15 +252,15 @@ class Layout:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
 
 
-def shapes_on_device(params: Tree, shards: Mapping[tuple[str, ...], Shard], tp: int) -> Tree:
-    """Return the shapes of one device's shards over tp of natural parameters {"ends", "layers"}."""
+def shapes_on_device(params: Tree, shards: Mapping[tuple[str, ...], Shard]) -> Tree:
+    """Return the shapes of one device's shards of natural parameters {"ends", "layers"}."""
 
     def convert(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shard = shards.get(parameter_of(path))
         if shard is None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         shape = list(leaf.shape)
-        shape[is_layer(path) + shard.dim] = shard.padded // tp
+        shape[is_layer(path) + shard.dim] = shard.padded // shard.num_parts
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(convert, params)
@@ -262,7 +269,7 @@ def shapes_on_device(params: Tree, shards: Mapping[tuple[str, ...], Shard], tp: 
 def gather_shards(tree: Tree, specs: Tree) -> Tree:
     """Return, inside shard_map, every leaf whole along the dims that its spec shards over fsdp or (pp, fsdp).
 
-    Shards over tp stay.
+    Shards over tp stay, and those of a vocabulary over ranks.
     """
 
     def whole(leaf: jax.Array, spec: P) -> jax.Array:
@@ -281,12 +288,13 @@ def layer_specs(staged: Tree, *, are_stacked: bool = False) -> Tree:
 def scatter_sums(tree: Tree, specs: Tree, replicated: tuple[str, ...]) -> Tree:
     """Return, inside shard_map, the sum of every leaf over `replicated`, each device keeping its shard of the spec.
 
-    Shards over tp are sums of their own.
+    Shards over tp, and over the ranks that divide a vocabulary, are sums of their own.
     """
 
     def reduce(leaf: jax.Array, spec: P) -> jax.Array:
         dim, axes = _fsdp(spec)
-        names = tuple(name for name in replicated if name != "tp" or name not in sharded_over(spec))
+        own = set(sharded_over(spec)) & {"pp", "tp"} - set(axes)
+        names = tuple(name for name in replicated if name not in own)
         if dim is None:
             return jax.lax.psum(leaf, names)
         leaf = jax.lax.psum_scatter(leaf, axes, scatter_dimension=dim, tiled=True)

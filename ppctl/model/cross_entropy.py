@@ -8,7 +8,7 @@ chunks, C tokens of a chunk, D d_model, V vocabulary.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,14 @@ MOST_LOGITS = 2**27  # of a chunk: 512 MiB. Each chunk reads the whole matrix an
 LEAST_TOKENS = 1024  # of a chunk all the same
 NO_TOKEN = -1  # a target that is none
 NEVER = -1e30  # logit of an id that is padding
-Vocabulary = tuple[int, int]  # its ids, and over how many devices along tp it is divided
+
+
+class Vocabulary(NamedTuple):
+    """A vocabulary that is divided: its ids, into so many parts, over the devices along these axes."""
+
+    size: int
+    num_parts: int
+    axes: tuple[str, ...] = ("tp",)
 
 
 def cross_entropy(
@@ -36,8 +43,8 @@ def cross_entropy(
 
     w: the head's matrix [D, V], or the embedding's [V, D] where it is tied. logits are x @ w in at least float32,
     or cap*tanh(x @ w/cap). Targets may be NO_TOKEN, which adds nothing.
-    vocabulary: where devices along tp have parts of it, w is this device's, and the result its part of the sum, which
-    is the sum over devices. None: no device has but a part.
+    vocabulary: where devices have parts of it, w is this device's, and the result its part of the sum, which is the sum
+    over devices. None: no device has but a part.
     """
     num_tokens, vocab_size = x_MD.shape[0], w.shape[0 if is_tied else 1]
     if num_tokens * vocab_size <= FEW_LOGITS:
@@ -65,7 +72,7 @@ def _losses(
         picked_M = jnp.take_along_axis(logits_MV, targets_M[:, None], axis=-1)[:, 0]
         return jax.nn.logsumexp(logits_MV, axis=-1) - picked_M
     picked_M = jnp.where(_is_target(logits_MV, targets_M - first), logits_MV, 0).sum(-1)
-    return _log_sums(logits_MV, vocabulary) / vocabulary[1] - picked_M
+    return _log_sums(logits_MV, vocabulary) / vocabulary.num_parts - picked_M
 
 
 def _own_logits(
@@ -75,21 +82,20 @@ def _own_logits(
     logits_MV = logits(x_MD, w, is_tied=is_tied, cap=cap)
     if vocabulary is None:
         return logits_MV, 0
-    vocab_size, tp = vocabulary
     held = logits_MV.shape[1]
-    first = shard_of(held, "tp", tp)
-    if held * tp == vocab_size:
+    first = shard_of(held, vocabulary.axes, vocabulary.num_parts)
+    if held * vocabulary.num_parts == vocabulary.size:
         return logits_MV, first
-    is_padding_V = first + jnp.arange(held) >= vocab_size
+    is_padding_V = first + jnp.arange(held) >= vocabulary.size
     return jnp.where(is_padding_V, NEVER, logits_MV), first
 
 
 def _log_sums(logits_MV: jax.Array, vocabulary: Vocabulary | None) -> jax.Array:
     """Return logarithms of the sums of exponentials over the whole vocabulary."""
-    if vocabulary is None or vocabulary[1] == 1:
+    if vocabulary is None or vocabulary.num_parts == 1:
         return jax.nn.logsumexp(logits_MV, axis=-1)
-    largest_M = jax.lax.pmax(jax.lax.stop_gradient(logits_MV.max(-1)), "tp")
-    return jnp.log(jax.lax.psum(jnp.exp(logits_MV - largest_M[:, None]).sum(-1), "tp")) + largest_M
+    largest_M = jax.lax.pmax(jax.lax.stop_gradient(logits_MV.max(-1)), vocabulary.axes)
+    return jnp.log(jax.lax.psum(jnp.exp(logits_MV - largest_M[:, None]).sum(-1), vocabulary.axes)) + largest_M
 
 
 def _is_target(logits_MV: jax.Array, targets_M: jax.Array) -> jax.Array:
@@ -136,7 +142,7 @@ def _there(
     """
     x_KCD, w, targets_KC, has_grad = x.value, matrix.value, targets.value, matrix.perturbed
     dtype = jnp.promote_types(x_KCD.dtype, jnp.float32)
-    parts = 1 if vocabulary is None else vocabulary[1]
+    parts = 1 if vocabulary is None else vocabulary.num_parts
 
     def add(
         sums: tuple[jax.Array, jax.Array | None], chunk: tuple[jax.Array, jax.Array]

@@ -29,16 +29,29 @@ class StageAxes:
     """How a stage is divided: over so many devices along tp and cp.
 
     context: how attention gets the keys and values of other devices along cp: gather | ring.
+    vocab_ranks: over so many ranks of the pipeline embedding and head are divided by their vocabulary, beside tp. Each
+    computes its part for the output of the last stage, which all are given; the embedding is the sum over them.
     """
 
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = True
     context: str = "gather"
+    vocab_ranks: int = 1
 
     @property
     def num_devices(self) -> int:
         return self.tp * self.cp
+
+    @property
+    def vocabulary_axes(self) -> tuple[str, ...]:
+        """Return the axes over which embedding and head are divided by their vocabulary."""
+        return ("pp", "tp") if self.vocab_ranks > 1 else ("tp",)
+
+    @property
+    def vocabulary_parts(self) -> int:
+        """Return the number of parts of the vocabulary."""
+        return self.vocab_ranks * self.tp
 
     @property
     def divides_rows(self) -> bool:
@@ -53,7 +66,8 @@ class StageAxes:
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the axes, as traces need them."""
-        return ("tp", self.tp), ("cp", self.cp)
+        ranks = (("pp", self.vocab_ranks),) if self.vocab_ranks > 1 else ()
+        return *ranks, ("tp", self.tp), ("cp", self.cp)
 
     def padded(self, num_tokens: int) -> int:
         """Return the tokens of a sequence with padding, so that every device has as many.
@@ -111,8 +125,8 @@ def own_part(a: jax.Array, axes: StageAxes, dim: int = -1) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(a, shard_of(size, "tp", axes.tp), size, dim % a.ndim)
 
 
-def shard_of(size: int, name: str, divided_by: int) -> jax.Array:
-    """Return the first of this device's `size` entries of a dim divided over axis `name`; 0 where none divides."""
+def shard_of(size: int, name: str | tuple[str, ...], divided_by: int) -> jax.Array:
+    """Return the first of this device's `size` entries of a dim divided over axis `name` (or several), or 0."""
     return jax.lax.axis_index(name) * size if divided_by > 1 else jnp.int32(0)
 
 
@@ -132,5 +146,7 @@ def own_pieces(a: jax.Array, cp: int, dim: int) -> jax.Array:
 
 
 def on_first(value: jax.Array, axes: StageAxes) -> jax.Array:
-    """Return a value on the first device along tp and zero on the others: what all of them know counts once."""
-    return value if axes.tp == 1 else jnp.where(jax.lax.axis_index("tp") == 0, value, 0)
+    """Return a value on the first device that has a part of the vocabulary, zero on the others: it counts once."""
+    if axes.vocabulary_parts == 1:
+        return value
+    return jnp.where(jax.lax.axis_index(axes.vocabulary_axes) == 0, value, 0)

@@ -53,6 +53,8 @@ class Stack:
     sharding: the PartitionSpec over tp of each parameter (of one layer), like the parameters' tree; one, or None, may
     stand for all below it. Of what `divided` returns it says which shards the functions take; without `divided` XLA
     divides the functions over tp by it, which compute with whole arrays.
+    has_vocabulary: whether `divided` heeds `axes.vocab_ranks` (`StageAxes`); where its sharding of ends says tp, it so
+    means the ranks of the pipeline too.
     trainable: which parameters are trained: booleans like the parameters' tree (of one layer), of which one may stand
     for all below it; True: all. Those that are frozen get no gradients and no optimizer state, and W computes nothing
     for them.
@@ -75,6 +77,7 @@ class Stack:
     divided: Callable[[StageAxes], Stack] | None = None  # as one device computes it, where tp or cp divide stages
     sharding: Tree = field(default=None, compare=False)  # of parameters over tp
     contents: tuple[Contents, ...] = field(default=(), compare=False)  # of a network, which is cut into layers
+    has_vocabulary: bool = False  # embedding and head may be divided over the ranks of the pipeline
     trainable: Tree = field(default=True, compare=False)  # of parameters, which are trained
 
     def trains(self, part: str) -> Tree:

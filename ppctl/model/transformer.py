@@ -19,7 +19,7 @@ from ppctl.errors import ConfigError
 from ppctl.model.architecture import Architecture
 from ppctl.model.attention import Kernel, attention
 from ppctl.model.blocks import Block, BlockSettings, norm
-from ppctl.model.cross_entropy import NO_TOKEN, cross_entropy, logits
+from ppctl.model.cross_entropy import NO_TOKEN, Vocabulary, cross_entropy, logits
 from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.packing import documents_of, num_rows, split_starts, with_starts
 from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter, shard_of
@@ -98,7 +98,10 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, pack
         if not packed:
             return embed_ids(ends, own_tokens(inputs_BT, axes))
         ids_BT, is_first_BT = split_starts(inputs_BT)
-        return with_starts(embed_ids(ends, own_tokens(ids_BT, axes)), own_tokens(is_first_BT, axes))
+        marks_BT = own_tokens(is_first_BT, axes)
+        if axes.vocab_ranks > 1:  # what ranks return is added up, and these count once
+            marks_BT = marks_BT & (jax.lax.axis_index("pp") == 0)
+        return with_starts(embed_ids(ends, own_tokens(ids_BT, axes)), marks_BT)
 
     def embed_ids(ends: Tree, ids_BT: jax.Array) -> jax.Array:
         x_BTD = _looked_up(ends["embedding"], ids_BT, axes)
@@ -127,11 +130,11 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, pack
 
     def head(ends: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_MD, w = normed(ends, x_BTD)
-        if axes.num_devices == 1:
+        if axes.num_devices * axes.vocab_ranks == 1:
             loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), is_tied=tied, cap=cap)
             return loss, (targets_BT != NO_TOKEN).sum().astype(loss.dtype)
         targets_M = own_tokens(targets_BT, axes, fill=NO_TOKEN).reshape(-1)
-        vocabulary = sizes.vocab_size, axes.tp
+        vocabulary = Vocabulary(sizes.vocab_size, axes.vocabulary_parts, axes.vocabulary_axes)
         loss = cross_entropy(gather(x_MD, axes), w, targets_M, is_tied=tied, vocabulary=vocabulary, cap=cap)
         return loss, on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), axes)
 
@@ -147,21 +150,22 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, pack
         mixes_examples=False,
         outputs=outputs,
         divided=lambda axes: _stack(sizes, dtype, mix, rotate, packed, axes),
+        has_vocabulary=True,
     )
-    if axes.tp == 1 and lora is None:
+    if axes.vocabulary_parts == 1 and lora is None:
         return stack
     params = jax.eval_shape(lambda: init(stack, 0))
     if lora is not None:
         stack = replace(stack, trainable={"ends": False, "layers": are_adapters(params["layers"])})
-    return stack if axes.tp == 1 else replace(stack, sharding=_sharding(params, axes, sizes.kv_heads))
+    return stack if axes.vocabulary_parts == 1 else replace(stack, sharding=_sharding(params, axes, sizes.kv_heads))
 
 
 def _looked_up(table_VD: jax.Array, ids_BT: jax.Array, axes: StageAxes) -> jax.Array:
-    """Return the embeddings of tokens; over tp a device has part of the table."""
-    if axes.tp == 1:
+    """Return the embeddings of tokens; over tp and ranks a device has part of the table. Ranks return summands."""
+    if axes.vocabulary_parts == 1:
         return table_VD[ids_BT]
     num_ids, d_model = table_VD.shape
-    ids_BT = ids_BT - shard_of(num_ids, "tp", axes.tp)
+    ids_BT = ids_BT - shard_of(num_ids, axes.vocabulary_axes, axes.vocabulary_parts)
     is_here = (ids_BT >= 0) & (ids_BT < num_ids)
     x_BTD = jnp.where(is_here[..., None], table_VD[jnp.clip(ids_BT, 0, num_ids - 1)], 0)
     return scatter(x_BTD.reshape(-1, d_model), axes).reshape(ids_BT.shape[0], -1, d_model)

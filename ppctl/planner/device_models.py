@@ -57,7 +57,7 @@ def device_models(
                 raise
             continue
         shards, _ = shards_over_tp(stack, divided, axes)
-        held = shapes_on_device(params, shards, axes.tp)
+        held = shapes_on_device(params, shards)
         layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
         model = Model(divided, held["ends"], layer, example, 1, Remat.NONE, config.executor.unroll, dtype, axes)
         sizes = replace(param_bytes(state, dtype), layer=tree_bytes(layer), embed_head=tree_bytes(held["ends"]))

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import KINDS, Schedule, Task
+from ppctl.schedule.ir import KINDS, PART_KINDS, Schedule, Task
 from ppctl.schedule.walk import Rule, walk
 
 TickShape = Literal["op", "fb"]  # one task a tick | an F, then a backward
@@ -21,15 +21,75 @@ class TickCell(NamedTuple):
     backward: Task | None  # B, I or W
 
 
+class Passes(NamedTuple):
+    """The microbatches of whose vocabulary every rank computes its part in a tick: at most one of each.
+
+    Before the tick's tasks it is embedded, after the forwards come S and T, behind all the embedding's gradient.
+    """
+
+    embedded: int | None
+    head: int | None
+    embedding_grad: int | None
+
+
+class Divided(NamedTuple):
+    """How ticks have the parts of a vocabulary that is divided.
+
+    between: the head's come between the forwards and the backwards of a tick; otherwise behind all its tasks.
+    """
+
+    num_stages: int
+    between: bool
+    kinds: frozenset[str]  # that the schedule has: one of forwards alone has no gradients
+
+
 IDLE = TickCell(None, None)
 Part = tuple[int, str] | None  # (stage, kind) of a task
-Counted = tuple[tuple[tuple[tuple[Part, Part], ...], int], ...]  # a row of cells without their microbatches; how often
+Counted = tuple[tuple[tuple[tuple[Part, ...], ...], int], ...]  # a row of cells without their microbatches; how often
 Rows = list[tuple[list[float], int]]  # the seconds of each rank; how often
 
 
-def counted(cells: tuple[tuple[TickCell, ...], ...]) -> Counted:
-    """The rows of `cells` without their microbatches, each that differs with its number. Most ticks are alike."""
-    return tuple(Counter(tuple([(f and f[:2], b and b[:2]) for f, b in row]) for row in cells).items())
+def passes_of(row: tuple[TickCell, ...], num_stages: int) -> Passes:
+    """The passes of a tick, where the vocabulary is divided: those of the first and the last stage's tasks in it."""
+    of_task = {task[:2]: task.microbatch for cell in row for task in cell if task is not None}
+    last, first = num_stages - 1, of_task.get((0, "B"), of_task.get((0, "I")))
+    return Passes(of_task.get((0, "F")), of_task.get((last, "F")), first)
+
+
+def counted(cells: tuple[tuple[TickCell, ...], ...], divided: Divided | None = None) -> Counted:
+    """The rows of `cells` without their microbatches, each that differs with its number. Most ticks are alike.
+
+    divided: where the vocabulary is. Ranks meet before the parts of the last stage's head: such a tick is two rows.
+    """
+    if divided is None:
+        return tuple(Counter(tuple([(f and f[:2], b and b[:2]) for f, b in row]) for row in cells).items())
+    rows = Counter[tuple[tuple[Part, ...], ...]]()
+    for row in cells:
+        rows.update(tuple(tuple(task[:2] for task in tasks) for tasks in phase) for phase in phases(row, divided))
+    return tuple(rows.items())
+
+
+def phases(row: tuple[TickCell, ...], divided: Divided) -> list[list[list[Task]]]:
+    """The tasks of each rank between which ranks meet in a tick, parts of the vocabulary among them."""
+    passes = passes_of(row, divided.num_stages)
+
+    def parts(kinds: str, m: int | None, rank: int) -> list[Task]:
+        return [Task(rank, kind, m) for kind in PART_KINDS if kind in kinds and kind in divided.kinds and m is not None]
+
+    before, after = list[list[Task]](), list[list[Task]]()
+    for rank, (f, b) in enumerate(row):
+        forward, backward = [f] if f else [], [b] if b else []
+        first = parts("E", passes.embedded, rank) + forward
+        head, last = parts("ST", passes.head, rank), parts("G", passes.embedding_grad, rank)
+        if divided.between:
+            before.append(first)
+            after.append([*head, *backward, *last])
+        else:
+            before.append(first + backward)
+            after.append(head + last)
+    if passes.head is None:
+        return [[[*one, *other] for one, other in zip(before, after, strict=True)]]
+    return [before, after]
 
 
 def counted_s(rows: Counted, costs: Costs, num_chunks: int) -> float:

@@ -63,19 +63,22 @@ def assign_slots(
 ) -> tuple[Table, dict[str, int]]:
     """Return (table, number of slots of each kind: value, stash, pending).
 
-    Unless remat=full the output of the last stage's forward is the gradient of its activation.
+    Unless remat=full the output of the last stage's forward is the gradient of its activation, and always where the
+    vocabulary is divided.
     """
     num_ranks, num_stages, number = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
-    last = num_stages - 1
-    trains = any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
+    last, is_divided = num_stages - 1, schedule.divides_vocabulary
+    trains = any(task.kind in "BIW" for tasks in schedule.ranks for task in tasks)
     keep_input = trains and remat.keeps_input_only
-    keep_stash = head_in_forward = trains and not remat.keeps_input_only
+    keep_stash = trains and not remat.keeps_input_only
+    head_in_forward = keep_stash or (trains and is_divided)
     values, stashes, pendings = ([Slots() for _ in range(num_ranks)] for _ in range(3))
     # a value between stages by its number; a stash or pending gradient by (stage, microbatch)
     act = [stage * number for stage in range(num_stages)]
+    embedded = (2 * num_stages + 1) * number
     grad = [(num_stages + stage) * number for stage in range(num_stages + 1)]
     columns = {(stage, kind): _columns(schedule, stage, kind) for stage in range(num_stages) for kind in KINDS}
-    if keep_input:
+    if keep_input and not is_divided:
         columns[last, "F"] = NOTHING  # left to the backward, which recomputes it
 
     def use(rank: int, task: Task) -> list[int]:
@@ -90,9 +93,11 @@ def assign_slots(
             return line
         if keep_stash:
             line[STASH] = stashes[rank].put((stage, m)) if kind == "F" else stashes[rank].drop((stage, m))
-        if stage > 0 and (kind == "F" or not keep_stash):
+        if (stage > 0 or is_divided) and (kind == "F" or not keep_stash):
             stays = kind == "F" and keep_input
-            value = act[stage - 1] + m
+            value = (act[stage - 1] if stage > 0 else embedded) + m
+            if stage == 0 and kind == "F":  # it was embedded right before
+                values[rank].put(value)
             line[ACT] = values[rank].of[value] if stays else values[rank].drop(value)
         if kind != "F" and (stage < last or head_in_forward):
             line[GRAD] = values[rank].drop(grad[stage + 1] + m)

@@ -17,9 +17,21 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule import op_ticks
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Value
-from ppctl.schedule.lockstep import Counted, Slots, TickCell, TickShape, counted, counted_s, pack
+from ppctl.schedule.lockstep import (
+    Counted,
+    Divided,
+    Passes,
+    Slots,
+    TickCell,
+    TickShape,
+    counted,
+    counted_s,
+    pack,
+    passes_of,
+)
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import duration_s
+from ppctl.schedule.vocabulary import without_vocabulary
 
 FB_COLUMNS = (
     # forward: run?, chunk, microbatch, stage is the first / the last, slot read (act), slot written (stash or grad)
@@ -29,6 +41,8 @@ FB_COLUMNS = (
     # after the tick: does an activation / a gradient arrive, and in which slot
     *("act_arrives", "act_slot", "grad_arrives", "grad_slot"),
 )
+# where the vocabulary is divided: 1 + the microbatch of each of `Passes`, the same on all ranks; 0 for none
+PASS_COLUMNS = Passes._fields
 
 
 class TickPacking(NamedTuple):
@@ -56,7 +70,8 @@ class Ticks:
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the table's columns."""
-        return FB_COLUMNS if self.program == "fb" else op_ticks.COLUMNS
+        own = FB_COLUMNS if self.program == "fb" else op_ticks.COLUMNS
+        return own + PASS_COLUMNS if self.schedule.divides_vocabulary else own
 
     @property
     def has_backward(self) -> bool:
@@ -108,12 +123,12 @@ class Ticks:
 
 def has_backward(schedule: Schedule) -> bool:
     """Return whether any task is more than a forward."""
-    return any(task.kind != "F" for tasks in schedule.ranks for task in tasks)
+    return any(task.kind in "BIW" for tasks in schedule.ranks for task in tasks)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of `schedule` alone, in its order: the schedule of an evaluation."""
-    ranks = tuple(tuple(task for task in tasks if task.kind == "F") for tasks in schedule.ranks)
+    """The forwards of `schedule` alone, in its order: the schedule of an evaluation. With E and S of each part."""
+    ranks = tuple(tuple(task for task in tasks if task.kind in "FES") for tasks in schedule.ranks)
     return replace(schedule, name=f"{schedule.name} (forward only)", ranks=ranks)
 
 
@@ -126,7 +141,7 @@ def runs_in_fb_ticks(schedule: Schedule) -> bool:
     """Return whether placement is looped and every backward whole, so that a tick may run an F, then a B."""
     hops = zip(schedule.rank_of, schedule.rank_of[1:], strict=False)
     is_loop = all(there == (here + 1) % schedule.num_ranks for here, there in hops)
-    return is_loop and all(task.kind in "FB" for tasks in schedule.ranks for task in tasks)
+    return is_loop and not any(task.kind in "IW" for tasks in schedule.ranks for task in tasks)
 
 
 def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> Ticks:
@@ -135,6 +150,10 @@ def ticks(schedule: Schedule, costs: Costs, remat: Remat | str = Remat.FULL) -> 
     With remat=full the stash of a stage is its input, which stays in the slot where it arrived, and the last stage's
     forward is left to its backward, which recomputes it. Otherwise a forward writes a stash of its own, and the last
     stage's also the gradient of its output. A schedule of forwards alone keeps nothing.
+
+    Where the vocabulary is divided, every rank computes its part of the head right after the last stage's forward, in
+    the same tick, whatever the schedule's order of S and T: ranks in lockstep meet in every tick, and none waits. So
+    the last stage's forward is run in any case, and the gradient of its output has a slot, as the first one's input.
     ScheduleError for a schedule that a ring cannot carry, ConfigError for another remat than none, layer or full.
     """
     packed = packings(schedule)
@@ -148,8 +167,17 @@ def packings(schedule: Schedule) -> dict[TickShape, TickPacking]:
     if reason is not None:
         raise ScheduleError(reason)
     shapes: tuple[TickShape, ...] = ("fb", "op") if runs_in_fb_ticks(schedule) else ("op",)
-    cells = {shape: pack(schedule, shape) for shape in shapes}
-    return {shape: TickPacking(shape, cells[shape], counted(cells[shape])) for shape in shapes}
+    cells = {shape: pack(without_vocabulary(schedule), shape) for shape in shapes}
+    divided = how_divided(schedule)
+    return {shape: TickPacking(shape, cells[shape], counted(cells[shape], divided)) for shape in shapes}
+
+
+def how_divided(schedule: Schedule) -> Divided | None:
+    """Return how the ticks of a schedule have the parts of its vocabulary; None where it is whole."""
+    if not schedule.divides_vocabulary:
+        return None
+    kinds = frozenset(kind for rank in schedule.counts for kind, _, _ in rank)
+    return Divided(schedule.num_stages, runs_in_fb_ticks(schedule), kinds)
 
 
 def fastest(rows: Mapping[TickShape, Counted], costs: Costs, num_chunks: int) -> TickShape:
@@ -159,18 +187,30 @@ def fastest(rows: Mapping[TickShape, Counted], costs: Costs, num_chunks: int) ->
 
 def in_shape(schedule: Schedule, packing: TickPacking, remat: Remat) -> Ticks:
     """Return `schedule` as it was packed, with slots for every value."""
-    if runs_in_fb_ticks(schedule):
-        return Ticks(schedule, "fb", packing, *_assign_slots(schedule, packing.cells, remat), remat)
-    return Ticks(schedule, "op", packing, *op_ticks.assign_slots(schedule, packing.cells, remat), remat)
+    is_fb = runs_in_fb_ticks(schedule)
+    table, num_slots = (_assign_slots if is_fb else op_ticks.assign_slots)(schedule, packing.cells, remat)
+    if schedule.divides_vocabulary:
+        table = tuple(_with_passes(rows, cells, schedule) for rows, cells in zip(table, packing.cells, strict=True))
+    return Ticks(schedule, "fb" if is_fb else "op", packing, table, num_slots, remat)
+
+
+def _with_passes(
+    lines: tuple[tuple[int, ...], ...], row: tuple[TickCell, ...], schedule: Schedule
+) -> tuple[tuple[int, ...], ...]:
+    """Return a tick's lines with the columns of its passes."""
+    columns = tuple(0 if m is None else 1 + m for m in passes_of(row, schedule.num_stages))
+    return tuple(line + columns for line in lines)
 
 
 def _assign_slots(
     schedule: Schedule, cells: tuple[tuple[TickCell, ...], ...], remat: Remat
 ) -> tuple[op_ticks.Table, dict[str, int]]:
     """Return (table, number of slots of each kind: act, grad, stash) of forward-backward ticks."""
-    num_ranks, last = schedule.num_ranks, schedule.num_stages - 1
+    num_ranks, last, is_divided = schedule.num_ranks, schedule.num_stages - 1, schedule.divides_vocabulary
     keep_input = has_backward(schedule) and remat.keeps_input_only  # of forwards alone nothing is kept for later
-    keep_stash = head_in_forward = has_backward(schedule) and not remat.keeps_input_only
+    keep_stash = has_backward(schedule) and not remat.keeps_input_only
+    head_in_forward = keep_stash or (has_backward(schedule) and is_divided)
+    arrives = lambda stage: stage > 0 or is_divided  # noqa: E731
     acts, grads, stashes = ([Slots() for _ in range(num_ranks)] for _ in range(3))
     table: list[tuple[tuple[int, ...], ...]] = []
     for row in cells:
@@ -180,10 +220,16 @@ def _assign_slots(
             if task is None:
                 continue
             stage, _, m = task
-            line = {"f": int(not keep_input or stage < last), "f_chunk": schedule.chunk_of[stage], "f_microbatch": m}
+            line = {
+                "f": int(not keep_input or stage < last or is_divided),
+                "f_chunk": schedule.chunk_of[stage],
+                "f_microbatch": m,
+            }
             line |= {"f_first": int(stage == 0), "f_last": int(stage == last)}
-            if stage > 0:
+            if arrives(stage):
                 value = Value("act", stage - 1, m)
+                if stage == 0:  # it was embedded right before
+                    acts[rank].put(value)
                 line["f_act"] = acts[rank].of[value] if keep_input else acts[rank].drop(value)
             if keep_stash:
                 line["f_stash"] = stashes[rank].put(Value("stash", stage, m))
@@ -198,7 +244,7 @@ def _assign_slots(
             line |= {"b_first": int(stage == 0), "b_last": int(stage == last)}
             if keep_stash:
                 line["b_stash"] = stashes[rank].drop(Value("stash", stage, m))
-            elif stage > 0:
+            elif arrives(stage):
                 line["b_stash"] = acts[rank].drop(Value("act", stage - 1, m))
             if stage < last or head_in_forward:
                 line["b_grad"] = grads[rank].drop(Value("grad", stage + 1, m))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate, pairwise
 from math import inf
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.lockstep import Divided, TickCell, phases
 from ppctl.schedule.shared_cores import free_running, together_s
 from ppctl.schedule.simulate import Timeline, duration_s
-from ppctl.schedule.ticks import Ticks
+from ppctl.schedule.ticks import Ticks, how_divided
 
+Spent = tuple[Task | None, float, float]  # a task, its start and its end
 Spans = list[list[tuple[float, float]]]  # [tick][rank]: seconds of a forward, then of a backward
 
 
@@ -28,8 +32,14 @@ def lockstep(ticks: Ticks, costs: Costs, spans: Spans, capacity: float) -> Timel
     """
     start_s: dict[Task, float] = {}
     end_s: dict[Task, float] = {}
-    now, hop_s = 0.0, costs.hop_s
+    now, hop_s, divided = 0.0, costs.hop_s, how_divided(ticks.schedule)
     for row, of_rank in zip(ticks.cells, spans, strict=True):
+        if divided is not None:
+            for task, start, end in _meeting(_with_seconds(row, of_rank, divided, costs), hop_s, capacity):
+                if task is not None:
+                    start_s[task], end_s[task] = now + start, now + end
+            now += end
+            continue
         works_s = [f + b + hop_s for f, b in of_rank]
 
         @cache
@@ -44,6 +54,28 @@ def lockstep(ticks: Ticks, costs: Costs, spans: Spans, capacity: float) -> Timel
                 start_s[cell.backward], end_s[cell.backward] = now + after(f), now + after(f + b)
         now += after(max(works_s))
     return Timeline(ticks.schedule, costs, start_s, end_s, is_uneven=True)
+
+
+def _with_seconds(
+    row: tuple[TickCell, ...], of_rank: list[tuple[float, float]], divided: Divided, costs: Costs
+) -> list[list[list[tuple[Task, float]]]]:
+    """The phases of a tick, each task with its seconds."""
+    given = {task: s for cell, spans in zip(row, of_rank, strict=True) for task, s in zip(cell, spans, strict=True)}
+    seconds = lambda task: given[task] if task in given else costs.seconds(task.kind, task.stage, 1)  # noqa: E731
+    return [[[(task, seconds(task)) for task in tasks] for tasks in phase] for phase in phases(row, divided)]
+
+
+def _meeting(phases_s: list[list[list[tuple[Task, float]]]], hop_s: float, capacity: float) -> Iterator[Spent]:
+    """Yield (task, start, end) in a tick whose ranks meet after each phase, then the tick's own end with no task."""
+    now = 0.0
+    for phase in phases_s:
+        works_s = [sum(seconds for _, seconds in tasks) + hop_s for tasks in phase]
+        for tasks in phase:
+            done_s = [0.0, *accumulate(seconds for _, seconds in tasks)]
+            at_s = [now + together_s([min(work_s, done) for work_s in works_s], capacity) for done in done_s]
+            yield from ((task, *span) for (task, _), span in zip(tasks, pairwise(at_s), strict=True))
+        now += together_s(works_s, capacity)
+    yield None, 0.0, now
 
 
 def _cells(ticks: Ticks, costs: Costs) -> Spans:

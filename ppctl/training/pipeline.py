@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,12 +46,14 @@ from ppctl.training.request import (
     check_batch_size,
     check_split,
     divided_stack,
+    divided_vocabulary,
     in_arguments,
     partition_for,
     schedule_for,
     shapes_of,
     shards_over_tp,
     traced_stack,
+    with_vocabulary_of,
 )
 from ppctl.training.train_step import init_state
 
@@ -246,6 +248,7 @@ def pipeline(
     xla_flags: str | Sequence[str] = "auto",
     sequence_parallel: bool = True,
     context: str = "gather",
+    vocab: str = "whole",
     **knobs: float,
 ) -> Pipeline:
     """Return a model pipelined over a mesh.
@@ -268,6 +271,8 @@ def pipeline(
         gather: When layers are gathered over fsdp: once a step (default) | tick (of spmd) | layer: each before its use.
         post_validation: In mpmd a rank updates before the global norm is known, and again if that was wrong.
         sequence_parallel: Devices along tp divide the rows of activations between layers (default), or all hold all.
+        vocab: Embedding and head: whole (default), on the first and the last stage, or parallel: a part of each on
+            every rank, divided by the vocabulary. A `Schedule` or `Ticks` say it themselves.
         context: How attention gets keys and values of devices along cp: gather (default) | ring.
         xla_flags: Options of XLA's compiler: auto (those that suit the devices; the default) | none | texts NAME=VALUE.
         partition: uniform | balanced (by FLOPs) | the number of layers of each stage.
@@ -287,6 +292,10 @@ def pipeline(
     if lowered is not None:
         check_lowering(lowered, execution)
     plan = schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
+    if vocab != "whole":
+        plan = divided_vocabulary(plan, vocab, schedule, execution)
+    axes = with_vocabulary_of(plan, execution)
+    execution = replace(execution, axes=axes)
     check_batch_size(shapes, plan.num_microbatches, mesh)
     dtype = jnp.dtype(dtype)
     if isinstance(stack, Network):

@@ -27,6 +27,8 @@ from ppctl.schedule.partition.division import check_sequences
 from ppctl.schedule.partition.partition import Partition, explicit, uniform
 from ppctl.schedule.ticks import Ticks
 from ppctl.schedule.validate import validate
+from ppctl.schedule.vocabulary import with_vocabulary
+from ppctl.training.execution import Execution
 from ppctl.training.own_sharding import checked_specs
 
 Tree = Any
@@ -126,13 +128,46 @@ def traced_stack(
     return stack_of(traced)
 
 
+def divided_vocabulary(plan: Schedule, vocab: str, schedule: Any, execution: Execution) -> Schedule:
+    """Return a family's schedule with embedding and head on all ranks. ConfigError where it cannot be asked for."""
+    if vocab != "parallel":
+        raise ConfigError(f"vocab={vocab} is not one of whole, parallel.")
+    if not isinstance(schedule, str):
+        raise ConfigError(
+            f"vocab=parallel is of a schedule family, but the schedule is {type(schedule).__name__} of your own. Give "
+            "it with_vocabulary(schedule)."
+        )
+    return with_vocabulary(plan, 0 if execution.in_ticks else None)
+
+
+def with_vocabulary_of(plan: Schedule, execution: Execution) -> StageAxes:
+    """Return how stages are divided, with the ranks over which this schedule divides the vocabulary.
+
+    ConfigError for an executor that has embedding and head whole.
+    """
+    if not plan.divides_vocabulary or not execution.is_pipelined:
+        return execution.axes
+    if not execution.in_ticks:
+        raise ConfigError(
+            f"schedule.vocab=parallel: executor={execution.executor} has embedding and head whole on the ranks of the "
+            "first and the last stage. Use executor=spmd, or schedule.vocab=whole."
+        )
+    return replace(execution.axes, vocab_ranks=plan.num_ranks)
+
+
 def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Stack:
     """Return the model as one device computes it; whole, where XLA divides it by its `sharding`.
 
     ConfigError where its stages cannot be divided.
     """
-    if axes.num_devices == 1:
+    if axes.num_devices * axes.vocab_ranks == 1:
         return stack
+    if axes.vocab_ranks > 1 and not stack.has_vocabulary:
+        raise ConfigError(
+            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_ranks} ranks by their vocabulary, as "
+            "model=transformer has one; this model does not say that it has (Stack.has_vocabulary). Use "
+            "schedule.vocab=whole."
+        )
     if stack.divided is None and stack.sharding is None:
         raise ConfigError(
             f"mesh.tp={axes.tp} mesh.cp={axes.cp} divide the stages of models that say how (Stack.divided, or "
@@ -163,11 +198,11 @@ def shards_over_tp(
 
     divided: what `divided_stack` returns of the stack. ConfigError where the PartitionSpecs do not fit.
     """
-    if axes.tp == 1:
+    if axes.vocabulary_parts == 1:
         return {}, ()
     params, by_xla = jax.eval_shape(lambda: init(stack, 0)), divided_by_xla(stack, axes)
     specs = checked_specs(params, divided.sharding, axes.tp, is_padded=not by_xla)
-    return shards_of(params, specs, axes.tp), ("tp",) if by_xla else ()
+    return shards_of(params, specs, axes.tp, axes.vocab_ranks), ("tp",) if by_xla else ()
 
 
 @lru_cache(64)

@@ -26,6 +26,7 @@ MOST_PADDED = 4  # arrays; of more, XLA fuses concatenations as it does anything
 
 # names in the compiled program by which `profile` finds the operations of a tick's task
 SCOPES: dict[Kind, str] = {"F": "tick_forward", "B": "tick_backward", "I": "tick_input_grad", "W": "tick_weight_grad"}
+PART_SCOPES = {"E": "tick_embedding", "T": "tick_head", "G": "tick_embedding_grad"}  # "T": S and T
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Device:
         self.stack, self.ticks, self.options = stack, ticks, options
         self.params, self.specs, self.microbatches, self.layer_slots = params, specs, microbatches, layer_slots
         self.num_ranks, self.num_chunks = ticks.schedule.num_ranks, ticks.schedule.num_chunks
+        self.has_parts = ticks.schedule.divides_vocabulary  # `ends` are this rank's
         self.ends = in_manual(gather_shards, self._compute(params["ends"]), specs["ends"], auto)
         gathered = partial(self._gathered, params["layers"])
         self.whole = jax.eval_shape(gathered)  # shapes
@@ -216,7 +218,12 @@ class Device:
     # embedding and head
 
     def input(self, place: Place, slots: jax.Array, slot: jax.Array) -> jax.Array:
-        """Return the input of a stage: embedded tokens on the first, else the activation that arrived."""
+        """Return the input of a stage: embedded tokens on the first, else the activation that arrived.
+
+        Where the vocabulary is divided, what was embedded is in a slot, too.
+        """
+        if self.has_parts:
+            return read_slot(slots, slot)
         embed = lambda: self.stack.embed(self.ends, self.microbatch("inputs", place.microbatch))  # noqa: E731
         if slots.shape[0] == 0:
             return embed()
@@ -249,7 +256,12 @@ class Device:
         return jax.lax.cond(place.last, run, lambda sums: sums, sums)
 
     def embedded(self, place: Place, gx: jax.Array, sums: Tree) -> Tree:
-        """Return the sums with the embedding's gradient added if the stage is the first one."""
+        """Return the sums with the embedding's gradient added if the stage is the first one.
+
+        Where the vocabulary is divided, all ranks do that after the tick's tasks.
+        """
+        if self.has_parts:
+            return sums
 
         def run(total: Tree) -> tuple[None, Tree]:
             inputs = self.microbatch("inputs", place.microbatch)
@@ -257,6 +269,46 @@ class Device:
             return None, add_embedding_grad(self.stack.embed, self.ends, inputs, gx, total, of_ends)
 
         return (*sums[:2], self.run_if(place.first, run, lambda: None, sums[2])[1], sums[3])
+
+    # parts of a vocabulary that is divided over the ranks: all of them take the same branch
+
+    def embed_part(self, at: dict[str, jax.Array]) -> jax.Array:
+        """Return the embedding of the microbatch that a tick names, the sum of all ranks' parts; of none, zeros."""
+
+        def run() -> jax.Array:
+            return jax.lax.psum(self.stack.embed(self.ends, self.microbatch("inputs", at["embedded"] - 1)), "pp")
+
+        return jax.lax.cond(at["embedded"] > 0, run, lambda: zeros_like(self.x))
+
+    def head_part(self, at: dict[str, jax.Array], y: jax.Array, is_last: jax.Array, sums: Tree) -> tuple[Any, Tree]:
+        """Return (gradient of the last stage's output y, sums with this rank's part of the loss and of its gradients).
+
+        is_last: whether y is this rank's. Of a tick that names no microbatch the gradient is y. S and T in one: ranks
+        in lockstep would only wait longer. For forwards alone y, and the loss.
+        """
+
+        def run(sums: Tree) -> tuple[jax.Array, Tree]:
+            targets = self.microbatch("targets", at["head"] - 1)
+            whole = jax.lax.psum(jnp.where(is_last, y, 0), "pp")
+            if not self.ticks.has_backward:
+                loss, number = self.stack.head(self.ends, whole, targets)
+                return y, (sums[0] + loss, sums[1] + number, *sums[2:])
+            of_ends = self.stack.trains("ends")
+            gy, ends_grad, loss, number = head_grads(self.stack.head, self.ends, whole, targets, of_ends)
+            own = sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad)
+            return jax.lax.psum(gy, "pp"), (*own, *sums[3:])
+
+        return self.run_if(at["head"] > 0, run, lambda: y, sums)
+
+    def embedding_grad_part(self, at: dict[str, jax.Array], gx: jax.Array, is_first: jax.Array, sums: Tree) -> Tree:
+        """Return the sums with this rank's part of the embedding's gradient; is_first: whether gx is of stage 0."""
+
+        def run(total: Tree) -> tuple[None, Tree]:
+            inputs, of_ends = self.microbatch("inputs", at["embedding_grad"] - 1), self.stack.trains("ends")
+            whole = jax.lax.psum(jnp.where(is_first, gx, 0), "pp")
+            return None, add_embedding_grad(self.stack.embed, self.ends, inputs, whole, total, of_ends)
+
+        return (*sums[:2], self.run_if(at["embedding_grad"] > 0, run, lambda: None, sums[2])[1], sums[3])
 
     # tasks, whatever the ticks they run in
 
@@ -276,6 +328,8 @@ class Device:
         arrived = lambda: read_slot(grads, grad)  # noqa: E731
         if not self.stage.keeps_input:
             return read_slot(kept.stash, kept.stash_slot), lambda sums: lambda _: (arrived(), ())
+        if self.has_parts:
+            return read_slot(kept.acts, kept.act_slot), lambda sums: lambda _: (arrived(), ())
         otherwise = arrived if grads.shape[0] else None  # no gradient ever arrives at a single stage
         stash = self.input(place, kept.acts, kept.act_slot)
         return stash, lambda sums: lambda y: self.head(place, y, otherwise, sums[:3])

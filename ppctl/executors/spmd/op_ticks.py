@@ -14,8 +14,10 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ppctl.executors.spmd.body import (
+    PART_SCOPES,
     SCOPES,
     Device,
     Kept,
@@ -48,15 +50,34 @@ def run_op_ticks(device: Device, table: jax.Array) -> Tree:
     def tick(carry: Tree, columns: jax.Array) -> tuple[Tree, None]:
         at = {name: columns[column] for name, column in names.items()}
         out = zeros_like(device.x)
+        if device.has_parts:
+            with jax.named_scope(PART_SCOPES["E"]):
+                is_first = (at["kind"] == kinds["F"]) & (at["first"] > 0)
+                carry = carry | {"values": write_arrival(carry["values"], at["act"], device.embed_part(at), is_first)}
         for kind, number in kinds.items():
             with jax.named_scope(SCOPES[kind]):
                 run = partial(tasks[kind], at, out)
                 out, carry = device.run_if(at["kind"] == number, run, lambda out=out: out, carry)
+        if device.has_parts:
+            out, carry = parts_behind(at, out, carry)
         # transfers last: a value may arrive in a slot that this tick's task has just freed
         for hop, step in hops.items():
             value = device.hop(out, step) if step else out
             carry["values"] = write_arrival(carry["values"], at[f"{hop}_slot"], value, at[f"{hop}_arrives"])
         return carry, None
+
+    def parts_behind(at: dict[str, jax.Array], out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
+        """Return (output, carry) after the ranks' parts of the head and of the embedding's gradient."""
+        is_forward = at["kind"] == kinds["F"]
+        with jax.named_scope(PART_SCOPES["T"]):
+            is_last = is_forward & (at["last"] > 0)
+            gy, sums = device.head_part(at, out, is_last, carry["sums"])
+            out = jnp.where(is_last, gy, out)  # which the last stage's rank sends to itself
+        if device.ticks.has_backward:
+            with jax.named_scope(PART_SCOPES["G"]):
+                is_first = (at["kind"] > 0) & ~is_forward & (at["kind"] != kinds.get("W", -1)) & (at["first"] > 0)
+                sums = device.embedding_grad_part(at, out, is_first, sums)
+        return out, carry | {"sums": sums}
 
     carry = {
         "values": device.slots_of_x("value"),
@@ -83,10 +104,13 @@ class _SingleOpTicks:
     def forward(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         y, stash = device.forward(place, carry["values"], at["act"])
+        if device.ticks.has_backward and not self.stage.keeps_input:
+            carry["stash"] = write_slot(carry["stash"], at["stash"], stash)
+        if device.has_parts:
+            return y, carry
         if not device.ticks.has_backward:
             carry["sums"] = device.loss(place, y, carry["sums"])
         elif not self.stage.keeps_input:
-            carry["stash"] = write_slot(carry["stash"], at["stash"], stash)
             y, carry["sums"] = device.head(place, y, lambda: y, carry["sums"])  # the last stage sends its gradient
         return y, carry
 

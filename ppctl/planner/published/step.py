@@ -84,7 +84,7 @@ def device_work(model: Model, seq: int, tp: int, cp: int, rows: bool, flash: boo
     batch = {name: jax.ShapeDtypeStruct((1, seq), jnp.int32) for name in ("inputs", "targets")}
     axes = StageAxes(tp, cp, rows)
     divided = divided_stack(stack, axes, batch)
-    held = shapes_on_device(params, shards_over_tp(stack, divided, axes)[0], tp)
+    held = shapes_on_device(params, shards_over_tp(stack, divided, axes)[0])
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
     counted = CountedModel(divided, held["ends"], layer, batch, 1, Remat.NONE, 0, dtype, axes)
     return DeviceWork(work_of(counted), tree_bytes(layer), tree_bytes(held["ends"]))

@@ -80,7 +80,7 @@ def model_of(
 ) -> Model:
     """Return the model as the tasks of one device see it; stack: divided over `axes`."""
     mesh, layout = states.layout.mesh, states.layout
-    params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards, mesh.shape["tp"])
+    params = shapes_on_device(states.natural["params"], {} if layout.auto else layout.shards)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
     size = shapes["inputs"].shape[0] // (mesh.shape["dp"] * mesh.shape["fsdp"] * num_microbatches)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), shapes)
