@@ -258,7 +258,7 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     model, mesh = config.model, config.mesh
     kernels: tuple[str, ...] = ("xla",)
     if isinstance(model, Transformer):
-        kernels = attention_kernels(config, pipe.dtype, device, packed=job.data.is_packed)
+        kernels = attention_kernels(config, pipe.dtype, device, job.data)
     attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
     trained = "" if pipe.num_trained == pipe.num_parameters else f" ({pipe.num_trained:,} trained)"
     yield (
