@@ -101,7 +101,12 @@ class Pipeline:
     @cached_property
     def task_costs(self) -> Costs:
         """Relative costs of a stage's tasks: F = I = W = 1, what remat recomputes, and W of what is trained."""
-        return _task_costs(self.stack, self.states.natural["params"], self.execution)
+        return task_costs(self.execution.remat, self.trained_share)
+
+    @cached_property
+    def trained_share(self) -> float:
+        """The share of the layers' weights that is trained, 0..1."""
+        return trained_share(self.states.natural["params"]["layers"], self.stack.trains("layers"))
 
     @cached_property
     def num_parameters(self) -> int:
@@ -300,7 +305,7 @@ def pipeline(
         raise ConfigError(f"num_layers={num_layers}, but the stack has {stack.num_layers} layers. Leave it out.")
     initial = jax.eval_shape(lambda: init(stack, 0))
     checked_flags(initial, stack.trainable)
-    of_tasks = _task_costs(stack, initial, execution)
+    of_tasks = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
     if execution.in_ticks and lowered is None:
         lowered = ticks(plan, of_tasks, execution.remat)
     costs = lambda: relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)  # noqa: E731
@@ -327,7 +332,3 @@ def pipeline(
     return Pipeline(
         stack, plan, lowered, states, optimizer, dtype, shapes, execution, engine, model, lr_schedule, examples
     )
-
-
-def _task_costs(stack: Stack, params: Tree, execution: Execution) -> Costs:
-    return task_costs(execution.remat, trained_share(params["layers"], stack.trains("layers")))
