@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,23 +54,32 @@ def configured_ends(run_dir: Path) -> tuple[int, ...]:
 def keep_tokenizer(config: Config) -> None:
     """Write the files of data.tokenizer into the run directory, if it has any.
 
-    Data that names no tokenizer has that of run.start_from; the generation config comes from there where the tokenizer
-    does, or is the same.
+    Data that names no tokenizer has that of run.start_from; what ends texts comes from there where the tokenizer does,
+    or is the same.
     """
     folder = Path(config.run.dir) / SOURCE
-    files = {**_files(config)}
-    of_start = None if config.run.start_from is None else kept_tokenizer(Path(config.run.start_from))
-    if of_start is not None:
+    files = {name: file.read_bytes() for name, file in _files(config).items()}
+    start = None if config.run.start_from is None else Path(config.run.start_from)
+    of_start = None if start is None else kept_tokenizer(start)
+    if start is not None and of_start is not None:
         if not hasattr(config.data, "tokenizer"):
-            files = {each: of_start / each for each in KEPT if each not in NOT_OF_TOKENIZERS}
-        if FILE in files and files[FILE].read_bytes() == (of_start / FILE).read_bytes():
-            files[GENERATION] = of_start / GENERATION
-    for name, file in files.items():
-        if not file.is_file():
-            continue
-        if _content(folder / name) != file.read_bytes():
+            kept = {name: of_start / name for name in KEPT if name not in NOT_OF_TOKENIZERS}
+            files = {name: file.read_bytes() for name, file in kept.items() if file.is_file()}
+        if files.get(FILE) == (of_start / FILE).read_bytes():
+            files |= _generation_config(start)
+    for name, content in files.items():
+        if _content(folder / name) != content:
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, folder / name)
+            (folder / name).write_bytes(content)
+
+
+def _generation_config(run_dir: Path) -> dict[str, bytes]:
+    """Return the generation config of a run's model by its name, made of config.json where it has none."""
+    own = _content(run_dir / SOURCE / GENERATION)
+    ends = configured_ends(run_dir)
+    if own is not None:
+        return {GENERATION: own}
+    return {GENERATION: json.dumps({"eos_token_id": [*ends]}).encode()} if ends else {}
 
 
 def _name(config: Config) -> str:

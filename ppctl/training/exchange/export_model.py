@@ -103,7 +103,7 @@ def _kept_files(source: Path | None, own: Path) -> dict[str, Path]:
     if own == source or not (own / "tokenizer.json").is_file():
         return found
     kept = {name: file for name, file in found.items() if name == GENERATION}
-    return kept | {name: own / name for name in KEPT[2:] if (own / name).is_file()}
+    return kept | {name: own / name for name in KEPT[1:] if (own / name).is_file()}
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:
