@@ -93,7 +93,7 @@ def test_the_calls_are_those_of_jax(monkeypatch):
     monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
     monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda _: False)
 
-    def theirs(q, k, v, lengths, starts):
+    def theirs(q, k, v, lengths=None, starts=None):
         how = {"scale": H**-0.5, "mask_type": fused.MaskType.CAUSAL}
         return fused.dot_product_attention(q, k, v, None, None, lengths, lengths, starts, starts, **how)
 
@@ -101,6 +101,8 @@ def test_the_calls_are_those_of_jax(monkeypatch):
     whole, lengths, starts = (jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (T, MOST, MOST + 1))
     ours = there_and_back(kernel_named("cudnn", PLAIN, MOST))
     assert calls_of(ours, q, q, q, q, whole) == calls_of(there_and_back(theirs), q, q, q, q, lengths, starts)
+    alone = calls_of(there_and_back(kernel_named("cudnn")), q, q, q, q)
+    assert alone == calls_of(there_and_back(theirs), q, q, q, q)  # of one document
     for documents in map(drawn, range(3)):
         number = documents.max(1)
         first = [np.flatnonzero(np.diff(row, prepend=0)) for row in documents]
