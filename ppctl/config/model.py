@@ -75,6 +75,19 @@ class Transformer:
         return round(self.mlp_ratio * self.d_model) if self.mlp_width is None else self.mlp_width
 
     @property
+    def linear_maps(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the linear maps of a layer, by the names of optim.lora_targets.
+
+        >>> Transformer(d_model=8, num_heads=2, num_kv_heads=1, mlp_ratio=2.0).linear_maps
+        {'q': (8, 8), 'k': (8, 4), 'v': (8, 4), 'o': (8, 8), 'up': (8, 16), 'down': (16, 8)}
+        """
+        d, hidden = self.d_model, self.hidden_width
+        queries, keys = self.num_heads * self.head_width, self.kv_heads * self.head_width
+        maps = {"q": (d, queries), "k": (d, keys), "v": (d, keys), "o": (queries, d)}
+        gate = {"gate": (d, hidden)} if self.activation in self.GATED else {}
+        return maps | gate | {"up": (d, hidden), "down": (hidden, d)}
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer.
 

@@ -98,9 +98,18 @@ def _with_whole_vocabulary(
     return Requested(schedule, label(request))
 
 
-def pipeline_of(schedule: settings.Schedule, executor: settings.Reference, num_ranks: int, num_layers: int) -> Pipeline:
-    """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError where it is impossible."""
-    costs, in_ticks = task_costs(executor.remat), executor.IN_TICKS
+def pipeline_of(
+    schedule: settings.Schedule,
+    executor: settings.Reference,
+    num_ranks: int,
+    num_layers: int,
+    trained: float = 1.0,
+) -> Pipeline:
+    """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError where it is impossible.
+
+    trained: the share of the layers' weights that are trained.
+    """
+    costs, in_ticks = task_costs(executor.remat, trained), executor.IN_TICKS
     lower = partial(ticks, costs=costs, remat=Remat.of(executor.remat))
 
     def in_lockstep_s(found: Schedule) -> float:
@@ -109,6 +118,22 @@ def pipeline_of(schedule: settings.Schedule, executor: settings.Reference, num_r
     makespan_s = in_lockstep_s if in_ticks else None
     found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), makespan_s, in_lockstep=in_ticks)
     return Pipeline(found.schedule, found.label, lower(found.schedule) if in_ticks else None, costs)
+
+
+def trained_share(model: settings.Transformer | settings.MLP | settings.CustomModel, optim: settings.Optim) -> float:
+    """Return the share of the layers' weights that are trained, as `ppctl.model.trainable` counts it of parameters.
+
+    1 for a model of the user's own, whose parameters are not known here.
+
+    >>> trained_share(settings.Transformer(d_model=64), settings.AdamW(train="lora", lora_rank=4, lora_targets=["q"]))
+    0.0103092783505154...
+    """
+    if optim.train != "lora" or not isinstance(model, settings.Transformer):
+        return 1.0
+    maps, rank = model.linear_maps, optim.lora_rank
+    targets = maps if optim.lora_targets is None else optim.lora_targets
+    adapters = sum(rank * sum(maps[name]) for name in targets)
+    return adapters / (adapters + sum(a * b for a, b in maps.values()))
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:

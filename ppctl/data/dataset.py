@@ -45,6 +45,7 @@ class DataSet:
     target_dim: int | None = None
     is_shuffled: bool = True  # False: every epoch meets its examples in the order of their numbers
     is_packed: bool = False  # inputs say where documents start, see `ppctl.data.packing`
+    most_documents: int | None = None  # of a packed sequence, padding counted as one; None: not known
     mixture: Sequence[Part] = ()  # consecutive parts that are met by their weights, each in an order of its own
 
     def batches(self, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:

@@ -92,5 +92,6 @@ def _mixed(
         read=read,
         vocab_size=sets[0].vocab_size,
         is_packed=sets[0].is_packed,
+        most_documents=max((each.most_documents for each in sets if each.most_documents is not None), default=None),
         mixture=mixture,
     )

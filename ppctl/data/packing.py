@@ -93,7 +93,19 @@ def packed(
         read=read,
         vocab_size=vocab_size,
         is_packed=True,
+        most_documents=most_documents(packing, seq_len),
     )
+
+
+def most_documents(packing: Packing, seq_len: int) -> int:
+    """Return how many documents a sequence has at most; padding is one.
+
+    >>> most_documents(pack(np.array([4, 6, 11]), 5), 5), most_documents(pack(np.array([4, 6, 11]), 4), 4)
+    (3, 2)
+    """
+    ends = np.concatenate([[0], np.cumsum(packing.lengths)])[packing.bounds]
+    is_padded = np.diff(ends) < seq_len
+    return int((np.diff(packing.bounds) + is_padded).max(initial=1))
 
 
 def pack(ends: np.ndarray, seq_len: int) -> Packing:

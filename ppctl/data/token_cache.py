@@ -2,8 +2,8 @@
 
 A file holds the ids of all documents one behind the other, each with the tokenizer's end behind it; where the documents
 end; which tokens are learned, where not all are; and a record of these, as JSON. It is written beside and renamed, so
-that a reader meets a whole one or none, whenever a writer is killed. Of several processes that want the same one, the
-first writes and the others wait for it.
+that a reader meets a whole one or none, whenever a writer is killed; the next one goes on where it ended. Of several
+processes that want the same one, the first writes and the others wait for it.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from ppctl.data.chat import check_messages, render
-from ppctl.data.documents import Broken, Document, Source, check_skipped, documents_of, unreadable
-from ppctl.data.tokenizer import BYTES, Tokenizer
+from ppctl.data.documents import Broken, Source, unreadable
+from ppctl.data.encoding import Block, blocks_of, encoded
+from ppctl.data.tokenizer import Tokenizer
 from ppctl.data.windows import digest
 from ppctl.errors import DataError
 
 VERSION = 1  # of the file; part of its name
 MARK = b"ppctl ids"  # ends a file
 ALIGNMENT = 8
-CHARS_AT_ONCE = 1 << 22  # encoded together, on all cores
 
 
 class Tokens(NamedTuple):
@@ -133,8 +131,9 @@ def _unusable(path: Path, done: str, error: OSError) -> DataError:
 def _writing(path: Path) -> Iterator[IO[bytes] | None]:
     """Yield a file to write, which is `path` when the body is done; None where another process has just written it.
 
-    The file beside it is locked while it is written: who finds it unlocked finds what a killed writer left, and writes
-    over it. Not by tempfile, whose files only their owner may read: a cache directory may be shared.
+    The file beside it is locked while it is written: who finds it unlocked finds what a killed writer left. It stays
+    where the body is interrupted, and is removed where it fails. Not by tempfile, whose files only their owner may
+    read: a cache directory may be shared.
     """
     beside = path.with_suffix(".tmp")
     try:
@@ -152,17 +151,23 @@ def _writing(path: Path) -> Iterator[IO[bytes] | None]:
             if _open(path) is not None:  # written between a look at it and the lock
                 yield None
                 return
-            out.truncate(0)
             yield out
             out.flush()
             os.fsync(out.fileno())
+            _remove(_parts(path))
             beside.replace(path)
-        except OSError as error:
-            raise _unusable(path, "written", error) from error
-        finally:
+        except Exception as error:
             if _is_still(out, beside):
-                with suppress(OSError):
-                    beside.unlink()
+                _remove((beside, *_parts(path)))
+            if isinstance(error, OSError):
+                raise _unusable(path, "written", error) from error
+            raise
+
+
+def _remove(files: Sequence[Path]) -> None:
+    for file in files:
+        with suppress(OSError):
+            file.unlink()
 
 
 def _is_still(out: IO[bytes], path: Path) -> bool:
@@ -173,40 +178,116 @@ def _is_still(out: IO[bytes], path: Path) -> bool:
         return False
 
 
+class Progress(NamedTuple):
+    """How much of the files is written: whole blocks, behind which a writer goes on after one that was killed."""
+
+    num_documents: int = 0  # read, broken ones too
+    is_new: bool = True  # whether what comes behind begins a document
+    num_ids: int = 0
+    num_ends: int = 0
+    has_prompts: bool = False
+    skipped: int = 0
+    first: str = ""
+    digests: tuple[str, ...] = ()  # sha256 of the ids, of where documents end, and of what is learned
+
+
 def _write(out: IO[bytes], path: Path, source: Source, tokenizer: Tokenizer) -> None:
-    """Write the documents of files. Their ids go out as they come; the rest is held, or put aside, until the end."""
-    ends, skipped, first, has_prompts = array.array("q"), 0, "", False
-    of_ids, of_learned = hashlib.sha256(), hashlib.sha256()
-    with tempfile.TemporaryFile(dir=path.parent) as aside:
-        num_ids = 0
-        for piece in _encoded(source, tokenizer):
-            if isinstance(piece, Broken):
-                skipped, first = skipped + 1, first or f"{piece.place} {piece.reason}"
-                continue
-            ids = piece.ids.astype(tokenizer.dtype)
-            out.write(ids.data)
-            of_ids.update(ids.data)
-            learned = np.ones(len(ids), bool) if piece.is_learned is None else piece.is_learned
-            has_prompts = has_prompts or piece.is_learned is not None
-            aside.write(learned.data)
-            of_learned.update(learned.data)
-            num_ids += len(ids)
-            if piece.is_end:
-                ends.append(num_ids)
-        arrays = [("ids", tokenizer.dtype.name, num_ids), ("ends", "int64", len(ends))]
-        _pad(out)
-        out.write(memoryview(ends).cast("B") if ends else b"")
-        if has_prompts:
-            arrays.append(("is_learned", "bool", num_ids))
-            aside.seek(0)
-            while chunk := aside.read(1 << 20):
-                out.write(chunk)
-            _pad(out)
+    """Write the documents of files, going on where a writer that was killed has ended.
+
+    Ids go out as they come. Where documents end, and what is learned, waits in files beside; a line of a third one
+    says after each block how much of all is whole.
+    """
+    with ExitStack() as stack:
+        ends, learned, lines = (stack.enter_context(part.open("a+b")) for part in _parts(path))
+        done = _resumed(out, ends, learned, lines, tokenizer)
+        hashes = [_hashed(file) for file in (out, ends, learned)]
+        for block in blocks_of(source, done.num_documents, is_new=done.is_new):
+            done = _write_block(block, done, hashes, (out, ends, learned), source, tokenizer)
+            lines.write(json.dumps(done).encode() + b"\n")
+            lines.flush()
+        arrays = [("ids", tokenizer.dtype.name, done.num_ids), ("ends", "int64", done.num_ends)]
+        _copy(ends, out)
+        if done.has_prompts:
+            arrays.append(("is_learned", "bool", done.num_ids))
+            _copy(learned, out)
+    _pad(out)
     out.flush()
-    content = of_ids.hexdigest() + (f" {of_learned.hexdigest()}" if has_prompts else "")
-    record = {"arrays": arrays, "content": content, "skipped": skipped, "first": first}
+    content = hashes[0].hexdigest() + (f" {hashes[2].hexdigest()}" if done.has_prompts else "")
+    record = {"arrays": arrays, "content": content, "skipped": done.skipped, "first": done.first}
     text = json.dumps(record | {"digests": _digests(Path(out.name), arrays)}).encode()
     out.write(text + len(text).to_bytes(8, "little") + MARK)
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    """Return the files beside one that is written: where documents end, what is learned, and how far it is."""
+    return tuple(path.with_suffix(f".{name}") for name in ("ends", "learned", "progress"))
+
+
+def _write_block(
+    block: Block, done: Progress, hashes: Sequence[Any], files: Sequence[IO[bytes]], source: Source, by: Tokenizer
+) -> Progress:
+    """Write a block, and return how much is written then. files: of ids, of where documents end, of what is learned."""
+    of_ends, num_ids, has_prompts, skipped, first = array.array("q"), done.num_ids, *done[4:7]
+    for piece in encoded(block, source, by):
+        if isinstance(piece, Broken):
+            skipped, first = skipped + 1, first or f"{piece.place} {piece.reason}"
+            continue
+        ids = piece.ids.astype(by.dtype)
+        are_learned = np.ones(len(ids), bool) if piece.is_learned is None else piece.is_learned
+        has_prompts = has_prompts or piece.is_learned is not None
+        for i, values in ((0, ids), (2, are_learned)):
+            files[i].write(values.data)
+            hashes[i].update(values.data)
+        num_ids += len(ids)
+        if piece.is_end:
+            of_ends.append(num_ids)
+    files[1].write(of_ends.tobytes())
+    hashes[1].update(of_ends.tobytes())
+    for file in files:
+        file.flush()
+    number, digests = done.num_documents + len(block.documents), tuple(sha.hexdigest() for sha in hashes)
+    num_ends = done.num_ends + len(of_ends)
+    return Progress(number, block.ends_document, num_ids, num_ends, has_prompts, skipped, first, digests)
+
+
+def _resumed(out: IO[bytes], ends: IO[bytes], learned: IO[bytes], lines: IO[bytes], tokenizer: Tokenizer) -> Progress:
+    """Return how much of the files is whole, and cut off what is behind it; of damaged files nothing is."""
+    done, end = Progress(), 0
+    lines.seek(0)
+    for line in iter(lines.readline, b""):
+        with suppress(ValueError, TypeError):  # half of a line
+            done, end = Progress(*json.loads(line)), lines.tell()
+    lines.truncate(end)
+    done = done._replace(digests=tuple(done.digests))
+    sizes = done.num_ids * tokenizer.dtype.itemsize, 8 * done.num_ends, done.num_ids
+    files = out, ends, learned
+    if all(os.fstat(file.fileno()).st_size >= size for file, size in zip(files, sizes, strict=True)):
+        for file, size in zip(files, sizes, strict=True):
+            file.truncate(size)
+    if tuple(_hashed(file).hexdigest() for file in files) != done.digests:
+        done = Progress()
+        for file in (*files, lines):
+            file.truncate(0)
+    for file in (*files, lines):
+        file.seek(0, os.SEEK_END)
+    return done
+
+
+def _hashed(file: IO[bytes]) -> Any:
+    """Return the sha256 of all that a file holds."""
+    sha = hashlib.sha256()
+    with Path(file.name).open("rb") as whole:
+        while chunk := whole.read(1 << 20):
+            sha.update(chunk)
+    return sha
+
+
+def _copy(part: IO[bytes], out: IO[bytes]) -> None:
+    """Write all of a part behind what is there."""
+    _pad(out)
+    part.seek(0)
+    while chunk := part.read(1 << 20):
+        out.write(chunk)
 
 
 def _pad(out: IO[bytes]) -> None:
@@ -221,93 +302,3 @@ def _digests(path: Path, arrays: Sequence[tuple[str, str, int]]) -> dict[str, st
         size = np.dtype(dtype).itemsize * length
         start += size + -size % ALIGNMENT
     return found
-
-
-# --- encoding --------------------------------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    ids: np.ndarray
-    is_learned: np.ndarray | None  # None: all
-    is_end: bool  # of a document
-
-
-def _encoded(source: Source, tokenizer: Tokenizer) -> Iterator[Piece | Broken]:
-    """Yield the documents of files as ids, and those that are broken, where they may be skipped."""
-    held: list[Document | Broken] = []
-    num_chars, is_new = 0, True
-    for document in documents_of(source, "tokenizing"):
-        held.append(document)
-        num_chars += 1 if isinstance(document, Broken) else 1 + len(document.prompt) + len(document.content)
-        if num_chars >= CHARS_AT_ONCE:
-            yield from _together(held, tokenizer, source, is_new)
-            is_new = not (isinstance(document, Document) and document.goes_on)
-            held, num_chars = [], 0
-    yield from _together(held, tokenizer, source, is_new)
-
-
-def _together(
-    held: Sequence[Document | Broken], tokenizer: Tokenizer, source: Source, is_new: bool
-) -> Iterator[Piece | Broken]:
-    """Yield documents as ids, encoded together."""
-    texts: list[str] = []
-    for document in held:
-        if isinstance(document, Document) and isinstance(document.content, str):
-            texts += [document.prompt, document.content] if document.prompt else [document.content]
-    encoded = iter(tokenizer.encode(texts))
-    for document in held:
-        if isinstance(document, Broken):
-            yield document
-            continue
-        if isinstance(document.content, str):
-            prompt = next(encoded) if document.prompt else np.empty(0, np.uint32)
-            ids = next(encoded)
-            start = tokenizer.start if is_new else ()
-            is_learned = None
-            if document.prompt:
-                is_learned = np.arange(len(start) + len(prompt) + len(ids)) >= len(start) + len(prompt)
-            found: Piece | Broken = Piece(np.concatenate([start, prompt, ids]), is_learned, not document.goes_on)
-        elif isinstance(document.content, np.ndarray):
-            found = _of_ids(document, document.content, tokenizer)
-        else:
-            found = _of_chat(document, tokenizer)
-        if isinstance(found, Broken):
-            check_skipped(found, source)
-            yield found
-            continue
-        yield _with_end(found, tokenizer) if found.is_end else found
-        is_new = found.is_end
-
-
-def _of_ids(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> Piece | Broken:
-    least, most = int(ids.min()), int(ids.max())
-    if least < 0 or most >= tokenizer.vocab_size:
-        wrong = least if least < 0 else most
-        return Broken(document.place, f"holds the id {wrong}, not in 0..{tokenizer.vocab_size - 1} of the tokenizer")
-    return Piece(ids, None, True)
-
-
-def _of_chat(document: Document, tokenizer: Tokenizer) -> Piece | Broken:
-    if tokenizer.template is None:
-        known = "none" if tokenizer.name == BYTES else "chat_template.jinja, and chat_template in tokenizer_config.json"
-        raise DataError(
-            f"{document.place} holds messages, and data.tokenizer={tokenizer.name} has no chat template (looked for: "
-            f"{known}). Use the directory of a tokenizer with one, or a data.field of texts."
-        )
-    messages = cast("Sequence[Mapping[str, Any]]", document.content)
-    try:
-        check_messages(messages)
-        chat = render(tokenizer.template, messages)
-    except DataError as error:
-        return Broken(document.place, str(error).rstrip("."))
-    return Piece(*tokenizer.encode_chat(chat.text, chat.answers), True)
-
-
-def _with_end(piece: Piece, tokenizer: Tokenizer) -> Piece:
-    """Return a document with the end behind it, if it has none. It is learned if the token before it is."""
-    if len(piece.ids) and piece.ids[-1] == tokenizer.end:
-        return piece
-    learned = piece.is_learned
-    if learned is not None:
-        learned = np.append(learned, bool(len(learned) and learned[-1]))
-    return Piece(np.append(piece.ids, tokenizer.end), learned, True)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ppctl.data.chat import ChatTemplate, chat_template, special_token
+from ppctl.data.chat import ChatTemplate, chat_template, render, special_token
 from ppctl.errors import DataError
 
 BYTES = "bytes"  # data.tokenizer of one token a byte
@@ -41,6 +41,7 @@ class Tokenizer:
     encode_chat: Callable[[str, Spans], tuple[np.ndarray, np.ndarray]] = field(repr=False, compare=False)
     decode: Callable[[Sequence[int]], str] = field(repr=False, compare=False)
     template: ChatTemplate | None = None
+    special: frozenset[int] = frozenset()  # ids of tokens that no text becomes
 
     @property
     def dtype(self) -> np.dtype:
@@ -160,7 +161,19 @@ def _loaded(name: str, text: str, end_token: str | None, settings: str, template
 
     fingerprint = hashlib.sha256(f"{text}\0{ending}".encode()).hexdigest()
     vocab_size = max(vocabulary.values()) + 1
-    return Tokenizer(name, vocab_size, end, tuple(start), fingerprint, encode, encode_chat, decode, template)
+    special = frozenset(i for i, token in of_text.get_added_tokens_decoder().items() if token.special)
+    return Tokenizer(name, vocab_size, end, tuple(start), fingerprint, encode, encode_chat, decode, template, special)
+
+
+def turn_end(tokenizer: Tokenizer) -> int | None:
+    """Return the special token that its chat template writes behind an answer; None for none, or no template."""
+    if tokenizer.template is None:
+        return None
+    answer = "answer"
+    chat = render(tokenizer.template, [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
+    behind = chat.text.rfind(answer) + len(answer)
+    ids, is_behind = tokenizer.encode_chat(chat.text, [(behind, len(chat.text))])
+    return next((i for i in ids[is_behind].tolist() if i in tokenizer.special), None)
 
 
 def tokenizers_library() -> Any:

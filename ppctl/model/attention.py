@@ -4,7 +4,7 @@ kernel  | what it is                                           | where
 xla     | all scores of a sequence in memory                   | any backend, short sequences
 chunked | a softmax over blocks of keys, one after the other:  | any backend, long sequences
         | memory grows with the tokens, not with their square  |
-cudnn   | cuDNN's flash attention                              | NVIDIA GPUs of capability 8.0, in 16 bits
+cudnn   | cuDNN's flash attention; of packed sequences by name | NVIDIA GPUs of capability 8.0, in 16 bits
 pallas  | JAX's splash attention                               | TPUs
 
 Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, H width of a head. What a backward
@@ -49,37 +49,40 @@ def choose(
     scoring: Scoring = PLAIN,
     *,
     packed: bool = False,
+    most_documents: int | None = None,
 ) -> str:
     """Return the kernel that `wanted` (auto, or a kernel) means on a device, which need not be here.
 
     device: has platform, and on GPUs compute_capability, as jax.Device; dtype: of compute; num_tokens: of a sequence,
-    or where devices along cp divide it, of a piece; packed: a sequence has several documents. ConfigError where the
-    device, the dtype or the sizes do not allow a kernel that was asked for by name.
+    or where devices along cp divide it, of a piece; packed: a sequence has several documents, of which most_documents
+    says how many at most (None: not known). ConfigError where the device, the dtype or the sizes do not allow a kernel
+    that was asked for by name.
     """
     if wanted != "auto":
-        reason = _refusal(wanted, device, dtype, head_dim, num_tokens, scoring, packed)
+        reason = _refusal(wanted, device, dtype, head_dim, num_tokens, scoring)
+        if wanted == "cudnn" and packed and reason is None:
+            reason = _refusal_of_documents(device, most_documents)
         if wanted not in PAIR_KERNELS and cp > 1:
             reason = f"mesh.cp={cp} merges parts of a softmax, which {wanted} does not give"
         if reason is not None:
             raise ConfigError(f"model.attention={wanted}: {reason}. Use model.attention=auto, which chooses one.")
         return wanted
     for kernel in ("cudnn", "pallas") if cp == 1 else ("cudnn",):
-        if _refusal(kernel, device, dtype, head_dim, num_tokens, scoring, packed) is None:
+        if packed and kernel == "cudnn":
+            continue  # it has not run on a GPU yet
+        if _refusal(kernel, device, dtype, head_dim, num_tokens, scoring) is None:
             return kernel
     return "chunked" if num_tokens >= LONG else "xla"
 
 
 def _refusal(
-    kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int, scoring: Scoring, packed: bool
+    kernel: str, device: Any, dtype: jnp.dtype, head_dim: int, num_tokens: int, scoring: Scoring
 ) -> str | None:
     """Return why a kernel cannot run, or None."""
     if kernel == "cudnn":
-        if packed:
-            return "the call of cuDNN has no mask of documents, and data.packing=true needs one"
-        version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))  # AMD's has letters
-        if device.platform not in ("gpu", "cuda") or version is None:
+        capability = _capability(device)
+        if capability is None:
             return f"cuDNN runs on NVIDIA GPUs, and the platform is {device.platform}"
-        capability = int(version[1]), int(version[2])
         widest = 256 if capability >= (9, 0) else 128
         if capability < (8, 0):
             return (
@@ -105,24 +108,50 @@ def _refusal(
     return None
 
 
+def _refusal_of_documents(device: Any, most_documents: int | None) -> str | None:
+    """Return why cuDNN's attention, which runs on the device, cannot run of packed sequences, or None."""
+    if (_capability(device) or (0, 0)) < (9, 0):
+        return (
+            f"cuDNN's flash attention of packed documents needs compute capability 9.0, and {device.device_kind} has "
+            f"{device.compute_capability}"
+        )
+    if most_documents is None:
+        return "cuDNN must know how many documents a sequence has at most, and of this data that is not known"
+    return None
+
+
+def _capability(device: Any) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU, None of another device."""
+    version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))  # AMD's has letters
+    return None if device.platform not in ("gpu", "cuda") or version is None else (int(version[1]), int(version[2]))
+
+
 def _extras(scoring: Scoring) -> str:
     """Return the settings that only some kernels have."""
     named = {"model.window": scoring.window, "model.attention_softcap": scoring.softcap}
     return " ".join(f"{name}={value:g}" for name, value in named.items() if value is not None)
 
 
-def attention(wanted: str, device: Any = None, axes: StageAxes = WHOLE, scoring: Scoring = PLAIN) -> Kernel:
+def attention(
+    wanted: str,
+    device: Any = None,
+    axes: StageAxes = WHOLE,
+    scoring: Scoring = PLAIN,
+    most_documents: int | None = None,
+) -> Kernel:
     """Return causal softmax attention, softmax in at least float32, by what `choose` chooses.
 
     device: where it is to run; None: on the first that is here. axes: with cp, T are the tokens of one device.
+    most_documents: as of `choose`.
     """
 
     def mix(q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, *documents_BT: jax.Array) -> jax.Array:
         place = jax.devices()[0] if device is None else device
         sizes = q_BTNH.dtype, q_BTNH.shape[3]
         if axes.cp == 1:
-            chosen = choose(wanted, place, *sizes, q_BTNH.shape[1], 1, scoring, packed=bool(documents_BT))
-            return kernel_named(chosen, scoring)(q_BTNH, k_BSGH, v_BSGH, *documents_BT)
+            documents = {"packed": bool(documents_BT), "most_documents": most_documents}
+            chosen = choose(wanted, place, *sizes, q_BTNH.shape[1], 1, scoring, **documents)
+            return kernel_named(chosen, scoring, most_documents)(q_BTNH, k_BSGH, v_BSGH, *documents_BT)
         pair = pair_kernel(choose(wanted, place, *sizes, q_BTNH.shape[1] // 2, axes.cp, scoring), scoring)
         return kernel_of(*context_functions(pair, axes))(q_BTNH, k_BSGH, v_BSGH)
 
@@ -203,11 +232,14 @@ def pair_kernel(name: str, scoring: Scoring = PLAIN) -> PairKernel:
 
 
 @cache
-def kernel_named(name: str, scoring: Scoring = PLAIN) -> Kernel:
-    """Return attention by the kernel of this name."""
+def kernel_named(name: str, scoring: Scoring = PLAIN, most_documents: int | None = None) -> Kernel:
+    """Return attention by the kernel of this name; most_documents: of packed sequences, which cudnn needs."""
     if name in ("xla", "pallas"):
         return partial(plain_attention.plain if name == "xla" else pallas, scoring=scoring)
-    return kernel_of(*pair_kernel(name, scoring))
+    forward, backward = pair_kernel(name, scoring)
+    if name == "cudnn" and most_documents is not None:
+        forward, backward = (partial(function, most_documents=most_documents) for function in (forward, backward))
+    return kernel_of(forward, backward)
 
 
 KERNELS: dict[str, Kernel] = {name: kernel_named(name) for name in ("xla", "chunked", "cudnn", "pallas")}

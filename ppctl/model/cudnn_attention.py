@@ -4,7 +4,10 @@ XLA knows both calls. JAX's own function for them asks the GPU that is here whil
 for devices that are described only. Calls made here lower without a GPU, and on an abstract mesh, as the programs of
 executor=mpmd do. What a call says of itself is XLA's `CudnnfMHABackendConfig` (xla/service/gpu/backend_configs.proto).
 
-Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, H width of a head.
+Of packed sequences cuDNN takes the lengths of all documents, and where each begins in memory. It treats B sequences of
+at most M documents as B*M sequences, and returns sums of the softmax for each of these. This has not run yet.
+
+Shape suffixes: B batch, T tokens, S tokens attended to, N query heads, G kv heads, H width of a head, M documents.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ppctl.errors import ConfigError
 from ppctl.model.scoring import PLAIN, Scoring
 
 CALLS = FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
@@ -25,17 +29,26 @@ BTNH = (0, 2, 1, 3)  # axes of a [B, N, T, H] result from major to minor: in mem
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSGH: jax.Array, v_BSGH: jax.Array, causal: bool = True, scoring: Scoring = PLAIN
+    q_BTNH: jax.Array,
+    k_BSGH: jax.Array,
+    v_BSGH: jax.Array,
+    causal: bool = True,
+    scoring: Scoring = PLAIN,
+    documents_BT: jax.Array | None = None,
+    most_documents: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (attention [B, T, N, H], logarithms of the softmax's sums, float32 [B, N, T]).
+    """Return (attention [B, T, N, H], logarithms of the softmax's sums, float32 [B*M, N, T]).
 
-    Of `scoring` only the scale is known here.
+    Of `scoring` only the scale is known here. documents_BT: the number of each token's document in its sequence, from 1
+    on and of M = most_documents at most; None: a sequence is one.
     """
     B, T, N, H = q_BTNH.shape
-    results = _Shape((B, N, T, H), q_BTNH.dtype), _Shape((B, N, T), jnp.float32), _WORKSPACE
-    products = {"bmm1": _product(3, 3, (0, 2)), "bmm2": _product(3, 1, (0, 2))}
+    places = document_places(documents_BT, most_documents, N * H, k_BSGH.shape[2] * H)
+    most = most_documents if places else 1
+    results = _Shape((B, N, T, H), q_BTNH.dtype), _Shape((B * most, N, T), jnp.float32), _WORKSPACE
+    products = {"bmm1": _product(3, 3, (0, 2)), "bmm2": _product(3, 1, (0, 1), (0, 2))}
     out_BNTH, log_sums, _ = _call(
-        FORWARD, causal, scoring, results, [BTNH, None, None], products, q_BTNH, k_BSGH, v_BSGH
+        FORWARD, causal, scoring, most, results, [BTNH, None, None], products, q_BTNH, k_BSGH, v_BSGH, *places
     )
     return out_BNTH.transpose(0, 2, 1, 3), log_sums
 
@@ -49,8 +62,12 @@ def backward(
     g_BTNH: jax.Array,
     causal: bool = True,
     scoring: Scoring = PLAIN,
+    documents_BT: jax.Array | None = None,
+    most_documents: int = 1,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v from those of the output."""
+    """Return the gradients of q, k and v from those of the output; documents as of `forward`."""
+    places = document_places(documents_BT, most_documents, prod(q_BTNH.shape[2:]), prod(k_BSGH.shape[2:]))
+    most = most_documents if places else 1
     of = lambda a: _Shape((a.shape[0], a.shape[2], a.shape[1], a.shape[3]), a.dtype)  # noqa: E731
     products = {
         "bmm1_grad_gemm1": _product(2, 1, (0, 1), (0, 2)),
@@ -59,9 +76,41 @@ def backward(
         "bmm2_grad_gemm2": _product(3, 3, (0, 2)),
     }
     results = of(q_BTNH), of(k_BSGH), of(v_BSGH), _WORKSPACE
-    arrays = q_BTNH, k_BSGH, v_BSGH, log_sums, g_BTNH, out_BTNH
-    dq, dk, dv, _ = _call(BACKWARD, causal, scoring, results, [BTNH, BTNH, BTNH, None], products, *arrays)
+    arrays = q_BTNH, k_BSGH, v_BSGH, log_sums, g_BTNH, out_BTNH, *places
+    dq, dk, dv, _ = _call(BACKWARD, causal, scoring, most, results, [BTNH, BTNH, BTNH, None], products, *arrays)
     return dq.transpose(0, 2, 1, 3), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+def document_places(
+    documents_BT: jax.Array | None, most: int, q_stride: int, kv_stride: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array] | tuple[()]:
+    """Return what cuDNN is told of documents: lengths for queries and for keys, and starts likewise; () of one each.
+
+    Lengths are int32 [B, M], all documents of all sequences in order, and then zeros. Starts are int32 [B, M + 1],
+    counted in numbers of the array of queries, or keys: a token has q_stride of these, or kv_stride; behind them stands
+    the end of the array. most: M. ConfigError where starts do not fit into 32 bits.
+
+    >>> lengths, _, starts, _ = document_places(jnp.array([[1, 1, 2], [1, 2, 2]]), 3, 10, 10)
+    >>> lengths.tolist(), starts.tolist()
+    ([[2, 1, 1], [2, 0, 0]], [[0, 20, 30, 40], [60, 60, 60, 60]])
+    """
+    if documents_BT is None or most == 1:
+        return ()
+    B, T = documents_BT.shape
+    if B * T * max(q_stride, kv_stride) >= 2**31:
+        raise ConfigError(
+            f"model.attention=cudnn: {B} sequences of {T} tokens and {max(q_stride, kv_stride)} numbers each are more "
+            "than the 2^31 in which cuDNN counts where packed documents start. Use smaller microbatches."
+        )
+    documents_BT = documents_BT.clip(1, most)  # so that no token is left out, whose output nobody would write
+    lengths_BM = (documents_BT[:, :, None] == jnp.arange(1, most + 1)).sum(1, dtype=jnp.int32)
+    starts_BM = lengths_BM.cumsum(1) - lengths_BM + T * jnp.arange(B, dtype=jnp.int32)[:, None]
+    in_order = jnp.argsort(lengths_BM.reshape(-1) == 0, stable=True)  # documents that there are come first
+    lengths = lengths_BM.reshape(-1)[in_order]
+    starts = jnp.where(lengths > 0, starts_BM.reshape(-1)[in_order], B * T)
+    starts = jnp.concatenate([starts, jnp.full(B, B * T, jnp.int32)]).reshape(B, most + 1)
+    lengths = lengths.reshape(B, most)
+    return lengths, lengths, starts * q_stride, starts * kv_stride
 
 
 def is_unmasked(params: Mapping[str, Any]) -> bool:
@@ -88,6 +137,7 @@ def _call(
     name: str,
     causal: bool,
     scoring: Scoring,
+    most_documents: int,
     results: Sequence[_Shape],
     layouts: list,
     products: dict[str, Any],
@@ -128,7 +178,7 @@ def _call(
         "dropout_rate": 0.0,
         "seed": 42,
         "sliding_window_length": 0,
-        "max_seg_per_batch": 1,
+        "max_seg_per_batch": most_documents,
         "is_paged_attention": False,
         "intermediate_tensor_shape": scores,
         **{f"{product}_dot_dimension_numbers": axes for product, axes in products.items()},

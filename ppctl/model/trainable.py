@@ -6,6 +6,7 @@ gradient, no sum of gradients, no state of an optimizer, and no work in W; trees
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -43,6 +44,22 @@ def trained_flags(tree: Tree, trainable: Tree) -> tuple[bool, ...]:
     """Return for each leaf of a tree whether it is trained."""
     spread = lambda is_trained, part: jax.tree.map(lambda _: is_trained, part)  # noqa: E731
     return tuple(jax.tree.leaves(jax.tree.map(spread, trainable, tree)))
+
+
+def trained_share(layers: Tree, trainable: Tree) -> float:
+    """Return the share, 0..1, of the weights of stacked layers that is trained: what W has of its work.
+
+    Weights are the matrices, whose gradients are products. trainable: as of a `Stack`, of a layer; True is 1.
+
+    >>> layers = {"w": jax.ShapeDtypeStruct((2, 4, 4), "float32"), "a": jax.ShapeDtypeStruct((2, 4, 1), "float32")}
+    >>> trained_share(layers, {"w": False, "a": True}), trained_share(layers, True)
+    (0.2, 1.0)
+    """
+    flags, shapes = trained_flags(layers, trainable), [leaf.shape for leaf in jax.tree.leaves(layers)]
+    sizes = [math.prod(shape[1:]) if len(shape) > 2 else 0 for shape in shapes]
+    if all(flags):
+        return 1.0
+    return sum(size for size, is_trained in zip(sizes, flags, strict=True) if is_trained) / max(1, sum(sizes))
 
 
 def checked_flags(params: Tree, trainable: Tree) -> tuple[bool, ...]:

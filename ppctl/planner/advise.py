@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ppctl.errors import ConfigError
 from ppctl.executors.spmd.memory import tree_bytes
-from ppctl.schedule.costs import Costs, task_costs
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.partition.cut import cut, improved
 from ppctl.schedule.partition.partition import Partition
@@ -65,7 +65,7 @@ def propose(pipe: Pipeline, limit_bytes: int | None) -> Proposal | None:
 
 def _makespan(pipe: Pipeline) -> Callable[[Partition], float]:
     """Return a function: the makespan of a partition, in units of a forward through a layer."""
-    costs, ticks, schedule = task_costs(pipe.execution.remat), pipe.ticks, pipe.schedule
+    costs, ticks, schedule = pipe.task_costs, pipe.ticks, pipe.schedule
     relative = pipe.relative_costs
 
     def seconds(partition: Partition) -> float:

@@ -55,7 +55,7 @@ def _kernels(job: TrainingJob) -> tuple[str, ...]:
     """Return the kernels of attention that are counted, or that are timed here."""
     is_here = isinstance(job.config.costs, Measure)
     device = job.pipe.mesh.devices.flat[0] if is_here else job.counted_device
-    return attention_kernels(job.config, job.pipe.dtype, device, packed=job.data.is_packed)
+    return attention_kernels(job.config, job.pipe.dtype, device, job.data)
 
 
 def _measured(job: TrainingJob) -> Iterator[str]:

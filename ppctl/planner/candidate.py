@@ -124,9 +124,9 @@ class LayoutPredictor:
         if not self.has_room(held):
             return None
         self.num_simulated += 1
-        times = list[dict[str, float]]()
+        times, lowered_for = list[dict[str, float]](), (microbatch.remat, bounds.space.trained)
         for key, schedule in zip(keys, schedules, strict=True):
-            rows = rows_s(_rows(*key)[_shape(*key, microbatch.remat)], costs, chunks) if is_spmd else None
+            rows = rows_s(_rows(*key)[_shape(*key, *lowered_for)], costs, chunks) if is_spmd else None
             times.append(vars(ticking_s(op_times, schedule, rows, costs, layout.rank_devices)))
         time = StepTime(**along(numbers, times, microbatch.number))
         again = Remat.of(microbatch.remat).recomputed_layers(sizes)
@@ -140,7 +140,7 @@ class LayoutPredictor:
             each_s = sum(sends.seconds(kind, s, 1) for kind in "FIW" for s in range(len(sizes)))
             sent = each_s * microbatch.number * layout.rank_devices / time.tasks_s
         if is_spmd:
-            slots = along(numbers, [_slots(*key, microbatch.remat) for key in keys], microbatch.number)
+            slots = along(numbers, [_slots(*key, *lowered_for) for key in keys], microbatch.number)
             held |= bounds.held_bytes(layout, slots)
             if not self.has_room(held):
                 return None
@@ -195,16 +195,16 @@ def _rows(family: str, pp: int, number: int, chunks: int) -> dict[TickShape, Cou
 
 
 @cache
-def _shape(family: str, pp: int, number: int, chunks: int, remat: str) -> TickShape:
+def _shape(family: str, pp: int, number: int, chunks: int, remat: str, trained: float) -> TickShape:
     """Return the shape of the ticks that the executor lowers to."""
-    return fastest(_rows(family, pp, number, chunks), task_costs(remat), chunks)
+    return fastest(_rows(family, pp, number, chunks), task_costs(remat, trained), chunks)
 
 
 @cache
-def _slots(family: str, pp: int, number: int, chunks: int, remat: str) -> Mapping[str, int]:
+def _slots(family: str, pp: int, number: int, chunks: int, remat: str, trained: float) -> Mapping[str, int]:
     """Return the slots of the rank with most."""
     key = family, pp, number, chunks
-    return in_shape(_built(*key), _packings(*key)[_shape(*key, remat)], Remat.of(remat)).num_slots
+    return in_shape(_built(*key), _packings(*key)[_shape(*key, remat, trained)], Remat.of(remat)).num_slots
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,12 +13,11 @@ from ppctl.config.executor import Pipelined
 from ppctl.errors import ConfigError
 from ppctl.executors.layout import shapes_on_device
 from ppctl.executors.mpmd.tasks import Model
-from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
 from ppctl.planner.count import work_of
 from ppctl.planner.space import DeviceModel, divisors
-from ppctl.planner.step_time import param_bytes
+from ppctl.planner.step_time import of_one_device, param_bytes
 from ppctl.schedule.remat import Remat
 from ppctl.training.request import divided_by_xla, divided_stack, shards_over_tp
 
@@ -39,7 +37,7 @@ def device_models(
     Raises:
         ConfigError: tune.tp or tune.cp has a size that the devices, a host or the model cannot be divided by.
     """
-    params = state["params"]
+    params, trainable = state["params"], stack.trainable
     example = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
     found = {}
     for axes in (WHOLE, *_divisions(config, stack, params["ends"], example, most_tp)):
@@ -60,8 +58,9 @@ def device_models(
         held = shapes_on_device(params, shards)
         layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), held["layers"])
         model = Model(divided, held["ends"], layer, example, 1, Remat.NONE, config.executor.unroll, dtype, axes)
-        sizes = replace(param_bytes(state, dtype), layer=tree_bytes(layer), embed_head=tree_bytes(held["ends"]))
-        found[axes.tp, axes.cp] = DeviceModel(work_of(model), sizes)
+        found[axes.tp, axes.cp] = DeviceModel(
+            work_of(model), of_one_device(param_bytes(state, dtype, trainable), model)
+        )
     return found
 
 

@@ -78,8 +78,9 @@ def _combined(pipe: Pipeline, times: Times) -> OpTimes:
         return (timing.cpu_s / number / alone if is_shared else timing.wall_s) / share
 
     if "B" in times:
-        half = seconds("B", LAYERS) / 2
-        layer = PieceTimes(seconds("F", LAYERS), half, half)
+        trained = pipe.trained_share  # of W, where I and W of all weights are as long
+        weight_grad = seconds("B", LAYERS) * trained / (1 + trained)
+        layer = PieceTimes(seconds("F", LAYERS), seconds("B", LAYERS) - weight_grad, weight_grad)
     else:
         layer = PieceTimes(*(seconds(kind, LAYERS) for kind in "FIW"))
     return OpTimes(

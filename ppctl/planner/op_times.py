@@ -6,7 +6,7 @@ The seconds come from counting (`planner.analytic`) or from timing (`planner.mea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -115,33 +115,48 @@ class StepTime:
         return max(0.0, 1 - self.tasks_s / (self.pipeline_s * self.width))
 
 
-def costs_of_stages(op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False) -> Costs:
+def costs_of_stages(
+    op_times: OpTimes, sizes: Sequence[float], *, keeps_input: bool, split: bool = False, num_parts: int = 0
+) -> Costs:
     """Return the costs of each stage's tasks; `sizes`: its layers, or their relative cost where they differ.
 
     The last stage's head runs in its forward, forwards and backwards; with keeps_input (remat=full) its forward is left
-    to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B.
+    to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B. num_parts: so many
+    ranks have a part of the vocabulary each, whose seconds op_times have. Of the head's three products S makes one, T
+    two; and each of its tasks sums an activation over the ranks, round the ring.
 
     >>> one, free = PieceTimes(1.0, 1.0, 1.0), PieceTimes(0.0, 0.0, 0.0)
     >>> op_times = OpTimes(free, one, PieceTimes(2.0, 2.0, 2.0), task_s=0.0, hop_s=0.0, overhead_s=0.0)
     >>> costs_of_stages(op_times, (2, 1), keeps_input=False).forward_s
     (2.0, 7.0)
     """
-    last = len(sizes) - 1
+    last, free = len(sizes) - 1, PieceTimes(0.0, 0.0, 0.0)
+    embed, head = (free, free) if num_parts else (op_times.embed, op_times.head)
     forward, input_grad, weight_grad = list[float](), list[float](), list[float]()
     for s, n in enumerate(sizes):
-        f = op_times.forward_s(n) + op_times.task_s + (op_times.embed.forward_s if s == 0 else 0.0)
+        f = op_times.forward_s(n) + op_times.task_s + (embed.forward_s if s == 0 else 0.0)
         i = op_times.input_grad_s(n, keeps_input=keeps_input, split=split) + op_times.task_s
         if s == 0:
-            i += op_times.embed.input_grad_s + op_times.embed.weight_grad_s
-            i += op_times.embed.forward_s if keeps_input else 0.0
-        if s == last and keeps_input:
-            f, i = 0.0, i + op_times.head.all_s
+            i += embed.input_grad_s + embed.weight_grad_s
+            i += embed.forward_s if keeps_input else 0.0
+        if s == last and keeps_input and not num_parts:
+            f, i = 0.0, i + head.all_s
         elif s == last:
-            f += op_times.head.all_s
+            f += head.all_s
         forward.append(f)
         input_grad.append(i)
         weight_grad.append(n * op_times.layer.weight_grad_s + (op_times.task_s if split else 0.0))
-    return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
+    costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
+    if not num_parts:
+        return costs
+    embed, head, summed_s = op_times.embed, op_times.head, 2 * (num_parts - 1) / num_parts * op_times.hop_s
+    return replace(
+        costs,
+        embedding_s=embed.forward_s + summed_s,
+        logits_s=head.all_s / 3 + summed_s,
+        logits_grad_s=head.all_s * 2 / 3 + summed_s,
+        embedding_grad_s=embed.input_grad_s + embed.weight_grad_s + summed_s,
+    )
 
 
 def step_time(

@@ -118,7 +118,7 @@ def rank_parts(job: TrainingJob) -> list[tuple[RankRole, PlanEntry, list[PlanEnt
     pipe, model = job.pipe, job.pipe.model
     stage_roles = roles(pipe.partition, are_alike=pipe.stack.are_alike)
     kinds = rank_roles(model, pipe.layout, stage_roles)
-    order = dispatch_order(pipe.schedule, pipe.execution.remat)
+    order = dispatch_order(pipe.schedule, pipe.task_costs)
     entries = task_entries(pipe.schedule, order, stage_roles, keeps_input=model.stage.keeps_input)
     prepare, _ = rank_entries(pipe.layout, kinds, with_grads=True)
     tasks = ([entry for entry in entries if entry.rank == r and entry.program] for r in range(len(kinds)))

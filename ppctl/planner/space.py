@@ -55,6 +55,7 @@ class Space:
     remats: tuple[str, ...] = tuple(map(str, Remat))
     max_chunks: int = 4
     layer_costs: tuple[float, ...] | None = None  # relative, in means of them; None: all layers are alike
+    trained: float = 1.0  # share of the layers' weights
     divisions: tuple[tuple[int, int], ...] = ((1, 1),)  # tp and cp
 
     @property

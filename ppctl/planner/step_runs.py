@@ -46,7 +46,8 @@ def as_run(pipe: Pipeline, op_times: OpTimes, costs: Costs | None = None) -> tup
     layers = None if pipe.stack.are_alike else pipe.relative_costs.layers
     sizes = stage_costs(pipe.partition, embed=0.0, head=0.0, layers=layers)
     keeps_input = pipe.execution.remat.keeps_input_only
-    return costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=pipe.schedule.is_split), copies
+    split, num_parts = pipe.schedule.is_split, pipe.schedule.num_parts
+    return costs_of_stages(op_times, sizes, keeps_input=keeps_input, split=split, num_parts=num_parts), copies
 
 
 def _is_masked(pipe: Pipeline) -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ppctl.config import Analytic, Config, Hardware, Measure
 from ppctl.config.files import user_cache_dir
 from ppctl.errors import ConfigError
+from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.xla_flags import LATENCY_HIDING
 from ppctl.model.trainable import trained_part
@@ -199,11 +200,15 @@ def mfu_of(job: TrainingJob, step_s: float | None, flops: ModelFlops) -> Mfu:
 
 def param_bytes_of(pipe: Pipeline) -> ParamBytes:
     """Return the sizes of the parameters of a model, of one device's shards over tp."""
-    trainable, held = pipe.stack.trainable, pipe.model.held
-    layer, embed_head = tree_bytes(held["layers"]), tree_bytes(held["ends"])
-    trained = trained_part(held, trainable)
+    return of_one_device(param_bytes(pipe.states.natural, pipe.dtype, pipe.stack.trainable), pipe.model)
+
+
+def of_one_device(whole: ParamBytes, model: Model) -> ParamBytes:
+    """Return the sizes of what one device holds of a model, where tp divides it."""
+    layer, embed_head = tree_bytes(model.held["layers"]), tree_bytes(model.held["ends"])
+    trained = trained_part(model.held, model.stack.trainable)
     return replace(
-        param_bytes(pipe.states.natural, pipe.dtype, trainable),
+        whole,
         layer=layer,
         embed_head=embed_head,
         frozen_layer=layer - tree_bytes(trained["layers"]),

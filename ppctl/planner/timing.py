@@ -32,6 +32,7 @@ LAYERS = 2  # of a timed stage
 SLOTS = 4  # read in turn, so that nothing of a turn can be done before the loop
 RUNS = 5  # after one that warms up; the median counts
 LEAST_S = 0.1  # of a run
+MOST_TURNS = 10_000_000  # of a run: such short turns compute nothing
 SCALE = 0.02  # of random numbers
 DISPATCHES = 100  # of a run
 TURNS = {"cpu": 1}  # in a loop of known length; a GPU's host waits at each end of one of unknown length
@@ -64,7 +65,8 @@ class Timing(NamedTuple):
 def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapping[str, Any] | None = None) -> Timing:
     """Return the seconds of a turn of `body` when all devices of `mesh` run it at the same time; medians.
 
-    compiler_options: of XLA, as jax.jit takes them.
+    compiler_options: of XLA, as jax.jit takes them. A body that computes nothing, as of frozen parameters, takes next
+    to no time.
     """
     shape = tuple(mesh.shape.values())
     turns = TURNS.get(mesh.devices.flat[0].platform, MANY_TURNS)
@@ -89,7 +91,7 @@ def turn(body: Body, stays: Tree, goes: Tree, mesh: Mesh, compiler_options: Mapp
     goes, _ = _timed(run, 1, stays, goes)
     while True:
         goes, measured = _timed(run, count, stays, goes)
-        if measured.wall_s > LEAST_S:
+        if measured.wall_s > LEAST_S or count * turns >= MOST_TURNS:
             break
         count = max(count + 1, min(count * 8, int(1.5 * count * LEAST_S / measured.wall_s)))
     runs = []

@@ -24,6 +24,7 @@ from ppctl.executors.mesh import all_devices
 from ppctl.executors.spmd.memory import tree_bytes
 from ppctl.executors.stage.flops import relative_costs
 from ppctl.model.stack import Stack, init
+from ppctl.model.trainable import trained_share
 from ppctl.planner.advise import LARGEST_RATIO
 from ppctl.planner.candidate import Candidate
 from ppctl.planner.device_models import device_models
@@ -76,7 +77,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     data = open_data(config)
     stack = stack_for(hardware, config, data, dtype, device)
     optimizer = clipped(make_optimizer(config)[0], config.optim.clip_norm)
-    state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), optimizer))
+    state = jax.eval_shape(lambda: init_state(init(stack, config.run.seed), optimizer, stack.trainable))
     batch = batch_shapes(data)
     example = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
     machine = machine_of(config, device.device_kind, dtype_name)
@@ -93,6 +94,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
         layer_costs=None if stack.are_alike else relative_costs(stack, batch, dtype, recompute=recompute).layers,
+        trained=trained_share(state["params"]["layers"], stack.trains("layers")),
         divisions=tuple(
             (tp, cp) for tp, cp in models if tp in (config.tune.tp or [tp]) and cp in (config.tune.cp or [cp])
         ),

@@ -109,12 +109,13 @@ def _of_stage(cost: OfStages, stage: int, num_chunks: int) -> float:
     return cost[stage] if isinstance(cost, tuple) else cost / num_chunks
 
 
-def task_costs(remat: Remat | str) -> Costs:
+def task_costs(remat: Remat | str, trained: float = 1.0) -> Costs:
     """Return relative seconds of a stage's tasks: F = I = W = 1, and an I that recomputes runs a forward more.
 
-    ConfigError for another remat than none, layer or full.
+    trained: the share of the layers' weights that are trained, 0..1, of which alone W computes gradients. ConfigError
+    for another remat than none, layer or full.
 
-    >>> task_costs("layer").backward_s
-    3.0
+    >>> task_costs("layer").backward_s, task_costs("none", trained=0.25).weight_grad_s
+    (3.0, 0.25)
     """
-    return Costs(forward_s=1.0, input_grad_s=1.0 + Remat.of(remat).recompute_forwards, weight_grad_s=1.0)
+    return Costs(forward_s=1.0, input_grad_s=1.0 + Remat.of(remat).recompute_forwards, weight_grad_s=trained)

@@ -210,7 +210,7 @@ def _assign_slots(
     keep_input = has_backward(schedule) and remat.keeps_input_only  # of forwards alone nothing is kept for later
     keep_stash = has_backward(schedule) and not remat.keeps_input_only
     head_in_forward = keep_stash or (has_backward(schedule) and is_divided)
-    arrives = lambda stage: stage > 0 or is_divided  # noqa: E731
+    first = -1 if is_divided else 0  # the last stage whose input no value brings
     acts, grads, stashes = ([Slots() for _ in range(num_ranks)] for _ in range(3))
     table: list[tuple[tuple[int, ...], ...]] = []
     for row in cells:
@@ -226,7 +226,7 @@ def _assign_slots(
                 "f_microbatch": m,
             }
             line |= {"f_first": int(stage == 0), "f_last": int(stage == last)}
-            if arrives(stage):
+            if stage > first:
                 value = Value("act", stage - 1, m)
                 if stage == 0:  # it was embedded right before
                     acts[rank].put(value)
@@ -244,7 +244,7 @@ def _assign_slots(
             line |= {"b_first": int(stage == 0), "b_last": int(stage == last)}
             if keep_stash:
                 line["b_stash"] = stashes[rank].drop(Value("stash", stage, m))
-            elif arrives(stage):
+            elif stage > first:
                 line["b_stash"] = acts[rank].drop(Value("act", stage - 1, m))
             if stage < last or head_in_forward:
                 line["b_grad"] = grads[rank].drop(Value("grad", stage + 1, m))

@@ -35,10 +35,11 @@ def lockstep(ticks: Ticks, costs: Costs, spans: Spans, capacity: float) -> Timel
     now, hop_s, divided = 0.0, costs.hop_s, how_divided(ticks.schedule)
     for row, of_rank in zip(ticks.cells, spans, strict=True):
         if divided is not None:
-            for task, start, end in _meeting(_with_seconds(row, of_rank, divided, costs), hop_s, capacity):
-                if task is not None:
-                    start_s[task], end_s[task] = now + start, now + end
-            now += end
+            *spent, (_, _, last) = _meeting(_with_seconds(row, of_rank, divided, costs), hop_s, capacity)
+            for task, start, end in spent:
+                assert task is not None
+                start_s[task], end_s[task] = now + start, now + end
+            now += last
             continue
         works_s = [f + b + hop_s for f, b in of_rank]
 
@@ -61,7 +62,10 @@ def _with_seconds(
 ) -> list[list[list[tuple[Task, float]]]]:
     """The phases of a tick, each task with its seconds."""
     given = {task: s for cell, spans in zip(row, of_rank, strict=True) for task, s in zip(cell, spans, strict=True)}
-    seconds = lambda task: given[task] if task in given else costs.seconds(task.kind, task.stage, 1)  # noqa: E731
+
+    def seconds(task: Task) -> float:
+        return given[task] if task in given else costs.seconds(task.kind, task.stage, 1)
+
     return [[[(task, seconds(task)) for task in tasks] for tasks in phase] for phase in phases(row, divided)]
 
 

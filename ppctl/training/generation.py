@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,12 +82,12 @@ def _read_length(longest: int) -> int:
     return 1 << max(0, longest - 1).bit_length()
 
 
-def text_of(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Return the text of new tokens behind those of a prompt, without the token that ends documents.
+def text_of(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], ends: Container[int]) -> str:
+    """Return the text of new tokens behind those of a prompt, without the token that ends it, one of `ends`.
 
     Some tokenizers write a token otherwise at the start of a text.
     """
-    new = [*new[:-1]] if new and new[-1] == tokenizer.end else [*new]
+    new = [*new[:-1]] if new and new[-1] in ends else [*new]
     before, whole = tokenizer.decode([*prompt]), tokenizer.decode([*prompt, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
 
@@ -95,18 +95,18 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> 
 class StreamedText:
     """Text of new tokens, written as they come: what may still change, as half of a letter, waits for the next one."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], write: Callable[[str], object]):
-        self._tokenizer, self._prompt, self._write, self._written = tokenizer, prompt, write, ""
+    def __init__(self, text_of_new: Callable[[Sequence[int]], str], write: Callable[[str], object]):
+        self._text_of_new, self._write, self._written = text_of_new, write, ""
 
     def add(self, new: Sequence[int]) -> None:
         """Write what the newest of all new tokens adds."""
-        text = text_of(self._tokenizer, self._prompt, new)
+        text = self._text_of_new(new)
         if not text.endswith(REPLACEMENT):
             self._put(text)
 
     def end(self, new: Sequence[int]) -> None:
         """Write what is left."""
-        self._put(text_of(self._tokenizer, self._prompt, new))
+        self._put(self._text_of_new(new))
 
     def _put(self, text: str) -> None:
         if text.startswith(self._written):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from ppctl import config as settings
 from ppctl.config import Config
-from ppctl.config.schedule_from_config import pipeline_of
+from ppctl.config.schedule_from_config import pipeline_of, trained_share
 from ppctl.config.sources import Sources, sources
 from ppctl.data import BUILDERS, DataSet
 from ppctl.data.sizes import sized
@@ -173,7 +173,8 @@ def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
 
     With partition=balanced the partition is that of a model whose embedding and head cost nothing.
     """
-    found = pipeline_of(config.schedule, config.executor, config.mesh.pp, config.model.num_layers)
+    trained = trained_share(config.model, config.optim)
+    found = pipeline_of(config.schedule, config.executor, config.mesh.pp, config.model.num_layers, trained)
     return found.schedule, found.ticks, divide(config, found.schedule)
 
 

@@ -22,7 +22,7 @@ from ppctl.model.transformer import transformer
 from ppctl.training.adapters import merged_params
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.job import DEFAULT_DTYPE
-from ppctl.training.kept_tokenizer import kept_tokenizer
+from ppctl.training.kept_tokenizer import configured_ends, kept_tokenizer
 from ppctl.training.saved_run import load_run
 
 Tree = Any
@@ -67,6 +67,18 @@ class LanguageModel:
                 f"bytes. Put the {FILE} of its tokenizer there."
             )
         return byte_tokenizer()
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text: what ends documents, and what the model's generation config names."""
+        return frozenset((self.tokenizer.end, *configured_ends(self.directory)))
+
+    def token_of(self, text: str) -> int:
+        """Return the token that is a text, special or not. ConfigError where it is none, or several."""
+        ids = self.tokenizer.encode_chat(text, ())[0].tolist()
+        if len(ids) != 1:
+            raise ConfigError(f"{text!r} is {len(ids)} tokens of the tokenizer of {self.directory}. Name one token.")
+        return ids[0]
 
     def stack(self, *, packed: bool = False) -> Stack:
         """Return the model as it computes whole sequences, on the first device; packed: of several documents each."""

@@ -148,11 +148,11 @@ class Requests:
         tokenizer, new, text = self.model.tokenizer, list[int](), ""
         for (token,) in continuations(decoder, [prompt], max_tokens=stop.max_tokens, sampling=stop.sampling, seed=0):
             new.append(int(token))
-            text = text_of(tokenizer, prompt, new)
+            text = text_of(tokenizer, prompt, new, self.model.ends)
             ends = [place for place in map(text.find, stop.until) if place >= 0]
             if ends:
                 return text[: min(ends)]
-            if token == tokenizer.end:
+            if token in self.model.ends:
                 break
         return text
 

@@ -99,8 +99,8 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
             f"model.vocab_size={vocab_size} is less than the {num_ids} token ids of data={data.name}. "
             f"Use model.vocab_size=null, which takes the data's, or {num_ids} or more."
         )
-    attention_kernels(config, compute, device, packed=data.is_packed)  # refuses those that cannot run
-    mix = _mix(sizes.pop("attention"), device)
+    attention_kernels(config, compute, device, data)  # refuses those that cannot run
+    mix = _mix(sizes.pop("attention"), device, data.most_documents)
     return transformer_model.transformer(
         **sizes,
         vocab_size=vocab_size,
@@ -120,14 +120,14 @@ def lora_of(optim: settings.AdamW | settings.SGD) -> Lora | None:
     return Lora(optim.lora_rank, optim.lora_alpha, targets)
 
 
-def _mix(wanted: str, device: Any) -> transformer_model.Mix:
-    return lambda axes, scoring: attention(wanted, device, axes, scoring)
+def _mix(wanted: str, device: Any, most_documents: int | None = None) -> transformer_model.Mix:
+    return lambda axes, scoring: attention(wanted, device, axes, scoring, most_documents)
 
 
-def attention_kernels(config: Config, compute: jnp.dtype, device: Any, *, packed: bool) -> tuple[str, ...]:
+def attention_kernels(config: Config, compute: jnp.dtype, device: Any, data: DataSet) -> tuple[str, ...]:
     """Return the attention kernels that the config's transformer has on a device: that of its first layer, and others.
 
-    packed: sequences have several documents. ConfigError where one cannot run.
+    ConfigError where one cannot run.
     """
     model = config.model
     assert isinstance(model, settings.Transformer), "other models have no attention of ours"
@@ -135,4 +135,5 @@ def attention_kernels(config: Config, compute: jnp.dtype, device: Any, *, packed
     length = model.seq_len if cp == 1 else -(-model.seq_len // (2 * cp))
     scorings = [Scoring(None, model.attention_softcap, window) for window in dict.fromkeys(model.windows)]
     of_model = model.attention, device, compute, model.head_width, length, cp
-    return tuple(dict.fromkeys(choose(*of_model, each, packed=packed) for each in scorings))
+    documents = {"packed": data.is_packed, "most_documents": data.most_documents}
+    return tuple(dict.fromkeys(choose(*of_model, each, **documents) for each in scorings))

@@ -25,7 +25,7 @@ from ppctl.executors.xla_flags import flags_for
 from ppctl.model.network import Network
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, init
-from ppctl.model.trainable import checked_flags, trained_part
+from ppctl.model.trainable import checked_flags, trained_part, trained_share
 from ppctl.reports.terminal import size_text
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import BASELINE
@@ -99,6 +99,16 @@ class Pipeline:
     @property
     def batch_size(self) -> int:
         return self.batch_shapes["inputs"].shape[0]
+
+    @cached_property
+    def task_costs(self) -> Costs:
+        """Relative costs of a stage's tasks: F = I = W = 1, what remat recomputes, and W of what is trained."""
+        return task_costs(self.execution.remat, self.trained_share)
+
+    @cached_property
+    def trained_share(self) -> float:
+        """The share of the layers' weights that is trained, 0..1."""
+        return trained_share(self.states.natural["params"]["layers"], self.stack.trains("layers"))
 
     @cached_property
     def num_parameters(self) -> int:
@@ -214,11 +224,11 @@ class Pipeline:
     def bubble(self, costs: Costs | None = None) -> float | None:
         """Return the idle share of all ranks that the schedule predicts for this executor, 0..1.
 
-        costs: seconds of tasks; None: equal stages with F = I = W, and what remat recomputes. None without a pipeline.
+        costs: seconds of tasks; None: `task_costs`, in equal stages. None without a pipeline.
         """
         if not self.execution.is_pipelined:
             return None
-        costs = task_costs(self.execution.remat) if costs is None else costs
+        costs = self.task_costs if costs is None else costs
         if self.ticks is not None:
             return self.ticks.bubble_fraction(costs)
         return simulate(self.schedule, costs).bubble_fraction
@@ -302,10 +312,12 @@ def pipeline(
         stack = traced_stack(stack, shapes, num_layers, layers, dtype)
     elif num_layers not in (None, stack.num_layers):
         raise ConfigError(f"num_layers={num_layers}, but the stack has {stack.num_layers} layers. Leave it out.")
+    initial = jax.eval_shape(lambda: init(stack, 0))
+    checked_flags(initial, stack.trainable)
+    of_tasks = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
     if execution.in_ticks and lowered is None:
-        lowered = ticks(plan, task_costs(execution.remat), execution.remat)
+        lowered = ticks(plan, of_tasks, execution.remat)
     costs = lambda: relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)  # noqa: E731
-    checked_flags(jax.eval_shape(lambda: init(stack, 0)), stack.trainable)
     with in_arguments():
         divided = divided_stack(stack, axes, shapes) if execution.is_pipelined else stack
         shards, auto = shards_over_tp(stack, divided, axes)
@@ -323,7 +335,8 @@ def pipeline(
     model = model_of(divided, states, shapes, plan.num_microbatches, execution, dtype, axes)
     if execution.is_pipelined:
         check_split(stack, plan, layout.partition, model)
-    engine = make_engine(stack, model, states, plan, lowered, shapes, optimizer, lr_schedule, execution, clip_norm)
+    how = shapes, optimizer, lr_schedule, execution, clip_norm, of_tasks
+    engine = make_engine(stack, model, states, plan, lowered, *how)
     examples = few_examples(batch, shapes)
     return Pipeline(
         stack, plan, lowered, states, optimizer, dtype, shapes, execution, engine, model, lr_schedule, examples

@@ -42,7 +42,6 @@ from ppctl.reports.run_status import (
     held_by,
 )
 from ppctl.reports.terminal import OutputConsole, replace_file
-from ppctl.schedule.costs import task_costs
 from ppctl.schedule.simulate import peak_activations, simulate
 from ppctl.schedule.timeline import timeline_at
 from ppctl.training.checkpoint.checkpoint import Checkpoints
@@ -220,7 +219,7 @@ def show_start(
     log.memory(footprint.total_bytes, prediction.memory_bytes)
     pipe = job.pipe
     if pipe.execution.is_pipelined:
-        schedule, costs = pipe.schedule, task_costs(pipe.execution.remat)
+        schedule, costs = pipe.schedule, pipe.task_costs
         draw = lambda: [drawing_of_timeline(f"{schedule.name}, ideal", timeline_at(schedule, pipe.ticks, costs))]  # noqa: E731
         log.gantt("schedule/ideal", schedule, draw, log.first_step)
 
@@ -259,7 +258,7 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
     model, mesh = config.model, config.mesh
     kernels: tuple[str, ...] = ("xla",)
     if isinstance(model, Transformer):
-        kernels = attention_kernels(config, pipe.dtype, device, packed=job.data.is_packed)
+        kernels = attention_kernels(config, pipe.dtype, device, job.data)
     attention = "" if kernels == ("xla",) else f", attention by {' and '.join(kernels)}"
     trained = "" if pipe.num_trained == pipe.num_parameters else f" ({pipe.num_trained:,} trained)"
     yield (
@@ -286,7 +285,7 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
         barrier = ", no barrier before the optimizer" if pipe.execution.post_validation else ""
         yield f"executor  mpmd: a program for each stage and kind of task, dispatched by the host{barrier}"
     if ticks is not None:
-        costs = task_costs(config.executor.remat)
+        costs = pipe.task_costs
         stretch = ticks.makespan_s(costs) / simulate(schedule, costs).makespan_s
         if stretch > LOCKSTEP_NOTICE:
             yield (

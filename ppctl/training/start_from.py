@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ppctl.config import Config
 from ppctl.errors import CheckpointError
 from ppctl.model.lora import A, with_base, without_adapters
 from ppctl.model.stack import init
+from ppctl.training.adapters import stored_lora
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checkpoint.manifest import array_types, differences
 from ppctl.training.engines.states import shardings_of
@@ -37,12 +39,22 @@ def state_from(config: Config, job: TrainingJob) -> Tree | None:
             raise CheckpointError(
                 f"run.start_from={directory} has no checkpoint. Name a run directory, as `ppctl import` writes one."
             )
-        found = checkpoints.param_types(step)
-        has_adapters, trains_adapters = any(name.endswith(A) for name in found), lora_of(config.optim) is not None
+        found, theirs, own = checkpoints.param_types(step), stored_lora(checkpoints, step), lora_of(config.optim)
+        has_adapters, trains_adapters = any(name.endswith(A) for name in found), own is not None
         if has_adapters and not trains_adapters:
             raise CheckpointError(
                 f"run.start_from={directory} has adapters, and optim.train=all trains none. Use optim.train=lora, or "
                 f"merge them: ppctl export {directory} --out MODEL, ppctl import MODEL --out RUN_DIR."
+            )
+        if theirs is not None and own is not None and theirs != own:
+            unlike = [
+                f"optim.lora_{key}: {_shown(old)} there, {_shown(new)} here"
+                for (key, old), new in zip(asdict(theirs).items(), asdict(own).values(), strict=True)
+                if old != new
+            ]
+            raise CheckpointError(
+                f"run.start_from={directory} has other adapters: {', '.join(unlike)}. Use those, or merge them: ppctl "
+                f"export {directory} --out MODEL, ppctl import MODEL --out RUN_DIR."
             )
         are_base = trains_adapters and not has_adapters
         wanted = without_adapters(natural["params"]) if are_base else natural["params"]
@@ -59,3 +71,7 @@ def state_from(config: Config, job: TrainingJob) -> Tree | None:
         return init_state(whole, job.pipe.optimizer, stack.trainable)
 
     return jax.jit(fresh, out_shardings=shardings_of(natural))(params)
+
+
+def _shown(setting: Any) -> str:
+    return "null" if setting is None else str([*setting] if isinstance(setting, tuple) else setting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
 
 import jax.numpy as jnp
@@ -78,6 +79,78 @@ def test_a_terminal_gets_prompt_and_text(here, capsys):
     )
     assert out.startswith("the")
     assert len(out.rstrip("\n")) <= 3 + 5
+
+
+ANSWER = [[104], [105], [7], [104]]  # "hi", and what is there behind it
+
+
+@pytest.fixture
+def answering(here, tmp_path, monkeypatch):
+    """What `ppctl generate` of the run, changed by a function, answers where the model says ANSWER."""
+
+    def generated(change, *words):
+        shutil.copytree(here / "run", tmp_path / "run", dirs_exist_ok=True)
+        (tmp_path / "run/source").mkdir(exist_ok=True)
+        change(tmp_path / "run/source")
+        said = (np.asarray(tokens) for tokens in ANSWER)
+        monkeypatch.setattr("ppctl.training.generation.continuations", lambda *_, **__: said)
+        return cli.main(["generate", str(tmp_path / "run"), "--prompt", "the", "--json", *words])
+
+    return generated
+
+
+def config_of(name, ends):
+    return lambda source: (source / name).write_text(json.dumps({"eos_token_id": ends}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "expected"),
+    [
+        (lambda _: None, [], ("hi\ah", "length")),
+        (lambda _: None, ["--stop", "\a"], ("hi", "end")),
+        (config_of("generation_config.json", [9, 7]), [], ("hi", "end")),
+        (config_of("config.json", 7), [], ("hi", "end")),
+        (config_of("config.json", None), [], ("hi\ah", "length")),
+    ],
+)
+def test_a_text_ends_at_each_token_that_the_model_or_the_user_names(answering, capsys, change, words, expected):
+    assert answering(change, *words) == 0
+    (found,) = json.loads(capsys.readouterr().out)["completions"]
+    assert (found["text"], found["finished"]) == expected
+    assert found["tokens"] == [104, 105, 7, 104][: 4 if expected[1] == "length" else 3]
+
+
+@pytest.mark.parametrize(("behind", "is_known"), [("<|im_end|>", True), ("", False)])
+def test_an_answer_ends_where_the_chat_template_ends_a_turn(answering, capsys, behind, is_known):
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def change(source):
+        words = {"<end>": 0, "<|im_end|>": 7, "?": 104, "!": 105}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "?"))
+        made.add_special_tokens(["<end>", "<|im_end|>"])
+        (source / "tokenizer.json").write_text(made.to_str())
+        template = "{% for m in messages %}{{ m.content + '" + behind + "' }}{% endfor %}"
+        (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": template}))
+
+    assert answering(change, "--chat") == 0
+    said = capsys.readouterr()
+    (found,) = json.loads(said.out)["completions"]
+    assert found["tokens"] == ([104, 105, 7] if is_known else [104, 105, 7, 104])
+    assert found["finished"] == ("end" if is_known else "length")
+    note = "note: the chat template ends an answer with no special token. Name what does with --stop TOKEN."
+    assert (note in said.err) is not is_known
+    assert answering(change, "--chat", "--stop", "<|im_end|>") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["completions"][0]["tokens"] == [104, 105, 7]
+    assert note not in said.err
+
+
+def test_what_ends_texts_is_said_in_a_line_where_it_cannot_be_read(answering, capsys):
+    for text, message in (("{", "cannot be read"), ('{"eos_token_id": ["a"]}', "is no token id and no list of them")):
+        assert answering(lambda source, text=text: (source / "generation_config.json").write_text(text)) != 0
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
 
 
 def test_evaluation_is_the_mean_over_all_targets(here, capsys):
@@ -253,6 +326,7 @@ def test_without_lm_eval_its_tasks_are_refused(here, capsys, monkeypatch):
         ("generate run --prompt a --temperature 0 --top-k 3", "--temperature 0 takes the likeliest"),
         ("generate run --prompt a --top-p 2", "--top-p 2.0 is no probability"),
         ("generate run --prompt a --chat", "has no chat template"),
+        ("generate run --prompt a --stop ab", "'ab' is 2 tokens of the tokenizer of run. Name one token"),
         ("generate run --prompt a --devices 99", "--devices 99 are more than"),
         ("evaluate run model.d_model=3", "takes data=..., data.SETTING=... and model.seq_len=N alone"),
         ("evaluate run --choices none.jsonl", "--choices none.jsonl cannot be read"),

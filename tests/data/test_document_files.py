@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from ppctl.data import documents
+from ppctl.data import documents, encoding, token_cache
 from ppctl.data.bpe import train_bpe, write_tokenizer
 from ppctl.data.documents import Broken, Document, Fields, Source, read_documents
 from ppctl.data.token_cache import cached_tokens
@@ -189,36 +189,84 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused(build, tmp_path):
 TOKENIZE = """
 import sys, time
 from pathlib import Path
-from ppctl.data import token_cache
+from ppctl.data import encoding, token_cache
 from ppctl.data.documents import Fields, Source
 from ppctl.data.tokenizer import byte_tokenizer
-slow, encoded = float(sys.argv[3]), token_cache._encoded
+stop, encoding.CHARS_AT_ONCE, encoded = int(sys.argv[3]), int(sys.argv[4]), token_cache.encoded
+number = 0
 def slowly(*given):
+    global number
     for piece in encoded(*given):
+        number += 1
         print("piece", flush=True)
-        time.sleep(slow)
+        time.sleep(100 if number == stop else 0)
         yield piece
-token_cache._encoded = slowly
-source = Source([Path(sys.argv[1])], frozenset(), Fields(), False)
+token_cache.encoded = slowly
+source = Source([Path(sys.argv[1])], frozenset(), Fields(prompt="prompt"), False)
 print(len(token_cache.cached_tokens("t", source, byte_tokenizer(), "", sys.argv[2]).ends), flush=True)
 """
 
 
-def test_a_killed_writer_leaves_nothing_and_who_waited_writes_the_whole(tmp_path):
-    file, cache = written(tmp_path / "a.jsonl", LINES), tmp_path / "cache"
+@pytest.mark.parametrize(("chars", "is_kept"), [(1, True), (10**6, False)], ids=["blocks of one", "one block"])
+def test_who_waited_for_a_killed_writer_goes_on_behind_its_last_block(tmp_path, chars, is_kept):
+    rows = [{"text": text, "prompt": "ask" if i == 1 else ""} for i, text in enumerate(TEXTS)]
+    file, cache = written(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)), tmp_path / "cache"
 
-    def start(slow):
-        words = [sys.executable, "-c", TOKENIZE, file, cache, str(slow)]
+    def start(stop):
+        words = [sys.executable, "-c", TOKENIZE, file, cache, str(stop), str(chars)]
         return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
-    killed = start(100)
-    assert killed.stdout.readline() == "piece\n"  # it writes
+    killed = start(3)
+    assert [killed.stdout.readline() for _ in range(3)] == ["piece\n"] * 3  # two of them whole
     waiting = start(0)
     time.sleep(0.5)
     killed.send_signal(signal.SIGKILL)
     assert killed.communicate(timeout=60) == ("", None)
-    assert waiting.communicate(timeout=60)[0].split() == ["piece"] * 3 + ["3"]
+    assert waiting.communicate(timeout=60)[0].split() == ["piece"] * (1 if is_kept else 3) + ["3"]
+    (found,) = cache.iterdir()
+    source = Source([file], frozenset(), Fields(prompt="prompt"), False)
+    tokens = cached_tokens("t", source, byte_tokenizer(), "", str(tmp_path / "whole"))
+    assert tokens.ids.tobytes() == b"".join((row["prompt"] + row["text"]).encode() + b"\0" for row in rows)
+    assert not tokens.is_learned.all()
+    assert found.read_bytes() == (tmp_path / "whole" / found.name).read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["ids", "learned", "ends", "progress", "cut"])
+def test_what_an_interrupted_writer_left_counts_where_it_is_whole(tmp_path, monkeypatch, damage):
+    """Ctrl-C behind the second of three blocks; then something happens to the files. The result is the same."""
+    monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 1)
+    file, cache = written(tmp_path / "a.jsonl", LINES), tmp_path / "cache"
+    source, number = Source([file], frozenset(), Fields(), False), 0
+    whole = cached_tokens("t", source, byte_tokenizer(), "", str(tmp_path / "whole"))
+
+    def interrupted(block, *given):
+        nonlocal number
+        number += 1
+        if number == 3:
+            raise KeyboardInterrupt
+        return encoding.encoded(block, *given)
+
+    monkeypatch.setattr(token_cache, "encoded", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cached_tokens("t", source, byte_tokenizer(), "", str(cache))
+    parts = {path.suffix: path for path in cache.iterdir()}
+    assert parts.keys() == {".tmp", ".ends", ".learned", ".progress"}
+    if damage == "cut":
+        parts[".progress"].write_bytes(parts[".progress"].read_bytes()[:-5])  # of the second block nothing is known
+    else:
+        part = parts[".tmp" if damage == "ids" else f".{damage}"]
+        part.write_bytes(b"\2" + part.read_bytes()[1 if damage != "ends" else 9 :])
+    found = cached_tokens("t", source, byte_tokenizer(), "", str(cache))
+    number_again = number - 3
+    assert number_again == {"cut": 2, "progress": 1}.get(damage, 3)
+    assert [each.tobytes() for each in found[:2]] == [each.tobytes() for each in whole[:2]]
+    assert found.content == whole.content
     assert [path.suffix for path in cache.iterdir()] == [".tokens"]
-    source = Source([file], frozenset(), Fields(), False)
-    tokens = cached_tokens("t", source, byte_tokenizer(), "", str(cache))
-    assert tokens.ids.tobytes() == b"".join(text.encode() + b"\0" for text in TEXTS)
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "CHARS_AT_ONCE", 1)
+    file = written(tmp_path / "a.jsonl", LINES + "{\n")
+    with pytest.raises(DataError):
+        cached_tokens("t", Source([file], frozenset(), Fields(), False), byte_tokenizer(), "", str(tmp_path / "cache"))
+    assert not [*(tmp_path / "cache").iterdir()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ppctl.data.bpe import SPECIAL, train_bpe, write_tokenizer
 from ppctl.data.chat import CHATML, ChatTemplate, render
 from ppctl.data.documents import Fields, Source
-from ppctl.data.tokenizer import byte_tokenizer, load_tokenizer
+from ppctl.data.tokenizer import byte_tokenizer, load_tokenizer, turn_end
 from ppctl.errors import DataError
 
 TEXT = "the quick brown fox jumps over the lazy dog; 12 dogs, naïve füchse\n" * 40
@@ -90,6 +91,27 @@ def test_a_template_knows_the_special_tokens_and_jinja_of_others():
     )
     messages = [{"role": "user", "content": " é "}, {"role": "tool", "content": "x"}]
     assert render(ChatTemplate(source, (("bos_token", "<s>"),)), messages).text == '<s>"é"'
+
+
+TURNS = "{% for m in messages %}{{ m.role + ': ' + m.content + END + '\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, "<|im_end|>"),
+        (PLAIN_CHATML, "<|im_end|>"),
+        (TURNS.replace("END", "' ' + eos_token"), "<|endoftext|>"),
+        (TURNS.replace("END", "''"), None),
+        (None, None),
+    ],
+)
+def test_what_ends_a_turn_is_the_special_token_behind_an_answer(directory, template, expected):
+    tokens = (("eos_token", "<|endoftext|>"),)
+    found = turn_end(
+        replace(load_tokenizer(str(directory), None), template=template and ChatTemplate(template, tokens))
+    )
+    assert found == (None if expected is None else SPECIAL.index(expected))
 
 
 @pytest.mark.parametrize(

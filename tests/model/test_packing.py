@@ -159,11 +159,13 @@ def test_the_model_of_packed_sequences_knows_documents_or_is_refused():
     assert choose("auto", h100, jnp.dtype("bfloat16"), 64, 512) == "cudnn"
     assert choose("auto", h100, jnp.dtype("bfloat16"), 64, 512, packed=True) == "xla"
     assert choose("auto", h100, jnp.dtype("bfloat16"), 64, 4096, packed=True) == "chunked"
-    with pytest.raises(
-        ConfigError,
-        match=r"model.attention=cudnn: the call of cuDNN has no mask of documents.* Use model.attention=auto",
-    ):
-        choose("cudnn", h100, jnp.dtype("bfloat16"), 64, 512, packed=True)
+    of_packed = partial(choose, "cudnn", num_tokens=512, dtype=jnp.dtype("bfloat16"), head_dim=64, packed=True)
+    assert of_packed(device=h100, most_documents=9) == "cudnn"
+    with pytest.raises(ConfigError, match=r"cudnn: cuDNN must know how many documents .* Use model.attention=auto"):
+        of_packed(device=h100)
+    a100 = type("A100", (), {"platform": "gpu", "compute_capability": "8.0", "device_kind": "A100"})()
+    with pytest.raises(ConfigError, match=r"of packed documents needs compute capability 9.0, and A100 has 8.0\. Use"):
+        of_packed(device=a100, most_documents=9)
     stack = ppctl.transformer(vocab_size=VOCAB_SIZE, packed=True, **SIZES)
     with pytest.raises(ConfigError, match=r"cp=2 divides a sequence over devices.* Use (mesh\.)?cp=1"):
         ppctl.pipeline(

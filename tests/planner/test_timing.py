@@ -94,6 +94,12 @@ def test_the_median_run_counts(monkeypatch):
     assert measured == (8.0, 4.0)
 
 
+@pytest.mark.parametrize("goes", [(), jnp.zeros(3)], ids=["of nothing", "as it was"])
+def test_a_body_that_computes_nothing_takes_no_time(goes):
+    measured = timing.turn(lambda i, stays, goes: goes, (), goes, small_mesh((1,), ("all",)))
+    assert 0 <= measured.wall_s < 1e-6
+
+
 def test_more_work_takes_more_cpu_time(monkeypatch):
     monkeypatch.setattr(timing, "LEAST_S", 0.01)
     body = lambda i, stays, goes: jnp.tanh(goes @ stays)  # noqa: E731

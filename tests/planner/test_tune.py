@@ -325,6 +325,20 @@ def test_plan_prints_of_the_recipe_what_tune_did(tuned, capsys):
 
 
 @pytest.mark.full
+def test_adapters_are_all_that_has_gradients_and_moments_in_a_layout_found(tuned, capsys):
+    words = ["model=transformer", "model.num_heads=2", "model.seq_len=16", "data=synthetic", "data.batch_size=16"]
+    words = ["tune", *words, "model.num_layers=4", "model.d_model=32", "mesh=1x4", "hardware=h100", "tune.best=1"]
+    words += ["tune.schedules=[zb_h1]", "tune.tp=[1]", "tune.cp=[1]", "optim.train=lora", "optim.lora_rank=2", "--json"]
+    assert cli.main(words) == 0
+    first = json.loads(capsys.readouterr().out)["best"][0]
+    assert cli.main(["plan", "--config-dir", ".", "recipes=tuned", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_time_s"] == first["step_time_s"]
+    assert max(found["total_bytes"]) == first["total_bytes"]
+    assert first["memory"]["optimizer"] < first["memory"]["parameters"]
+
+
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_recipe_trains(tuned, capsys):
     assert tuned("mesh=2x2", "run.num_steps=2", "run.tensorboard=false", "tune.schedules=[zb_h1]")[0] == 0

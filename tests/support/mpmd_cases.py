@@ -12,6 +12,7 @@ from ppctl.executors.layout import Layout, layer_specs
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.schedule import build
+from ppctl.schedule.costs import task_costs
 from ppctl.schedule.partition.partition import uniform
 from ppctl.schedule.ticks import forward_only
 from ppctl.training import optim
@@ -70,7 +71,9 @@ def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
     specs = layer_specs(layout.staged_specs(jax.eval_shape(layout.to_staged, params))["layers"])
     specs = specs if case.gather == "layer" else None
     model = Model(stack, params["ends"], layer, microbatch, *sizes, layer_specs=specs)
-    schedules = tuple((each, dispatch_order(each, case.remat)) for each in (schedule, forward_only(schedule)))
+    schedules = tuple(
+        (each, dispatch_order(each, task_costs(case.remat))) for each in (schedule, forward_only(schedule))
+    )
     optimizer = make_optimizer(clip_norm)
     states = States(layout, lambda seed: init_state(jax.tree.map(jnp.asarray, params), optimizer, stack.trainable))
     return Mpmd(states, shapes, model, schedules, optimizer, LR_SCHEDULE, compiler_options=COMPILE_FAST)

@@ -20,6 +20,7 @@ from ppctl.training.exchange.export_model import export_model
 from ppctl.training.exchange.families import model_settings
 from ppctl.training.exchange.gguf_file import ENDS, LAYER
 from ppctl.training.exchange.import_model import import_model
+from ppctl.training.kept_tokenizer import configured_ends
 
 NAMES = sorted(MODELS, key=lambda name: name not in ("gemma3", "qwen2", "llama3"))
 
@@ -223,6 +224,8 @@ def test_a_gguf_file_is_the_model_that_was_written(copy, tmp_path):
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(10000.0)
     writer.add_context_length(64)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
     for name, tensor in tensors.items():
         stem, number = name.removesuffix(".weight"), ""
         if stem.startswith("model.layers."):
@@ -242,3 +245,6 @@ def test_a_gguf_file_is_the_model_that_was_written(copy, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *(run.params() for run in runs))
     unlike = {key for key, value in runs[0].settings["model"].items() if value != runs[1].settings["model"][key]}
     assert not unlike
+    assert configured_ends(tmp_path / "run") == (2, 5)
+    export_model(tmp_path / "run", tmp_path / "out")
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == [2, 5]

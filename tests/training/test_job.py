@@ -1,5 +1,6 @@
 """The job of a run: what depends on the layout and what must not, FLOPs against closed forms, what is refused."""
 
+import math
 import os
 import re
 from dataclasses import replace
@@ -12,6 +13,7 @@ from support.selection import few
 
 from ppctl.config import (
     MLP,
+    AdamW,
     Balanced,
     Config,
     Data,
@@ -28,9 +30,12 @@ from ppctl.config import (
     Transformer,
     Uniform,
 )
+from ppctl.config.schedule_from_config import trained_share
 from ppctl.errors import ConfigError, ScheduleError
+from ppctl.model.stack import init
 from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.partition.partition import LETTERS, stages_text
+from ppctl.schedule.ticks import ticks
 from ppctl.training.engines.examples import put_examples
 from ppctl.training.job import assemble, model_flops, partition_text, plan, without_pipeline
 from ppctl.training.models import make_stack
@@ -162,6 +167,42 @@ def test_the_flags_for_busy_machines_are_added_once_and_never_override(monkeypat
 def test_recomputing_costs_a_forward(remat, backward_s):
     assert task_costs(remat).backward_s == backward_s
     assert task_costs("none") == Costs()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "targets"),
+    [
+        ({}, None),
+        ({"activation": "swiglu", "num_kv_heads": 2, "head_dim": 6, "qk_norm": True}, None),
+        ({"activation": "geglu", "post_norms": True, "mlp_width": 40, "qkv_bias": True}, ["q", "down"]),
+    ],
+)
+def test_w_costs_what_is_trained_of_the_layers(sizes, targets):
+    """The same share by the settings, which schedules are made by before JAX starts, and by the parameters."""
+    optim = AdamW(train="lora", lora_rank=2, lora_targets=targets)
+    request = transformer_config(model=small(**sizes), optim=optim, schedule=Schedule("zb_h1", 4))
+    share, pipe = trained_share(request.model, optim), assemble(request).pipe
+    assert 0 < share < 0.3
+    assert pipe.task_costs == Costs(weight_grad_s=share)
+    assert pipe.ticks == plan(request)[1] == ticks(pipe.schedule, Costs(weight_grad_s=share), "none")
+    assert trained_share(request.model, AdamW()) == 1
+    assert assemble(replace(request, optim=AdamW())).pipe.task_costs == Costs()
+    layers, free = jax.eval_shape(lambda: init(pipe.stack, 0))["layers"], pipe.stack.trains("layers")
+    sizes = {True: 0, False: 0}
+    for leaf, is_trained in zip(jax.tree.leaves(layers), jax.tree.leaves(free), strict=True):
+        sizes[is_trained] += math.prod(leaf.shape[1:]) if leaf.ndim == 3 else 0
+    assert share == sizes[True] / (sizes[True] + sizes[False])
+
+
+def test_without_w_zero_bubble_schedules_have_the_bubble_of_1f1b():
+    ranks, number = 4, 8
+    request = transformer_config(
+        mesh=Mesh(1, ranks), schedule=Schedule("zb_h1", number), executor=Mpmd(), optim=AdamW(train="lora", lora_rank=1)
+    )
+    of_1f1b, whole = (ranks - 1) / (number + ranks - 1), 1 - 3 * number / (3 * number + ranks - 1)  # as published
+    found, share = assemble(request).pipe.bubble(), trained_share(request.model, request.optim)
+    assert assemble(replace(request, optim=AdamW())).pipe.bubble() == pytest.approx(whole)
+    assert of_1f1b - share < found < of_1f1b
 
 
 def test_without_a_pipeline_the_same_model_meets_the_same_data():

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from ppctl import cli
+from ppctl.config import Config, Run, Text, Tokens
+from ppctl.training.exchange.export_model import _kept_files
+from ppctl.training.kept_tokenizer import configured_ends, keep_tokenizer, kept_tokenizer
 
 TEXT = "the cat sat on the mat, and the dog sat on the log.\n" * 60
 TRAIN = (
@@ -44,6 +47,31 @@ def test_a_run_keeps_its_tokenizer(tmp_path, monkeypatch, capsys):
     assert cli.main(["export", "run", "--out", "out"]) == 0
     assert json.loads((tmp_path / "out/tokenizer.json").read_text()) == json.loads(text)
     assert (tmp_path / "out/tokenizer_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("data", "keeps"),
+    [
+        (Tokens(path="tokens.bin"), ("tokenizer.json", "generation_config.json")),
+        (Text(path="text.txt", tokenizer="same"), ("tokenizer.json", "generation_config.json")),
+        (Text(path="text.txt", tokenizer="other"), ("tokenizer.json",)),
+        (Text(path="text.txt"), ()),
+    ],
+)
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_run_that_starts_from_another_keeps_what_ends_its_texts(data, keeps, name, tmp_path, monkeypatch):
+    """With the same tokenizer, or one that the data does not name: of others the ids mean something else."""
+    monkeypatch.chdir(tmp_path)
+    for folder, text in (("first/source", "{}"), ("same", "{}"), ("other", "{ }")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "tokenizer.json").write_text(text)
+    (tmp_path / "first/source" / name).write_text('{"eos_token_id": [1, 106]}')
+    keep_tokenizer(Config(data=data, run=Run(dir="second", start_from="first")))
+    assert {file.name for file in (tmp_path / "second").rglob("*.json")} == {*keeps}
+    assert configured_ends(tmp_path / "second") == ((1, 106) if "generation_config.json" in keeps else ())
+    assert (kept_tokenizer(tmp_path / "second") is not None) == ("tokenizer.json" in keeps)
+    if keeps:  # an export finds them when the first run has moved
+        assert {*_kept_files(None, tmp_path / "second/source")} == {*keeps}
 
 
 @pytest.mark.full

@@ -91,6 +91,27 @@ def test_a_run_of_adapters_from_an_imported_model(layouts, base, capsys):
     assert "--adapter: base was not trained with optim.train=lora" in capsys.readouterr().err
 
 
+def test_a_run_of_adapters_goes_on_in_another(base, capsys):
+    """With its adapters and its base, and moments of zero; other adapters are refused."""
+    assert train(*LORA, *ALONE, "run.num_steps=2") == 0
+    second = [*ALONE, "run.num_steps=1", "run.name=second", "run.start_from=runs/base-trained"]
+    for words, message in (
+        (["optim.train=lora", "optim.lora_rank=4", "optim.lora_alpha=4"], "optim.lora_alpha: 8.0 there, 4.0 here"),
+        (["optim.train=lora", "optim.lora_rank=2", "optim.lora_alpha=8"], "optim.lora_rank: 4 there, 2 here"),
+        ([*LORA, "optim.lora_targets=[q]"], "optim.lora_targets: null there, ['q'] here"),
+    ):
+        assert train(*words, *second) == CheckpointError.exit_code
+        assert f"run.start_from=runs/base-trained has other adapters: {message}. Use" in capsys.readouterr().err
+    assert train(*LORA, *second) == 0
+    before, after = ppctl.load_run("runs/base-trained"), ppctl.load_run("runs/second")
+    assert after.metrics[0]["loss"] == pytest.approx(before.loss(next(after.data.batches())), rel=1e-5)
+    assert after.metrics[0]["loss"] != pytest.approx(ppctl.load_run("base").loss(next(after.data.batches())), rel=1e-3)
+    (_, old), (_, new) = before.adapters(), after.adapters()
+    for name, part in old["layers"]["mlp"]["up"].items():
+        moved = np.abs(new["layers"]["mlp"]["up"][name] - part).max()
+        assert moved == 0 if name == "kernel" else 0 < moved < 0.1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

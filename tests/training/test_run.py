@@ -339,6 +339,26 @@ def test_a_state_that_is_not_finite_is_never_saved(train, copy):
     assert train("optim.lr=1e-4")[0] == 0
 
 
+def test_a_batch_without_targets_is_noted_once(train, tmp_path):
+    """As of long prompts: all but the last sequence of the text ask for nothing."""
+    (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "ask " * 2000, "text": "!"}) + "\n")
+    words = [f"data.path={tmp_path / 'text.jsonl'}", "data.prompt_field=prompt", f"data.cache_dir={tmp_path}"]
+    words += [
+        "data=text",
+        "data.batch_size=4",
+        "data.eval_fraction=0",
+        "executor=reference",
+        "mesh=1x1",
+        "run.num_steps=4",
+    ]
+    left_out = ("data", "mesh", "run.num_steps")
+    tiny = " ".join(word for word in TOKENS.split() if not word.startswith(left_out))
+    code, out, _ = train(*words, tiny=tiny)
+    assert code == 0
+    assert losses(tmp_path / "run").count(0) >= 3
+    assert out.count("has loss 0 and gradient 0, as a batch has in which nothing is to be predicted") == 1
+
+
 def test_data_that_overflows_stops_the_run_at_its_first_step(train, tmp_path):
     code, _, err = train("data.noise=1e30", tiny=ROWS)
     assert code == 4

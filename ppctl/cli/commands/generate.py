@@ -39,7 +39,9 @@ Options:
   --prompt TEXT    what is continued; may be given several times, and "" is what stands between documents
   --prompts FILE   a prompt a line
   --chat           the prompt is a user's message, written as the tokenizer's chat template has it
-  --max-tokens N   new tokens at most (default 64); a token that ends documents ends the text before
+  --max-tokens N   new tokens at most (default 64); a token that ends documents ends the text before, so do those of
+                   eos_token_id in generation_config.json, and with --chat what ends a turn in the chat template
+  --stop TOKEN     one more token that ends the text, such as "<|im_end|>"; may be given several times
   --temperature T  0: the likeliest token; otherwise logits are divided by it (default 1)
   --top-k K        only the K likeliest tokens
   --top-p P        only the fewest likeliest tokens that have the probability P together
@@ -114,8 +116,10 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
     tokenizer = model.tokenizer
     ids = [_encoded(model, prompt, is_chat=options.chat) for prompt in prompts]
     decoder = decoder_of(model, devices, positions_for(ids, options.max_tokens))
+    ends = _ends(model, options)
     streams = len(prompts) == 1 and not options.json
-    written = StreamedText(tokenizer, ids[0], partial(print, end="", flush=True)) if streams else None
+    text_of_first = partial(text_of, tokenizer, ids[0], ends=ends)
+    written = StreamedText(text_of_first, partial(print, end="", flush=True)) if streams else None
     if streams:
         print(prompts[0], end="", flush=True)
     new: list[list[int]] = [[] for _ in prompts]
@@ -128,13 +132,13 @@ def _generate(path: Path, prompts: Sequence[str], options: Namespace) -> int:
         for row, token in enumerate(tokens.tolist()):
             if not is_done[row]:
                 new[row].append(token)
-                is_done[row] = token == tokenizer.end
+                is_done[row] = token in ends
         if written is not None and not is_done[0]:
             written.add(new[0])
         if all(is_done):
             break
     seconds = time.perf_counter() - began
-    texts = [text_of(tokenizer, prompt, found) for prompt, found in zip(ids, new, strict=True)]
+    texts = [text_of(tokenizer, prompt, found, ends) for prompt, found in zip(ids, new, strict=True)]
     number = sum(map(len, new))
     per_s = (number - timed_from) / seconds if began and number > timed_from else None
     if options.json:
@@ -160,6 +164,20 @@ def _encoded(model: LanguageModel, prompt: str, *, is_chat: bool) -> list[int]:
     return model.encoded_chat([{"role": "user", "content": prompt}])
 
 
+def _ends(model: LanguageModel, options: Namespace) -> frozenset[int]:
+    """Return the tokens that end a text; a note on stderr says where no file names what ends an answer."""
+    from ppctl.data.tokenizer import turn_end
+
+    named = frozenset(map(model.token_of, options.stop or ()))
+    turn = turn_end(model.tokenizer) if options.chat else None
+    if turn is not None:
+        return model.ends | named | {turn}
+    if options.chat and not named and len(model.ends) == 1:  # what ends documents
+        note = "note: the chat template ends an answer with no special token. Name what does with --stop TOKEN."
+        print(note, file=sys.stderr)
+    return model.ends | named
+
+
 def start_devices(number: int) -> list[Any]:
     """Return the first devices here, so many; CPU devices are simulated. ConfigError where there are fewer."""
     import jax
@@ -180,6 +198,7 @@ def _parser() -> Parser:
     parser.add_argument("--prompt", action="append")
     parser.add_argument("--prompts")
     parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--stop", action="append")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int)

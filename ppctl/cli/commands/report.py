@@ -95,7 +95,7 @@ def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
 
 def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
     """Return the schedule of a run as its settings have it, or why it cannot be drawn."""
-    from ppctl.config.schedule_from_config import pipeline_of
+    from ppctl.config.schedule_from_config import pipeline_of, trained_share
     from ppctl.reports.run_page.gantt import most_chunks, too_large
 
     try:
@@ -110,7 +110,12 @@ def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str
             return f"The schedule cannot be drawn: {path} cannot be read: it is no file."  # but a pipe, or has no end
         chunks = most_chunks(parts["schedule"], mesh.pp, num_layers)
         large = too_large(mesh.pp, parts["schedule"].num_microbatches, chunks, words)
-        return large or pipeline_of(**parts, num_ranks=mesh.pp, num_layers=num_layers)
+        trained = 1.0
+        if config.get("optim", {}).get("train") == "lora":
+            trained = trained_share(
+                *(schema_of(part, config[part]["name"])(**config[part]) for part in ("model", "optim"))
+            )
+        return large or pipeline_of(**parts, num_ranks=mesh.pp, num_layers=num_layers, trained=trained)
     except PpctlError as error:
         return f"The schedule cannot be drawn: {' '.join(str(error).split())}"
     except (KeyError, TypeError, ValueError, AttributeError, OSError):

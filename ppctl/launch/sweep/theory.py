@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ppctl.config import Config
+from ppctl.config.schedule_from_config import trained_share
 from ppctl.errors import ScheduleError
 from ppctl.schedule import FAMILIES, build
-from ppctl.schedule.costs import task_costs
+from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import makespan_formula_s
 from ppctl.schedule.search.extrapolate import MOST_TASKS
 from ppctl.schedule.simulate import simulate
@@ -24,7 +25,7 @@ def bubble_curve(config: Config, sizes: Sequence[int]) -> list[tuple[float, floa
     schedule, ranks, family = config.schedule, config.mesh.pp, config.schedule.name
     if family not in FAMILIES or not config.executor.IS_PIPELINED:
         return []
-    costs = task_costs(config.executor.remat)
+    costs = _costs(config)
     work_s = sum(costs.seconds(kind, 0, 1) for kind in "FIW")
     low, high = min(sizes), max(sizes)
     between = {round(low * (high / low) ** (k / (NUM_POINTS - 1))) for k in range(NUM_POINTS)}
@@ -36,8 +37,12 @@ def bubble_curve(config: Config, sizes: Sequence[int]) -> list[tuple[float, floa
     return curve if len(curve) > 1 else _simulated(config, sorted(set(sizes)))
 
 
+def _costs(config: Config) -> Costs:
+    return task_costs(config.executor.remat, trained_share(config.model, config.optim))
+
+
 def _simulated(config: Config, sizes: Sequence[int]) -> list[tuple[float, float]]:
-    settings, costs, found = config.schedule, task_costs(config.executor.remat), []
+    settings, costs, found = config.schedule, _costs(config), []
     for num in sizes:
         try:
             schedule = build(settings.name, config.mesh.pp, num, **settings.knobs())

@@ -17,9 +17,8 @@ from ppctl.executors.spmd.memory import spmd_bytes
 from ppctl.executors.spmd.program import Options, spmd
 from ppctl.model.parallel import WHOLE, StageAxes
 from ppctl.model.stack import Stack
-from ppctl.schedule.costs import task_costs
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule, Task
-from ppctl.schedule.remat import Remat
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.ticks import Ticks, forward_only, ticks
 from ppctl.training import optim
@@ -46,16 +45,15 @@ def make_engine(
     lr_schedule: optax.Schedule | None,
     execution: Execution,
     clip_norm: float | None,
+    costs: Costs,
 ) -> Engine:
     """Return the engine that runs a schedule.
 
     stack: the whole model; model: as one device computes it; shapes: of a global batch; clip_norm: of the optimizer's
-    clipping.
+    clipping; costs: relative, of tasks.
     """
     if execution.dispatches_tasks:
-        training, evaluation = (
-            (each, dispatch_order(each, execution.remat)) for each in (schedule, forward_only(schedule))
-        )
+        training, evaluation = ((each, dispatch_order(each, costs)) for each in (schedule, forward_only(schedule)))
         engine = Mpmd(states, shapes, model, (training, evaluation), optimizer, lr_schedule, dict(execution.xla_flags))
         if not execution.post_validation:
             return engine
@@ -63,7 +61,7 @@ def make_engine(
     if lowered is None:
         gradients, loss = _by_reference(stack, model, states.layout, execution)
         return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, flags=execution.xla_flags)
-    gradients, loss = _in_ticks(model, states.layout, schedule, lowered, execution)
+    gradients, loss = _in_ticks(model, states.layout, schedule, lowered, execution, costs)
     gather = tick_options(states.layout, execution, model.dtype).gather
     held = spmd_bytes(model, states.layout, lowered, gather, states.staged["params"]["layers"])
     return OneProgram(states, shapes, gradients, loss, optimizer, lr_schedule, held, execution.xla_flags)
@@ -114,11 +112,11 @@ def _by_reference(stack: Stack, model: Model, layout: Layout, execution: Executi
 
 
 def _in_ticks(
-    model: Model, layout: Layout, schedule: Schedule, lowered: Ticks, execution: Execution
+    model: Model, layout: Layout, schedule: Schedule, lowered: Ticks, execution: Execution, costs: Costs
 ) -> tuple[LossAndGrads, Loss]:
     """Return the gradients, and the loss of an evaluation, that ranks take in lockstep."""
     options = tick_options(layout, execution, model.dtype)
-    evaluation = ticks(forward_only(schedule), task_costs(execution.remat), execution.remat)
+    evaluation = ticks(forward_only(schedule), costs, execution.remat)
     return spmd(model.stack, layout, lowered, options), spmd(model.stack, layout, evaluation, options)
 
 
@@ -134,7 +132,7 @@ def tick_options(layout: Layout, execution: Execution, dtype: jnp.dtype) -> Opti
     )
 
 
-def dispatch_order(schedule: Schedule, remat: Remat) -> list[Task]:
+def dispatch_order(schedule: Schedule, costs: Costs) -> list[Task]:
     """Return the tasks by their start on free-running ranks; a task comes after those that it reads from."""
-    start_s = simulate(schedule, task_costs(remat)).start_s  # in an order that ranks can run: ties keep it
+    start_s = simulate(schedule, costs).start_s  # in an order that ranks can run: ties keep it
     return sorted(start_s, key=start_s.__getitem__)

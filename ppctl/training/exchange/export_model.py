@@ -15,7 +15,7 @@ from ppctl.config import Transformer
 from ppctl.config.stored import model_and_data
 from ppctl.errors import ConfigError
 from ppctl.training.exchange.families import model_config, model_settings
-from ppctl.training.exchange.import_model import KEPT, SOURCE
+from ppctl.training.exchange.import_model import GENERATION, KEPT, SOURCE
 from ppctl.training.exchange.names import Named, named_parameters
 from ppctl.training.exchange.tensors import INDEX
 from ppctl.training.saved_run import SavedRun, load_run
@@ -62,11 +62,11 @@ def export_model(run_dir: Path, out: Path, *, step: int | None = None, dtype: st
         for name, file in _kept_files(source, run_dir / SOURCE).items():
             shutil.copyfile(file, out / name)
             files.append(name)
-        if "generation_config.json" not in files:
+        if GENERATION not in files:
             of_tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
             text = json.dumps({"_from_model_config": True, **of_tokens}, indent=2)
-            (out / "generation_config.json").write_text(text + "\n")
-            files.append("generation_config.json")
+            (out / GENERATION).write_text(text + "\n")
+            files.append(GENERATION)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}. Name another directory with --out.") from error
     return Exported((*files, CONFIG), chosen, number or 0)
@@ -102,8 +102,8 @@ def _kept_files(source: Path | None, own: Path) -> dict[str, Path]:
     found = {} if source is None else {name: source / name for name in KEPT[1:] if (source / name).is_file()}
     if own == source or not (own / "tokenizer.json").is_file():
         return found
-    kept = {name: file for name, file in found.items() if name == "generation_config.json"}
-    return kept | {name: own / name for name in KEPT[2:] if (own / name).is_file()}
+    kept = {name: file for name, file in found.items() if name == GENERATION}
+    return kept | {name: own / name for name in KEPT[1:] if (own / name).is_file()}
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:

@@ -81,6 +81,11 @@ def open_gguf(path: Path) -> tuple[dict[str, Any], Tensors, dict[str, str], tupl
         if of_tokens is not None:
             config[key] = int(of_tokens.contents())
     texts, notes = _tokenizer(reader, config)
+    of_turns = field("tokenizer.ggml.eot_token_id")
+    if of_turns is not None and "eos_token_id" in config:
+        ends = [*dict.fromkeys([config["eos_token_id"], int(of_turns.contents())])]
+        of_tokens = {key: config[key] for key in TOKENS if key in config} | {"eos_token_id": ends}
+        texts["generation_config.json"] = json.dumps(of_tokens, indent=2) + "\n"
     return config, _tensors(path, reader, config), texts, notes
 
 

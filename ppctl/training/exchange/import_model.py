@@ -30,8 +30,9 @@ from ppctl.training.exchange.tensors import Tensors, open_safetensors
 
 Tree = Any
 SOURCE = "source"  # folder of a run directory with the files that an export gives back
+GENERATION = "generation_config.json"
 KEPT = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("config.json", GENERATION, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja"),
 )
 LONGEST = 2048  # tokens of a sequence in the recipe, where the model takes more
@@ -177,6 +178,17 @@ def _metadata(config: Config, source: Path) -> dict[str, Any]:
         "rng": {"seed": config.run.seed, "data_order": "a function of seed and step"},
         "versions": versions(),
     }
+
+
+def ends_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the token ids that end a text by a config; () for none, None for what are no ids.
+
+    >>> ends_of({"eos_token_id": [1, 106]}), ends_of({"eos_token_id": 2}), ends_of({}), ends_of({"eos_token_id": "a"})
+    ((1, 106), (2,), (), None)
+    """
+    given = config.get("eos_token_id")
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    return tuple(ids) if all(type(each) is int for each in ids) else None
 
 
 def _keep(source: Path, folder: Path, config: Mapping[str, Any], texts: Mapping[str, str]) -> tuple[str, ...]:
