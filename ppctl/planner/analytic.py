@@ -68,6 +68,12 @@ class PlannedLayout:
     chunk_layers: int  # of its largest chunk, with padding
     tp: int = 1
     cp: int = 1
+    has_parts: bool = False  # every rank has a part of the vocabulary, which is never gathered over pp
+
+    @property
+    def end_devices(self) -> int:
+        """The devices over which a rank's embedding and head are divided, as the optimizer keeps them."""
+        return self.fsdp if self.has_parts else self.pp * self.fsdp
 
     @property
     def rank_devices(self) -> int:
@@ -130,7 +136,7 @@ def op_times(
     in_place = adds_in_place(layout, adds=machine.speed.adds, unroll=machine.unroll)
     speed = replace(machine.speed, adds=in_place)
 
-    links, sizes = layout.links(machine), {"tp": layout.tp, "cp": layout.cp}
+    links, sizes = layout.links(machine), {"pp": layout.pp, "tp": layout.tp, "cp": layout.cp}
 
     def seconds(piece: PieceWork, again: tuple[Op, ...] = ()) -> PieceTimes:
         parts = piece.forward, (*again, *piece.input_grad), piece.weight_grad
@@ -172,8 +178,9 @@ def overhead_s(
 ) -> float:
     """Return the per-step overhead: parameters gathered, gradients summed over replicas, the optimizer.
 
-    Embedding and head are divided over pp and fsdp, a rank's layers over fsdp; sums over dp are of what each device
-    keeps. Collectives of single arrays count as one, as compilers combine them.
+    Embedding and head are divided over pp and fsdp (a rank's part of a divided vocabulary over fsdp), a rank's layers
+    over fsdp; sums over dp are of what each device keeps. Collectives of single arrays count as one, as compilers
+    combine them.
     """
     read_and_written = 2 * (1 + params.moments) + 2  # gradients are read twice, once for their norm
     update = _trained(params, layout) * read_and_written
@@ -198,7 +205,8 @@ def exchange_s(
 
     trained = layout.rank_layers * params.trained_layer
     moved_s = there_and_back_s(links["fsdp"], layers, trained, layout.fsdp, gathered=gather == "step")
-    moved_s += there_and_back_s(links["both"], embed_head, params.trained_embed_head, layout.pp * layout.fsdp)
+    of_ends = links["fsdp" if layout.has_parts else "both"]
+    moved_s += there_and_back_s(of_ends, embed_head, params.trained_embed_head, layout.end_devices)
     sum_s = links["replicas"].sum_s(_trained(params, layout), layout.dp * layout.cp)
     copied = layers / layout.fsdp if gather == "layer" else layers
     cast_s = casts * (copied + embed_head) * (1 + params.compute_ratio) / machine.speed.bytes_per_s
@@ -208,4 +216,4 @@ def exchange_s(
 def _trained(params: ParamBytes, layout: PlannedLayout) -> float:
     """Return the bytes of the parameters that a device keeps and trains."""
     layers = layout.rank_layers * params.trained_layer
-    return layers / layout.fsdp + params.trained_embed_head / (layout.pp * layout.fsdp)
+    return layers / layout.fsdp + params.trained_embed_head / layout.end_devices

@@ -121,9 +121,9 @@ def costs_of_stages(
     """Return the costs of each stage's tasks; `sizes`: its layers, or their relative cost where they differ.
 
     The last stage's head runs in its forward, forwards and backwards; with keeps_input (remat=full) its forward is left
-    to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B. num_parts: so many
-    ranks have a part of the vocabulary each, whose seconds op_times have. Of the head's three products S makes one, T
-    two; and each of its tasks sums an activation over the ranks, round the ring.
+    to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B. num_parts: so
+    many ranks have a part of the vocabulary each, whose seconds op_times have. Of the head's three products S makes
+    one, T two; and each of its tasks sums an activation over the ranks, round the ring.
 
     >>> one, free = PieceTimes(1.0, 1.0, 1.0), PieceTimes(0.0, 0.0, 0.0)
     >>> op_times = OpTimes(free, one, PieceTimes(2.0, 2.0, 2.0), task_s=0.0, hop_s=0.0, overhead_s=0.0)

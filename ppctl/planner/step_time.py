@@ -106,7 +106,10 @@ def layout_of(pipe: Pipeline) -> PlannedLayout:
     largest = max(sizes) * pipe.schedule.num_chunks if pipe.execution.in_ticks else max(held)
     axes = pipe.mesh.shape
     inside = {"tp": axes["tp"], "cp": axes["cp"]}
-    return PlannedLayout(axes["dp"], axes["pp"], axes["fsdp"], largest, chunk_layers=max(sizes), **inside)
+    has_parts = pipe.schedule.divides_vocabulary
+    return PlannedLayout(
+        axes["dp"], axes["pp"], axes["fsdp"], largest, chunk_layers=max(sizes), **inside, has_parts=has_parts
+    )
 
 
 def device_kind(pipe: Pipeline) -> str:

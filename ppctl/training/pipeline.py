@@ -121,8 +121,10 @@ class Pipeline:
 
     @cached_property
     def relative_costs(self) -> RelativeCosts:
-        """The cost of each layer, of the embedding and of the head, in layers, by FLOPs."""
-        return relative_costs(self.stack, self.batch_shapes, self.dtype, recompute=self.execution.remat.recomputes)
+        """The cost of each layer, of the embedding and of the head, in layers, by FLOPs; 0 of what no stage has."""
+        recompute = self.execution.remat.recomputes
+        costs = relative_costs(self.stack, self.batch_shapes, self.dtype, recompute=recompute)
+        return costs.without_ends if self.schedule.divides_vocabulary else costs
 
     # training
 
@@ -317,7 +319,11 @@ def pipeline(
     of_tasks = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
     if execution.in_ticks and lowered is None:
         lowered = ticks(plan, of_tasks, execution.remat)
-    costs = lambda: relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)  # noqa: E731
+
+    def costs() -> RelativeCosts:
+        found = relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)
+        return found.without_ends if plan.divides_vocabulary else found
+
     with in_arguments():
         divided = divided_stack(stack, axes, shapes) if execution.is_pipelined else stack
         shards, auto = shards_over_tp(stack, divided, axes)

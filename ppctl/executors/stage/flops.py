@@ -43,6 +43,11 @@ class RelativeCosts:
     embed: float
     head: float
 
+    @property
+    def without_ends(self) -> RelativeCosts:
+        """Return the costs where every rank has a part of embedding and head, which no stage then has."""
+        return RelativeCosts(self.layers, 0.0, 0.0)
+
     def of_stages(self, partition: Partition) -> tuple[float, ...]:
         """Return the cost of each stage."""
         return stage_costs(partition, **vars(self))
