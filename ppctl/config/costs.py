@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ppctl.config.checks import at_least
 from ppctl.errors import ConfigError
@@ -17,10 +17,15 @@ class Costs:
     input_grad_s: float = 1.0  # I; a full backward B is I and W
     weight_grad_s: float = 1.0  # W
     transfer_s: float = 0.0  # one activation or gradient from a rank to the next
+    logits_s: float = 0.25  # S, of a rank's part of the vocabulary (schedule.vocab=parallel)
+    logits_grad_s: float = 0.5  # T likewise
+    embedding_s: float = 0.0  # E likewise
+    embedding_grad_s: float = 0.0  # G likewise
 
     def check(self) -> None:
-        for key in ("forward_s", "input_grad_s", "weight_grad_s", "transfer_s"):
-            at_least(f"costs.{key}", getattr(self, key), 0)
+        for field in fields(self):
+            if field.name != "name":
+                at_least(f"costs.{field.name}", getattr(self, field.name), 0)
         if self.forward_s + self.input_grad_s + self.weight_grad_s == 0:
             raise ConfigError("costs.forward_s=costs.input_grad_s=costs.weight_grad_s=0: give one of them a time.")
 

@@ -60,14 +60,14 @@ def schedule_of(
 ) -> Requested:
     """Return the schedule that `request` names. ScheduleError or ConfigError where it is impossible.
 
-    costs, most_chunks (stages a rank that the model has layers for) and makespan_s (see `choose`) matter to
-    schedule=auto alone. in_lockstep: ranks run ticks together, so that none waits for the others' parts of the
-    vocabulary, and no more microbatches need be in flight.
+    costs matter to schedule=auto and schedule.vocab=parallel; most_chunks (stages a rank that the model has layers for)
+    and makespan_s (see `choose`) to the first alone. in_lockstep: ranks run ticks together, so that none waits for the
+    others' parts of the vocabulary, and no more microbatches need be in flight.
     """
     found = _with_whole_vocabulary(request, num_ranks, costs, most_chunks, makespan_s)
     if request.vocab == "whole":
         return found
-    divided = with_vocabulary(found.schedule, 0 if in_lockstep else None)
+    divided = with_vocabulary(found.schedule, 0 if in_lockstep else None, costs)
     return replace(found, schedule=divided, label=f"{found.label}, vocab=parallel")
 
 

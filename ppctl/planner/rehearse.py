@@ -105,6 +105,11 @@ def _check(config: Config) -> None:
     refused = None
     if not config.executor.IS_PIPELINED:
         refused = "executor=reference has no ranks. Use executor=spmd or mpmd"
+    elif config.schedule.vocab == "parallel":
+        refused = (
+            "schedule.vocab=parallel has ranks that meet for every microbatch's logits, but each runs alone here. Use "
+            "schedule.vocab=whole, or `ppctl plan`"
+        )
     elif config.run.distributed != "off":
         refused = f"run.distributed={config.run.distributed} joins processes, but one device runs. Leave it out"
     elif isinstance(config.costs, Measure):

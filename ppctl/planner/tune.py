@@ -126,6 +126,11 @@ def _check(config: Config) -> None:
             f"executor.idle={config.executor.idle} computes in idle ticks too, which `ppctl tune` does not predict. "
             "Leave it out; `ppctl plan executor.idle=compute` predicts one layout."
         )
+    if config.schedule.vocab == "parallel":
+        raise ConfigError(
+            "schedule.vocab=parallel: `ppctl tune` compares layouts with embedding and head whole. Use "
+            "schedule.vocab=whole; `ppctl plan schedule.vocab=parallel` says what it makes of the best."
+        )
     if config.costs.name != "analytic":
         raise ConfigError(
             f"costs={config.costs.name} times the pieces of one layout, and `ppctl tune` looks at thousands. Use "

@@ -255,7 +255,7 @@ def drawing_of(schedule: Schedule, costs: settings.Costs, label: str, choice: Ch
 
 def costs_of(costs: settings.Costs) -> Costs:
     """Return the costs that a request assumes, for the simulator."""
-    return Costs(costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s)
+    return Costs(**{field.name: getattr(costs, field.name) for field in fields(costs) if field.name != "name"})
 
 
 def costs_text(costs: settings.Costs) -> str:

@@ -1,0 +1,122 @@
+"""Embedding and head on all ranks (schedule.vocab=parallel): the reference's loss and gradients, in float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.equality import ODD, TOLERANCE, difference, make, make_batch, make_pipe
+from support.selection import full
+
+import ppctl
+from ppctl.errors import ConfigError
+from ppctl.model.packing import split_starts
+from ppctl.schedule.families.registry import ON_RING, build
+from ppctl.schedule.vocabulary import with_vocabulary
+
+PARTS = {"vocab": "parallel"} | ODD  # 257 words and 131 tokens, which nothing divides
+EIGHT = {"num_layers": 8}
+CASES = {
+    "fb ticks, tied, capped": (
+        {"pp": 2, "dp": 2},
+        {"schedule": "eager_1f1b", "model": {"tied": True, "logit_softcap": 2.0, "scale_embedding": True}},
+    ),
+    "split, remat=full, tp": ({"pp": 2, "tp": 2}, {"schedule": "zb_h1", "remat": "full"}),
+    "V-shaped, remat=layer, fsdp": (
+        {"pp": 2, "fsdp": 2},
+        {"schedule": "zb_v", "remat": "layer", "model": {"tied": True}},
+    ),
+    "chunks, cp": ({"pp": 2, "cp": 2}, {"schedule": "interleaved", "num_chunks": 2, "remat": "full"}),
+}
+
+
+def every_case():
+    """Every family on the ring, each mesh, remat and kind of ends in turn."""
+    meshes = [{"pp": 4}, {"pp": 2, "tp": 2, "fsdp": 2}, {"pp": 2, "cp": 2, "dp": 2}, {"pp": 4, "fsdp": 2}, {"pp": 8}]
+    remats = itertools.cycle(("none", "layer", "full"))
+    for i, (family, mesh) in enumerate(itertools.product(ON_RING, meshes)):
+        remat = next(remats)
+        model = {"num_layers": 16, "tied": bool(i % 2), "num_kv_heads": 4 >> i % 3}
+        how = {"schedule": family, "num_microbatches": 2 * mesh["pp"], "remat": remat, "model": model}
+        if mesh["pp"] * build(family, 4, 8).num_chunks <= 16:
+            yield pytest.param(mesh, how, id=f"{family} {mesh} {remat}")
+
+
+@pytest.mark.parametrize(("mesh", "how"), [full(case) if "cp" in case[0] else case for case in CASES.values()])
+def test_loss_and_gradients_are_the_references(mesh, how):
+    assert difference(mesh, **PARTS, **how) <= TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "how"), every_case())
+def test_loss_and_gradients_are_the_references_in_every_family(mesh, how):
+    batch_size = 2 * how["num_microbatches"] * mesh.get("dp", 1) * mesh.get("fsdp", 1)
+    assert difference(mesh, **PARTS, **how, batch_size=batch_size) <= TOLERANCE
+
+
+def parallel_pipe(**changes):
+    stack, batch = make(257, **changes), make_batch(16, 257)
+    how = {"schedule": "eager_1f1b", "num_microbatches": 4, "vocab": "parallel"}
+    return make_pipe(stack, batch, {"pp": 4}, **how), batch
+
+
+def test_no_rank_ever_has_more_than_its_part():
+    pipe, batch = parallel_pipe()
+    state = pipe.init(seed=0)
+    for name, dim in (("embedding", 0), ("head", 1)):
+        leaf = state["params"]["ends"][name]
+        assert leaf.shape[dim] == 260  # padded to 4 parts
+        assert leaf.sharding.shard_shape(leaf.shape)[dim] == 65
+    (program,) = pipe.programs().programs
+    wide = [line for line in program.hlo.splitlines() if "all-gather" in line and ("[260," in line or ",260]" in line)]
+    assert wide == []
+    sent = [each for each in program.collectives if "pp" in each.axes]
+    assert {each.kind for each in sent} == {"all-reduce", "collective-permute"}
+    losses = [float(pipe.step(state, batch)[1]["loss"])]
+    assert losses[0] == pytest.approx(np.log(257), rel=0.01)
+
+
+def test_evaluation_and_training_are_those_of_whole_ends():
+    batch = make_batch(16, 257)
+    found = []
+    for vocab in ("whole", "parallel"):
+        pipe = make_pipe(make(257), batch, {"pp": 2}, schedule="zb_h1", vocab=vocab, optimizer=optax.adamw(1e-2))
+        state, losses = pipe.init(seed=0), []
+        for _ in range(3):
+            state, metrics = pipe.step(state, batch)
+            losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
+        found.append((losses, float(pipe.loss(state, batch)), jax.device_get(pipe.to_natural(state)["params"])))
+    (one, loss, params), (other, other_loss, other_params) = found
+    assert other == pytest.approx(one, rel=1e-10)
+    assert other_loss == pytest.approx(loss, rel=1e-10)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(other_params), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, atol=1e-9)
+
+
+def test_what_has_no_vocabulary_is_refused_and_who_has_it_whole():
+    batch = make_batch(16, 257)
+    with pytest.raises(ConfigError, match=r"^schedule.vocab=parallel: executor=mpmd has embedding and head whole .*sp"):
+        make_pipe(make(257), batch, {"pp": 2}, executor="mpmd", vocab="parallel")
+    with pytest.raises(ConfigError, match=r"^vocab=some is not one of whole, parallel"):
+        make_pipe(make(257), batch, {"pp": 2}, vocab="some")
+    with pytest.raises(ConfigError, match=r"the schedule is Schedule of your own. Give it with_vocabulary\(schedule\)"):
+        make_pipe(make(257), batch, {"pp": 2}, schedule=build("1f1b", 2, 2), num_microbatches=None, vocab="parallel")
+    rows = {"inputs": np.zeros((8, 4), np.float32), "targets": np.zeros((8, 4), np.float32)}
+    mlp = ppctl.mlp(num_layers=4, d_model=4, d_in=4, d_out=4, dtype=jnp.float64)
+    with pytest.raises(ConfigError, match=r"over 2 ranks by their vocabulary, .* \(Stack.has_vocabulary\). Use sched"):
+        make_pipe(mlp, rows, {"pp": 2}, vocab="parallel")
+
+
+@pytest.mark.full
+def test_a_schedule_of_ones_own_says_it_itself_and_packed_documents_keep_their_starts():
+    tokens = np.array(make_batch(16, 257)["inputs"])
+    tokens[:, [0, 5, 9]] = ~tokens[:, [0, 5, 9]]
+    batch = {"inputs": tokens, "targets": np.asarray(split_starts(jnp.asarray(tokens))[0])}
+    stack, losses = make(257, packed=True), []
+    for schedule in (build("1f1b", 2, 2), with_vocabulary(build("1f1b", 2, 2))):
+        pipe = make_pipe(stack, batch, {"pp": 2}, schedule=schedule, num_microbatches=None)
+        losses.append(float(pipe.loss_and_grads(pipe.init(seed=0), batch)[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
