@@ -13,7 +13,9 @@ from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.search.auto import Choice, choose
+from ppctl.schedule.search.auto import choose
+from ppctl.schedule.search.choice import GIB, Choice
+from ppctl.schedule.search.ledger import CostsOf
 from ppctl.schedule.text import from_csv
 from ppctl.schedule.ticks import Ticks, ticks
 
@@ -50,13 +52,14 @@ class Pipeline:
 def schedule_of(
     request: settings.Schedule,
     num_ranks: int,
-    costs: Costs,
+    costs: Costs | CostsOf,
     most_chunks: int | None = None,
     makespan_s: Callable[[Schedule], float] | None = None,
+    rank_bytes: Callable[[Schedule], int] | None = None,
 ) -> Requested:
     """Return the schedule that `request` names. ScheduleError or ConfigError where it is impossible.
 
-    costs, most_chunks (stages a rank that the model has layers for) and makespan_s (see `choose`) matter to
+    costs, most_chunks (stages a rank that the model has layers for), makespan_s and rank_bytes (see `choose`) matter to
     schedule=auto alone.
     """
     if isinstance(request, settings.Csv):
@@ -69,10 +72,12 @@ def schedule_of(
             request.num_microbatches,
             costs,
             request.max_activations,
+            limit_bytes=None if request.max_memory_gib is None else request.max_memory_gib * GIB,
             max_chunks=min(request.max_chunks, most_chunks or request.max_chunks),
             may_split=request.split_backward,
             by_period=request.objective == "period",
             makespan_s=makespan_s,
+            rank_bytes=rank_bytes,
         )
         return Requested(choice.best.schedule, f"auto: {choice.best.label}", choice)
     schedule = build(request.name, num_ranks, request.num_microbatches, **request.knobs())

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.ir import KINDS, Schedule, Task
+from ppctl.schedule.search.ledger import Ledger
 from ppctl.schedule.walk import Rule
 
 Orders = list[list[int]]  # for each rank the numbers of its tasks, in program order
@@ -39,16 +40,24 @@ class TimedOrders:
 class Jobs:
     """The tasks of `schedule` with what they read, write and last; `first` is the schedule's own orders.
 
-    `rank`, `seconds` and `change` (of the stashes held: +1, -1 or 0) are lists over task numbers; `spent` counts the
-    tasks that runs have timed so far.
+    `rank`, `seconds`, `rise` and `change` (of what the rank holds, while a task runs and after it) are lists over task
+    numbers, `held` one over ranks. ledger: in which units; None: stashes are counted. `spent` counts the tasks that
+    runs have timed so far.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs):
+    def __init__(self, schedule: Schedule, costs: Costs, ledger: Ledger | None = None):
         self.schedule, self.num_ranks, self.hop_s = schedule, schedule.num_ranks, costs.hop_s
         self.tasks = [task for tasks in schedule.ranks for task in tasks]
         self.rank = [r for r, tasks in enumerate(schedule.ranks) for _ in tasks]
         self.seconds = [costs.seconds(task.kind, task.stage, schedule.num_chunks) for task in self.tasks]
-        self.change = [{"F": 1, "I": 0, "B": -1, "W": -1}[task.kind] for task in self.tasks]
+        ledger = Ledger.counted(schedule) if ledger is None else ledger
+        self.held, self.reserve = ledger.held, ledger.reserve
+        rise, change = (
+            {(s, kind): of(s, kind) for s in range(schedule.num_stages) for kind in KINDS}
+            for of in (ledger.rise, ledger.change)
+        )
+        self.rise = [rise[task.stage, task.kind] for task in self.tasks]
+        self.change = [change[task.stage, task.kind] for task in self.tasks]
         rule = Rule.of(schedule)
         arrivals = rule.arrivals(costs.hop_s)
         self.num_values = rule.num_values
@@ -99,12 +108,13 @@ class Jobs:
         return None if left else TimedOrders(latest_s, start_s, end_s, waits_for)
 
     def fits(self, order: Sequence[int], cap: int) -> bool:
-        """Return whether a rank that runs its tasks in this order never holds more than `cap` stashes."""
-        live = 0
+        """Return whether a rank that runs its tasks in this order never holds more than `cap`."""
+        rise, change = self.rise, self.change
+        live = self.held[self.rank[order[0]]]
         for task in order:
-            live += self.change[task]
-            if live > cap:
+            if live + rise[task] > cap:
                 return False
+            live += change[task]
         return True
 
     def as_schedule(self, orders: Orders, name: str) -> Schedule:
