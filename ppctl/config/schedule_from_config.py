@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 
 from ppctl import config as settings
@@ -47,6 +47,7 @@ class Pipeline:
     label: str
     ticks: Ticks | None  # of executor=spmd
     costs: Costs
+    choice: Choice | None = None  # of schedule=auto
 
 
 def schedule_of(
@@ -84,17 +85,39 @@ def schedule_of(
     return Requested(schedule, label(request))
 
 
-def pipeline_of(schedule: settings.Schedule, executor: settings.Reference, num_ranks: int, num_layers: int) -> Pipeline:
-    """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError where it is impossible."""
+def pipeline_of(
+    schedule: settings.Schedule,
+    executor: settings.Reference,
+    num_ranks: int,
+    num_layers: int,
+    costs_of: CostsOf | None = None,
+    in_ticks_bytes: Callable[[Ticks], int] | None = None,
+) -> Pipeline:
+    """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError where it is impossible.
+
+    For schedule=auto, costs_of: what a model's stages cost on any placement (None: all the same); in_ticks_bytes: what
+    a rank holds in lockstep, where bytes are capped.
+    """
     costs = task_costs(executor.remat)
-    lower = partial(ticks, costs=costs, remat=Remat.of(executor.remat))
+
+    @lru_cache(2)
+    def lower(found: Schedule) -> Ticks:
+        return ticks(found, costs, Remat.of(executor.remat))
 
     def in_lockstep_s(found: Schedule) -> float:
-        return lower(found).makespan_s(costs)
+        return lower(found).makespan_s(costs if costs_of is None else costs_of(found.rank_of).costs)
 
     makespan_s = in_lockstep_s if executor.IN_TICKS else None
-    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), makespan_s)
-    return Pipeline(found.schedule, found.label, lower(found.schedule) if executor.IN_TICKS else None, costs)
+
+    def rank_bytes(found: Schedule) -> int:
+        assert in_ticks_bytes is not None, "asked where it is there"
+        return in_ticks_bytes(lower(found))
+
+    most_chunks = max(1, num_layers // num_ranks)
+    how = makespan_s, None if in_ticks_bytes is None else rank_bytes
+    found = schedule_of(schedule, num_ranks, costs_of or costs, most_chunks, *how)
+    lowered = lower(found.schedule) if executor.IN_TICKS else None
+    return Pipeline(found.schedule, found.label, lowered, costs, found.choice)
 
 
 def named(family: str, num_microbatches: int, num_chunks: int) -> settings.Schedule:

@@ -31,8 +31,9 @@ class LayerCosts:
     """The costs of a model's pieces, and how its layers are divided over stages.
 
     layers: of each layer, in those of `layer`. divide: from the rank of each stage to the layers of each stage;
-    ConfigError where that cannot be. rank_bytes: held by every rank besides its pieces. head_in_backward: the forward
-    of the last stage runs in its backward (remat=full).
+    ConfigError where that cannot be. rank_bytes: held by every rank besides its pieces. stage_stash_bytes: kept of a
+    microbatch by every stage besides its layers. head_in_backward: the forward of the last stage runs in its backward
+    (remat=full).
 
     >>> half = LayerCosts((1.0,) * 4, Piece(1.0, 1.0, 1.0), head=Piece(2.0, 2.0, 2.0), divide=lambda _: (range(2),) * 2)
     >>> half.on((0, 1)).costs.forward_s
@@ -46,6 +47,7 @@ class LayerCosts:
     head: Piece = NOTHING
     hop_s: float = 0.0
     rank_bytes: float = 0.0
+    stage_stash_bytes: float = 0.0
     head_in_backward: bool = False
 
     def on(self, rank_of: tuple[int, ...]) -> Placed:
@@ -59,7 +61,8 @@ class LayerCosts:
         if self.head_in_backward:
             seconds["forward_s"][-1] = 0.0
         counts = [len(layers) for layers in partition]
-        stash, fixed = ([n * getattr(self.layer, name) for n in counts] for name in ("stash_bytes", "fixed_bytes"))
+        fixed = [n * self.layer.fixed_bytes for n in counts]
+        stash = [n * self.layer.stash_bytes + self.stage_stash_bytes for n in counts]
         pending = None if self.layer.pending_bytes is None else tuple(n * self.layer.pending_bytes for n in counts)
         ranks = [self.rank_bytes] * (max(rank_of) + 1)
         for stage, piece in ((0, self.embed), (-1, self.head)):
