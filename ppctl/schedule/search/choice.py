@@ -56,6 +56,21 @@ class Choice:
         return self.gap_fraction <= NO_GAP
 
     @property
+    def summary(self) -> str:
+        """What was chosen, how far it is from the bound, and what is gained on the best family, in a line."""
+        length = "period" if self.by_period else "step"
+        gap = "no shorter one is possible" if self.is_proven else f"{self.gap_fraction:.1%} above the bound"
+        published = self.best_published
+        if published is None:
+            gain = "no published one fits"
+        elif published == self.best:
+            gain = "a published one"
+        else:
+            more = published.length_s / self.best.length_s - 1
+            gain = f"the {length} of {published.label}, the best published, is {more:.1%} longer"
+        return f"{self.best.label}, at most {self.cap_text} a rank: {gap}; {gain}"
+
+    @property
     def best_published(self) -> FoundSchedule | None:
         """The best family as it stands, or None where none fits."""
         return next((candidate for candidate in self.candidates if candidate.is_published), None)

@@ -115,6 +115,7 @@ class _Rank:
         self.written_s, self.priority, self.cap = written_s, priority, cap
         self.num_microbatches = schedule.num_microbatches
         self.at = [0, 0, 0, 0]  # microbatches done, by line
+        self.heads = [(of_line[0], line) for line, of_line in enumerate(priority)]  # of lines with microbatches to come
         self.live = ledger.held[r]
         rise = [ledger.rise(stage, kind) for stage, kind in self.cells]
         self.takes = [n + (ledger.reserve if line < I_UP else 0) for line, n in enumerate(rise)]  # to begin each line
@@ -125,7 +126,7 @@ class _Rank:
     def next_task(self, now_s: float, *, warm: bool, cool: bool, patience: float) -> tuple[Task | None, float]:
         """Return the task to run now, marked as done; else None and when to try again, as far as that is known."""
         cool = cool and self.at[F_DOWN] == self.num_microbatches
-        todo = sorted((self.priority[i][m], i) for i, m in enumerate(self.at) if m < self.num_microbatches)
+        todo = sorted(self.heads) if cool or warm else [min(self.heads)] if self.heads else []
         later_s = NEVER
         for n, (_, line) in enumerate(todo):
             if n > 0 and not ((cool and line >= I_UP) or (warm and (line != F_DOWN or self._has_room()))):
@@ -133,7 +134,9 @@ class _Rank:
             if self.live + self.takes[line] > self.cap:
                 continue
             m = self.at[line]
-            arrives_s = max((self.written_s[base + m] + hop_s for base, hop_s in self.needs[line]), default=0.0)
+            arrives_s = 0.0
+            for base, hop_s in self.needs[line]:
+                arrives_s = max(arrives_s, self.written_s[base + m] + hop_s)
             if arrives_s <= now_s:
                 return self._run(line), now_s
             later_s = min(later_s, arrives_s)
@@ -150,7 +153,10 @@ class _Rank:
     def _run(self, line: int) -> Task:
         stage, kind = self.cells[line]
         task = Task(stage, kind, self.at[line])
+        self.heads.remove((self.priority[line][task.microbatch], line))
         self.at[line] += 1
+        if self.at[line] < self.num_microbatches:
+            self.heads.append((self.priority[line][self.at[line]], line))
         self.live += self.change[kind, stage]
         if kind == "I":
             self.pending.append(Task(stage, "W", task.microbatch))
