@@ -23,6 +23,8 @@ class Costs:
     input_grad_s: float = 1.0  # I; a full backward B is I and W
     weight_grad_s: float = 1.0  # W
     transfer_s: float = 0.0  # one activation or gradient from a rank to the next
+    link_s: float = 0.0  # of it, in which a transfer occupies its link; others on the link wait; 0: they never do
+    host_ranks: int | None = None  # ranks of a host, which share its link to other hosts; None: each pair has its own
     num_layers: int | None = None  # layers of the model, which 1/p of it is a share of; None: stages are equal
     embed: float = 0.0  # the embedding costs as much as so many layers, in F, I and W
     head: float = 0.0  # the head likewise
@@ -33,8 +35,19 @@ class Costs:
     PARTITIONS: ClassVar[tuple[str, ...]] = ("balanced", "uniform")
 
     def check(self) -> None:
-        for key in ("forward_s", "input_grad_s", "weight_grad_s", "transfer_s", *OF_LAYERS, *OF_MEMORY):
+        for key in ("forward_s", "input_grad_s", "weight_grad_s", "transfer_s", "link_s", *OF_LAYERS, *OF_MEMORY):
             at_least(f"costs.{key}", getattr(self, key), 0)
+        at_least("costs.host_ranks", self.host_ranks, 1)
+        if self.link_s > self.transfer_s:
+            raise ConfigError(
+                f"costs.link_s={self.link_s:g} is a part of costs.transfer_s={self.transfer_s:g}, and larger. "
+                f"Use costs.transfer_s={self.link_s:g} or more."
+            )
+        if self.host_ranks is not None and not self.link_s:
+            raise ConfigError(
+                f"costs.host_ranks={self.host_ranks} says who shares a link, but costs.link_s=0: no transfer occupies "
+                "any. Set costs.link_s."
+            )
         choice("costs.partition", self.partition, self.PARTITIONS)
         at_least("costs.num_layers", self.num_layers, 1)
         unused = [f"costs.{key}={getattr(self, key):g}" for key in OF_LAYERS if getattr(self, key)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.shared_links import busiest_link_s
 
 
 def whole_makespan_bound_s(num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs) -> float:
@@ -45,17 +46,19 @@ def period_bound_s(schedule: Schedule, costs: Costs) -> float:
 def makespan_bound_s(schedule: Schedule, costs: Costs, num_microbatches: int | None = None) -> float:
     """The least makespan of any order of these tasks on these ranks, for so many microbatches (None: as it has).
 
-    For each rank: its work, and what comes before and after it (`outside_s`).
+    For each rank: its work, and what comes before and after it (`outside_s`). No less than the busiest link's time.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> makespan_bound_s(one_f_one_b(8, 32), Costs())
     117.0
     """
     times = 1.0 if num_microbatches is None else num_microbatches / schedule.num_microbatches
-    return max(
+    ranks_s = max(
         other_s + work_s * times
         for other_s, work_s in zip(outside_s(schedule, costs), _work_s(schedule, costs), strict=True)
     )
+    number = schedule.num_microbatches if num_microbatches is None else num_microbatches
+    return max(ranks_s, busiest_link_s(schedule, costs, number))
 
 
 def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) -> tuple[float, ...]:

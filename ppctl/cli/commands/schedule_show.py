@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -212,10 +213,11 @@ def _too_large(config: settings.ScheduleConfig) -> ScheduleError:
 def extrapolated(config: settings.ScheduleConfig) -> Row:
     """Return the row of a schedule too large to be simulated, from smaller ones of its family."""
     wanted, num_ranks = config.schedule, config.mesh.pp
-    if config.costs.num_layers is not None:
+    apart = next((key for key in ("num_layers", "link_s") if getattr(config.costs, key)), None)
+    if apart is not None:
         raise ConfigError(
-            f"{_size_of(config)}: too many tasks to be simulated, and stages that differ (costs.num_layers="
-            f"{config.costs.num_layers}) are not extrapolated. Leave costs.num_layers out, or use fewer."
+            f"{_size_of(config)}: too many tasks to be simulated, and nothing is extrapolated with "
+            f"costs.{apart}={getattr(config.costs, apart):g}. Leave it out, or use fewer."
         )
     costs = costs_of(config.costs)
     family = partial(build, wanted.name, **wanted.knobs())
@@ -241,7 +243,7 @@ def extrapolated(config: settings.ScheduleConfig) -> Row:
 def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | None]:
     """Return makespan and peak by the family's closed forms, None where there is none."""
     wanted, sizes = config.schedule, (config.mesh.pp, config.schedule.num_microbatches)
-    if config.costs.num_layers is not None:  # closed forms are of equal stages
+    if config.costs.num_layers is not None or config.costs.link_s:  # closed forms: equal stages, links of their own
         return None, peak_formula(wanted.name, *sizes, **wanted.knobs())
     return (
         makespan_formula_s(wanted.name, *sizes, costs_of(config.costs), **wanted.knobs()),
@@ -281,8 +283,13 @@ def costs_on(config: settings.ScheduleConfig) -> CostsOf:
 
 def placed_costs(costs: settings.Costs, rank_of: tuple[int, ...], num_ranks: int) -> Placed:
     """Return the costs that a request assumes on a placement. ConfigError where its layers are too few for it."""
+    links: dict[str, Any] = {}
+    if costs.link_s:
+        hosts = () if costs.host_ranks is None else tuple(r // costs.host_ranks for r in range(num_ranks))
+        links = {"transfer_bytes": costs.link_s, "transfer_bytes_per_s": 1.0, "link_hosts": hosts}
+        links["transfer_s"] = costs.transfer_s - costs.link_s
     if costs.num_layers is None:
-        return Placed(costs_of(costs), (costs.fixed_gib * GIB,) * num_ranks)
+        return Placed(replace(costs_of(costs), **links), (costs.fixed_gib * GIB,) * num_ranks)
     num_layers, even = costs.num_layers, costs.partition == "uniform"
 
     def divide(rank_of: tuple[int, ...]) -> Partition:
@@ -299,7 +306,8 @@ def placed_costs(costs: settings.Costs, rank_of: tuple[int, ...], num_ranks: int
     layer = piece(1.0)._replace(stash_bytes=costs.activation_gib * GIB * num_ranks / num_layers)
     parts = layer, divide, piece(costs.embed), piece(costs.head)
     try:
-        return LayerCosts((1.0,) * num_layers, *parts, hop_s=costs.transfer_s).on(rank_of)
+        placed = LayerCosts((1.0,) * num_layers, *parts, hop_s=costs.transfer_s).on(rank_of)
+        return replace(placed, costs=replace(placed.costs, **links))
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.num_layers", "costs.num_layers")) from None
 
@@ -307,6 +315,9 @@ def placed_costs(costs: settings.Costs, rank_of: tuple[int, ...], num_ranks: int
 def costs_text(costs: settings.Costs) -> str:
     """Return the costs that a request assumes, in words."""
     text = f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} c={costs.transfer_s:g} s"
+    if costs.link_s:
+        shared = "" if costs.host_ranks is None else f", {costs.host_ranks} ranks to a host"
+        text += f" ({costs.link_s:g} s on a link that others wait for{shared})"
     if costs.num_layers is None:
         return text
     ends = [f"{key} as {value:g}" for key in ("embed", "head") if (value := getattr(costs, key))]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import KINDS, Schedule, Task
 from ppctl.schedule.search.ledger import Ledger
+from ppctl.schedule.shared_links import Hop, links_between, run_on_links
 from ppctl.schedule.walk import Rule
 
 Orders = list[list[int]]  # for each rank the numbers of its tasks, in program order
@@ -63,12 +64,16 @@ class Jobs:
         self.num_values = rule.num_values
         self.needs = [[(base + t.microbatch, hop_s) for base, hop_s in arrivals[t.kind][t.stage]] for t in self.tasks]
         self.makes = [[base + t.microbatch for base in rule.writes[t.kind][t.stage]] for t in self.tasks]
+        self.costs = costs
+        self.hops = None if costs.link_hosts is None else self._hops()
         self.spent = 0
         numbers = iter(range(len(self.tasks)))
         self.first: Orders = [[next(numbers) for _ in tasks] for tasks in schedule.ranks]
 
     def run(self, orders: Orders, limit_s: float = float("inf")) -> TimedOrders | None:
         """Return the times of these orders; None if ranks wait for each other, or a task ends at `limit_s` or later."""
+        if self.hops is not None:
+            return self._run_on_links(orders, limit_s, self.hops)
         needs, makes, seconds = self.needs, self.makes, self.seconds
         start_s, end_s, waits_for = [0.0] * len(seconds), [0.0] * len(seconds), [NONE] * len(seconds)
         written_s: list[float | None] = [None] * self.num_values
@@ -106,6 +111,18 @@ class Jobs:
             latest_s = max(latest_s, now_s)
         self.spent += len(seconds) - left
         return None if left else TimedOrders(latest_s, start_s, end_s, waits_for)
+
+    def _hops(self) -> dict[int, Hop]:
+        """The values that cross ranks, with the links that they occupy."""
+        made_on = {value: self.rank[task] for task, makes in enumerate(self.makes) for value in makes}
+        reads = ((value, self.rank[task]) for task, needs in enumerate(self.needs) for value, _ in needs)
+        return {v: Hop(r, links_between(self.costs, made_on[v], r)) for v, r in reads if made_on.get(v, r) != r}
+
+    def _run_on_links(self, orders: Orders, limit_s: float, hops: dict[int, Hop]) -> TimedOrders | None:
+        self.spent += len(self.seconds)
+        how = self.costs.link_busy_s, self.costs.transfer_s, limit_s
+        found = run_on_links(orders, self.seconds, self.needs, self.makes, hops, *how)
+        return None if found is None else TimedOrders(max(found.end_s), *found)
 
     def fits(self, order: Sequence[int], cap: int) -> bool:
         """Return whether a rank that runs its tasks in this order never holds more than `cap`."""
