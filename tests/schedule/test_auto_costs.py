@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from support.all_families import REAL, UNIT
-from test_auto import orders_of
+from support.orders import orders_of
 
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule import Schedule, build
