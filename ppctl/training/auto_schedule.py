@@ -2,7 +2,8 @@
 
 Both follow from the request alone, so that every process and every command finds the same schedule. With executor=mpmd
 a rank holds its own layers, what a microbatch keeps until its backward, and values on their way; with executor=spmd all
-ranks hold as many layers as the largest, and slots. What tasks need only while they run is the planner's to count.
+ranks hold as many layers as the largest, and slots. What tasks need only while they run, and the update after them, are
+the planner's to count.
 """
 
 from __future__ import annotations
@@ -53,11 +54,13 @@ class ModelCosts:
         if not with_bytes:
             return self._layers([Piece(*part) for part in parts], late=late)
         stash, pending = waiting_bytes(self.probe.model, 1, with_pending=self.may_split)
-        of_layer = (self._layer_bytes, 0 if late else stash, pending if self.may_split else None)
+        padded, own = self._layer_bytes
+        of_layer = (own, 0 if late else stash, pending if self.may_split else None)
         pieces = [Piece(*parts[0], *of_layer)]
         pieces += [Piece(*part, size) for part, size in zip(parts[1:], self._ends_bytes, strict=True)]
         x = tree_bytes(self.probe.model.x)
-        return self._layers(pieces, late=late, rank_bytes=VALUES * x, stage_stash_bytes=x if late else 0.0)
+        sizes = {"rank_bytes": VALUES * x, "padded_bytes": padded, "stage_stash_bytes": x if late else 0.0}
+        return self._layers(pieces, late=late, **sizes)
 
     def _layers(self, pieces: list[Piece], *, late: bool, **sizes: float) -> LayerCosts:
         layer, embed, head = pieces
@@ -66,8 +69,8 @@ class ModelCosts:
         )
 
     @property
-    def _layer_bytes(self) -> float:
-        """Bytes of one device for a layer of its rank: parameter, moments, copies for tasks, the sum of gradients."""
+    def _layer_bytes(self) -> tuple[float, float]:
+        """Bytes of a layer on one device: of the state, padded to the largest stage; of copies and gradients."""
         model = self.probe.model
         layer, fsdp = model.held["layers"], self.probe.mesh.shape["fsdp"]
         copies = 1 / fsdp if self.probe.execution.gathers_by_layer else 1.0
@@ -81,16 +84,19 @@ class ModelCosts:
             held = model.keep(model.held["ends"], use)
             trained = model.keep(model.trained_ends(model.held["ends"]), use)
             data = tree_bytes(model.microbatch[name]) * model.num_microbatches
-            found.append(self._always(held, trained, 1.0) + data)
+            found.append(sum(self._always(held, trained, 1.0)) + data)
         return found[0], found[1]
 
-    def _always(self, params: Tree, trained: Tree, copies: float) -> float:
-        """Return the bytes of parameters and all that goes with them; copies: whole ones, in the dtype of compute."""
+    def _always(self, params: Tree, trained: Tree, copies: float) -> tuple[float, float]:
+        """Return the bytes of the state of parameters, and of all that goes with them.
+
+        copies: those that tasks read, in the dtype of compute.
+        """
         state, fsdp = self.probe.states.natural, self.probe.mesh.shape["fsdp"]
         moments = tree_bytes(state["optimizer"]) / tree_bytes(trained_part(state["params"], self.probe.stack.trainable))
         copied = sum(a.size for a in jax.tree.leaves(params)) * jnp.dtype(self.probe.dtype).itemsize
         sums = tree_bytes(trained)
-        return (tree_bytes(params) + moments * sums) / fsdp + copies * copied + sums
+        return (tree_bytes(params) + moments * sums) / fsdp, copies * copied + sums
 
     def in_ticks_bytes(self, lowered: Ticks) -> int:
         """Return the bytes of a device with executor=spmd, as its program holds them."""

@@ -14,7 +14,7 @@ from ppctl.training.auto_schedule import ModelCosts
 from ppctl.training.job import assemble, divide
 
 GIB = 2**30
-MODEL = c.Transformer(num_layers=8, d_model=32, num_heads=2, seq_len=32)
+MODEL = c.Transformer(num_layers=10, d_model=32, num_heads=2, seq_len=32)
 DATA = c.Synthetic(vocab_size=1024, batch_size=8)
 
 
@@ -35,15 +35,17 @@ MPMD = [("1f1b", "none"), ("zb_v", "none"), ("zb_v", "layer"), ("1f1b", "full"),
 
 
 @pytest.mark.parametrize(
-    ("family", "remat"), [MPMD[2], *(pytest.param(*each, marks=pytest.mark.full) for each in (*MPMD[:2], *MPMD[3:]))]
+    ("family", "remat"), [MPMD[1], *(pytest.param(*each, marks=pytest.mark.full) for each in (MPMD[0], *MPMD[2:]))]
 )
 def test_bytes_of_ranks_are_those_that_the_engine_counts_along_its_walk(family, remat):
-    job = planned(request(c.Schedule(family, 8), c.Mpmd(remat=remat)))
+    job = planned(request(c.Schedule(family, 8), c.Mpmd(remat=remat), partition=c.Balanced()))
+    assert not job.pipe.layout.is_even
     schedule, x = job.pipe.schedule, job.pipe.model.x
     placed = costs_of(job).layers(with_bytes=True).on(schedule.rank_of)
     for found, held in zip(placed.ledger(schedule).peaks(schedule), job.pipe.memory(), strict=True):
         exact = sum(size for part, size in held.items() if part != "temporaries")
-        assert exact <= found <= exact + 6 * x.size * x.dtype.itemsize, held
+        assert found <= exact + 6 * x.size * x.dtype.itemsize, held
+        assert found >= exact or not held["weights"], "only the update, after all tasks, may need more"
 
 
 def test_in_lockstep_bytes_are_exactly_those_of_the_program():
@@ -85,9 +87,9 @@ def test_a_cap_on_bytes_is_kept_by_what_is_planned_and_the_head_counts(executor)
 
 
 def test_a_partition_of_so_many_stages_decides_how_many_are_searched():
-    layers = [1, 1, 1, 1, 1, 1, 1, 1]
+    layers = [2, 2, 1, 1, 1, 1, 1, 1]
     auto = c.Auto(num_microbatches=4, max_chunks=2)
     job = planned(request(auto, c.Mpmd(), partition=c.Explicit(layers=layers)))
     assert job.pipe.schedule.num_stages == 8
     with pytest.raises(ConfigError, match="is for 3 stages, but pp"):
-        planned(request(auto, c.Mpmd(), partition=c.Explicit(layers=[3, 3, 2])))
+        planned(request(auto, c.Mpmd(), partition=c.Explicit(layers=[3, 3, 4])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,7 +32,8 @@ class LayerCosts:
     """The costs of a model's pieces, and how its layers are divided over stages.
 
     layers: of each layer, in those of `layer`. divide: from the rank of each stage to the layers of each stage;
-    ConfigError where that cannot be. rank_bytes: held by every rank besides its pieces. stage_stash_bytes: kept of a
+    ConfigError where that cannot be. rank_bytes: held by every rank besides its pieces. padded_bytes: of a layer
+    besides its own, held by every rank as if all its stages were as large as the largest. stage_stash_bytes: kept of a
     microbatch by every stage besides its layers. head_in_backward: the forward of the last stage runs in its backward
     (remat=full).
 
@@ -47,6 +49,7 @@ class LayerCosts:
     head: Piece = NOTHING
     hop_s: float = 0.0
     rank_bytes: float = 0.0
+    padded_bytes: float = 0.0
     stage_stash_bytes: float = 0.0
     head_in_backward: bool = False
 
@@ -64,7 +67,8 @@ class LayerCosts:
         fixed = [n * self.layer.fixed_bytes for n in counts]
         stash = [n * self.layer.stash_bytes + self.stage_stash_bytes for n in counts]
         pending = None if self.layer.pending_bytes is None else tuple(n * self.layer.pending_bytes for n in counts)
-        ranks = [self.rank_bytes] * (max(rank_of) + 1)
+        padded = max(Counter(rank_of).values()) * max(counts) * self.padded_bytes
+        ranks = [self.rank_bytes + padded] * (max(rank_of) + 1)
         for stage, piece in ((0, self.embed), (-1, self.head)):
             stash[stage] += piece.stash_bytes
             fixed[stage] += piece.fixed_bytes
