@@ -61,6 +61,12 @@ class ScheduleConfig:
             getattr(self, key).check()
             numbers(key, getattr(self, key))
         check_bounds(self)
+        cap_gib = getattr(self.schedule, "max_memory_gib", None)
+        if cap_gib is not None and not self.costs.activation_gib:
+            raise ConfigError(
+                f"schedule.max_memory_gib={cap_gib:g} needs the size of activations, and `ppctl schedule` knows no "
+                "model. Set costs.activation_gib and costs.fixed_gib, or use schedule.max_activations."
+            )
 
 
 def check(config: Config) -> None:

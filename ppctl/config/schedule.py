@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ppctl.config.checks import at_least, choice
+from ppctl.config.checks import above_zero, at_least, choice
 from ppctl.errors import ConfigError
 
 
@@ -108,10 +108,11 @@ class Hanayo(Schedule):
 
 @dataclass
 class Auto(Schedule):
-    """The shortest schedule found under a cap on activations: of every family, and of a search among their orders."""
+    """The shortest schedule found under a cap on memory: of every family, and of a search among their orders."""
 
     name: str = "auto"
     max_activations: float | None = None  # a rank may hold, of one microbatch through 1/p of the model; None: mesh.pp
+    max_memory_gib: float | None = None  # a device may hold, weights and all, in place of max_activations
     max_chunks: int = 4  # stages a rank, at most
     split_backward: bool = True  # may a backward be split into input and weight gradients
     objective: str = "makespan"  # the time to shorten: makespan | period (a step without barrier before the optimizer)
@@ -124,6 +125,12 @@ class Auto(Schedule):
         at_least("schedule.max_chunks", self.max_chunks, 1)
         if self.max_activations is not None and not 0 < self.max_activations < math.inf:  # written so that NaN fails
             raise ConfigError(f"schedule.max_activations={self.max_activations} must be above 0.")
+        above_zero("schedule.max_memory_gib", self.max_memory_gib)
+        if self.max_activations is not None and self.max_memory_gib is not None:
+            raise ConfigError(
+                f"schedule.max_activations={self.max_activations:g} and schedule.max_memory_gib="
+                f"{self.max_memory_gib:g} are two caps on the same memory. Leave one of them out."
+            )
 
 
 @dataclass

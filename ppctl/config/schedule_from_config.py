@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import FAMILIES, build
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.remat import Remat
-from ppctl.schedule.search.auto import Choice, choose
+from ppctl.schedule.search.auto import choose
+from ppctl.schedule.search.choice import GIB, Choice
+from ppctl.schedule.search.ledger import CostsOf
 from ppctl.schedule.text import from_csv
 from ppctl.schedule.ticks import Ticks, ticks
 from ppctl.schedule.vocabulary import with_vocabulary
@@ -47,36 +49,42 @@ class Pipeline:
     label: str
     ticks: Ticks | None  # of executor=spmd
     costs: Costs
+    choice: Choice | None = None  # of schedule=auto
 
 
 def schedule_of(
     request: settings.Schedule,
     num_ranks: int,
-    costs: Costs,
+    costs: Costs | CostsOf,
     most_chunks: int | None = None,
     makespan_s: Callable[[Schedule], float] | None = None,
+    rank_bytes: Callable[[Schedule], int] | None = None,
     *,
     in_lockstep: bool = False,
 ) -> Requested:
     """Return the schedule that `request` names. ScheduleError or ConfigError where it is impossible.
 
-    costs matter to schedule=auto and schedule.vocab=parallel; most_chunks (stages a rank that the model has layers for)
-    and makespan_s (see `choose`) to the first alone. in_lockstep: ranks run ticks together, so that none waits for the
-    others' parts of the vocabulary, and no more microbatches need be in flight.
+    costs matter to schedule=auto and schedule.vocab=parallel; most_chunks (stages a rank that the model has layers
+    for), makespan_s and rank_bytes (see `choose`) to the first alone. in_lockstep: ranks run ticks together, so that
+    none waits for the others' parts of the vocabulary, and no more microbatches need be in flight; nor are they where
+    what ranks hold is capped.
     """
-    found = _with_whole_vocabulary(request, num_ranks, costs, most_chunks, makespan_s)
+    found = _with_whole_vocabulary(request, num_ranks, costs, most_chunks, makespan_s, rank_bytes)
     if request.vocab == "whole":
         return found
-    divided = with_vocabulary(found.schedule, 0 if in_lockstep else None, costs)
+    delay = 0 if in_lockstep or isinstance(request, settings.Auto) else None
+    placed = costs if isinstance(costs, Costs) else costs(found.schedule.rank_of).costs
+    divided = with_vocabulary(found.schedule, delay, placed)
     return replace(found, schedule=divided, label=f"{found.label}, vocab=parallel")
 
 
 def _with_whole_vocabulary(
     request: settings.Schedule,
     num_ranks: int,
-    costs: Costs,
+    costs: Costs | CostsOf,
     most_chunks: int | None,
     makespan_s: Callable[[Schedule], float] | None,
+    rank_bytes: Callable[[Schedule], int] | None,
 ) -> Requested:
     if isinstance(request, settings.Csv):
         schedule = read_valid(Path(request.path))
@@ -88,10 +96,12 @@ def _with_whole_vocabulary(
             request.num_microbatches,
             costs,
             request.max_activations,
+            limit_bytes=None if request.max_memory_gib is None else request.max_memory_gib * GIB,
             max_chunks=min(request.max_chunks, most_chunks or request.max_chunks),
             may_split=request.split_backward,
             by_period=request.objective == "period",
             makespan_s=makespan_s,
+            rank_bytes=rank_bytes,
         )
         return Requested(choice.best.schedule, f"auto: {choice.best.label}", choice)
     schedule = build(request.name, num_ranks, request.num_microbatches, **request.knobs())
@@ -104,20 +114,33 @@ def pipeline_of(
     num_ranks: int,
     num_layers: int,
     trained: float = 1.0,
+    costs_of: CostsOf | None = None,
+    in_ticks_bytes: Callable[[Ticks], int] | None = None,
 ) -> Pipeline:
     """Return the schedule of a run, as its executor runs it. ScheduleError or ConfigError where it is impossible.
 
-    trained: the share of the layers' weights that are trained.
+    trained: the share of the layers' weights that are trained. For schedule=auto, costs_of: what a model's stages cost
+    on any placement (None: all the same); in_ticks_bytes: what a rank holds in lockstep, where bytes are capped.
     """
     costs, in_ticks = task_costs(executor.remat, trained), executor.IN_TICKS
-    lower = partial(ticks, costs=costs, remat=Remat.of(executor.remat))
+
+    @lru_cache(2)
+    def lower(found: Schedule) -> Ticks:
+        return ticks(found, costs, Remat.of(executor.remat))
 
     def in_lockstep_s(found: Schedule) -> float:
-        return lower(found).makespan_s(costs)
+        return lower(found).makespan_s(costs if costs_of is None else costs_of(found.rank_of).costs)
 
     makespan_s = in_lockstep_s if in_ticks else None
-    found = schedule_of(schedule, num_ranks, costs, max(1, num_layers // num_ranks), makespan_s, in_lockstep=in_ticks)
-    return Pipeline(found.schedule, found.label, lower(found.schedule) if in_ticks else None, costs)
+
+    def rank_bytes(found: Schedule) -> int:
+        assert in_ticks_bytes is not None, "asked where it is there"
+        return in_ticks_bytes(lower(found))
+
+    most_chunks = max(1, num_layers // num_ranks)
+    how = makespan_s, None if in_ticks_bytes is None else rank_bytes
+    found = schedule_of(schedule, num_ranks, costs_of or costs, most_chunks, *how, in_lockstep=in_ticks)
+    return Pipeline(found.schedule, found.label, lower(found.schedule) if in_ticks else None, costs, found.choice)
 
 
 def trained_share(model: settings.Transformer | settings.MLP | settings.CustomModel, optim: settings.Optim) -> float:

@@ -59,6 +59,7 @@ def predicted(job: TrainingJob) -> Prediction:
     mfu, hardware = mfu_of(job, step_s, flops), hardware_of(job)
     return Prediction(
         schedule=label(config.schedule),
+        auto=None if job.choice is None else job.choice.summary,
         partition=tuple(map(len, pipe.partition)),
         rank_of=tuple(pipe.schedule.rank_of),
         stages=_stages(job, costs),

@@ -62,6 +62,7 @@ def show_plan(found: Prediction, config: Config) -> None:
         stages = f"{stages_text(found.partition)}, on ranks {ranks_text(found.rank_of)}"
         lines += [
             f"schedule  {found.schedule}, {microbatches}, bubble {bubble}, executor={config.executor.name}",
+            *([] if found.auto is None else [f"auto      {found.auto}"]),
             f"stages    {stages}",
         ]
     lines.append(f"step      {time_text(found)}")

@@ -39,6 +39,7 @@ class Prediction:
     """The prediction for a request."""
 
     schedule: str
+    auto: str | None  # what schedule=auto chose, in a line
     partition: tuple[int, ...]  # layers of each stage
     rank_of: tuple[int, ...]  # the rank of each stage
     stages: tuple[StagePart, ...]  # () without a pipeline

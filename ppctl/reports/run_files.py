@@ -32,6 +32,7 @@ OF_TRACKERS = ("wandb", "mlflow", "mlflow.db")  # written by the trackers' own p
 REMOVED = ".removed-"  # begins the name of a run directory that is being removed
 TRACKERS_FILE = "trackers.json"  # what the run is called at its trackers, by their names
 MEMORY_FILE = "memory.json"  # of each rank bytes of a device by part, as compiled at the last start
+SCHEDULE_FILE = "schedule.csv"  # that schedule=auto found
 FAILED_FILE = "failed.json"  # in processes/, of the first process that failed
 WRITTEN = (
     "config.yaml",

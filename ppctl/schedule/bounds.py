@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import Schedule
+from ppctl.schedule.shared_links import busiest_link_s
 
 
 def whole_makespan_bound_s(num_ranks: int, num_microbatches: int, num_chunks: int, costs: Costs) -> float:
@@ -45,21 +46,19 @@ def period_bound_s(schedule: Schedule, costs: Costs) -> float:
 def makespan_bound_s(schedule: Schedule, costs: Costs, num_microbatches: int | None = None) -> float:
     """The least makespan of any order of these tasks on these ranks, for so many microbatches (None: as it has).
 
-    For each rank: forwards until the first of its stages can start, its work, and input gradients from the first of its
-    stages back to stage 0, unless weight gradients may end its program.
+    For each rank: its work, and what comes before and after it (`outside_s`). No less than the busiest link's time.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> makespan_bound_s(one_f_one_b(8, 32), Costs())
     117.0
     """
-    before_s = _chain_s(schedule, costs, ("F",))
-    after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))
     times = 1.0 if num_microbatches is None else num_microbatches / schedule.num_microbatches
-    may_end_with_w = [any(kind == "W" for kind, _, _ in rank) for rank in schedule.counts]
-    return max(
-        min(before_s[s] for s in stages) + work_s * times + (0.0 if ends else min(after_s[s] for s in stages))
-        for stages, work_s, ends in zip(schedule.stages_of, _work_s(schedule, costs), may_end_with_w, strict=True)
+    ranks_s = max(
+        other_s + work_s * times
+        for other_s, work_s in zip(outside_s(schedule, costs), _work_s(schedule, costs), strict=True)
     )
+    number = schedule.num_microbatches if num_microbatches is None else num_microbatches
+    return max(ranks_s, busiest_link_s(schedule, costs, number))
 
 
 def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) -> tuple[float, ...]:
@@ -68,18 +67,41 @@ def peak_activations_bound(schedule: Schedule, costs: Costs, period_s: float) ->
     Sum of lifespans over period (the building-block argument of arXiv 2405.15362): an activation lives at least through
     the forwards after it, the input gradients back to it, and its own weight gradient.
     """
-    kind = _backward_kind(schedule)
-    trip_s = _chain_s(schedule, costs, ("F", kind))
     num_chunks, num_stages = schedule.num_chunks, schedule.num_stages
-    whole_s = (
-        trip_s[-1] + costs.seconds("F", num_stages - 1, num_chunks) + costs.seconds(kind, num_stages - 1, num_chunks)
-    )
-    own_w_s = [costs.seconds("W", s, num_chunks) if kind == "I" else 0.0 for s in range(num_stages)]
-    lives_s = [whole_s - trip_s[s] + own_w_s[s] for s in range(num_stages)]
+    is_split = _backward_kind(schedule) == "I"
+    own_w_s = [costs.seconds("W", s, num_chunks) if is_split else 0.0 for s in range(num_stages)]
+    lives_s = [trip_s + own_s for trip_s, own_s in zip(trips_s(schedule, costs), own_w_s, strict=True)]
     return tuple(
         schedule.num_microbatches * sum(lives_s[s] for s in stages) / num_chunks / period_s
         for stages in schedule.stages_of
     )  # fmt: skip
+
+
+def trips_s(schedule: Schedule, costs: Costs) -> list[float]:
+    """For each stage, the least seconds from the start of a forward to the end of its input gradient (or B).
+
+    Through the forwards of the stages after it, and the input gradients back to it.
+    """
+    kind = _backward_kind(schedule)
+    trip_s = _chain_s(schedule, costs, ("F", kind))
+    num_chunks, last = schedule.num_chunks, schedule.num_stages - 1
+    whole_s = trip_s[-1] + costs.seconds("F", last, num_chunks) + costs.seconds(kind, last, num_chunks)
+    return [whole_s - before_s for before_s in trip_s]
+
+
+def outside_s(schedule: Schedule, costs: Costs) -> list[float]:
+    """For each rank, the least seconds before its first task and after its last one together.
+
+    Forwards until the first of its stages can start, and input gradients from the first of its stages back to stage 0,
+    unless weight gradients may end its program.
+    """
+    before_s = _chain_s(schedule, costs, ("F",))
+    after_s = _chain_s(schedule, costs, (_backward_kind(schedule),))
+    may_end_with_w = [any(kind == "W" for kind, _, _ in rank) for rank in schedule.counts]
+    return [
+        min(before_s[s] for s in stages) + (0.0 if ends else min(after_s[s] for s in stages))
+        for stages, ends in zip(schedule.stages_of, may_end_with_w, strict=True)
+    ]
 
 
 def _work_s(schedule: Schedule, costs: Costs) -> list[float]:

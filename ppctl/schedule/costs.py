@@ -34,6 +34,7 @@ class Costs:
     activation_bytes: OfStages = 0.0  # what a forward keeps for its backward
     transfer_bytes: float = 0.0  # size of one activation or gradient that crosses ranks
     transfer_bytes_per_s: float | None = None  # bandwidth of a hop; None: no limit
+    link_hosts: tuple[int, ...] | None = None  # hops queue for links (`shared_links`): the host of each rank, or ()
     # where the vocabulary is divided, of one rank's part, or a tuple with the cost of each part
     embedding_s: OfStages = 0.0  # E
     logits_s: OfStages = 0.25  # S
@@ -45,7 +46,7 @@ class Costs:
         if bandwidth is not None and not 0 < bandwidth < math.inf:  # written so that NaN fails
             raise ConfigError(f"transfer_bytes_per_s={bandwidth} is not a bandwidth. Use a number above 0, or None.")
         for field in dataclasses.fields(self):
-            if field.name == "transfer_bytes_per_s":
+            if field.name in ("transfer_bytes_per_s", "link_hosts"):
                 continue
             value: OfStages = getattr(self, field.name)
             what, unit = ("time", "seconds") if field.name.endswith("_s") else ("size", "bytes")
@@ -67,7 +68,12 @@ class Costs:
         """Seconds from the end of a task until its value can be read on the next rank."""
         if self.transfer_bytes_per_s is None:
             return self.transfer_s
-        return self.transfer_s + self.transfer_bytes / self.transfer_bytes_per_s
+        return self.transfer_s + self.link_busy_s
+
+    @property
+    def link_busy_s(self) -> float:
+        """Seconds in which a hop occupies its link."""
+        return 0.0 if self.transfer_bytes_per_s is None else self.transfer_bytes / self.transfer_bytes_per_s
 
     def seconds(self, kind: str, stage: int, num_chunks: int) -> float:
         """Seconds of one task of `kind`: of F, B, I and W of a stage, of E, S, T and G of a part of the vocabulary."""
@@ -90,7 +96,7 @@ class Costs:
         """Raise ConfigError where a tuple has not one entry a stage, or a part of the vocabulary where it has some."""
         for field in dataclasses.fields(self):
             value: OfStages | None = getattr(self, field.name)
-            if not isinstance(value, tuple):
+            if not isinstance(value, tuple) or field.name == "link_hosts":
                 continue
             if field.name in OF_PARTS.values():
                 if num_parts and len(value) != num_parts:

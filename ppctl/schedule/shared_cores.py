@@ -48,6 +48,7 @@ def free_running(schedule: Schedule, costs: Costs, capacity: float = inf) -> Tim
     """Return the timeline whose makespan `free_running_s` is."""
     if capacity >= schedule.num_ranks:
         return simulate(schedule, costs)
+    assert costs.link_hosts is None, "devices that share cores have no links to queue for"
     costs.check(schedule.num_stages, schedule.num_parts)
     ranks = _Ranks(schedule, costs)
     now = 0.0

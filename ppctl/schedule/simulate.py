@@ -9,7 +9,8 @@ from itertools import pairwise
 from ppctl.schedule.activations import memory_steps, peak_activations, peak_bytes
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule, Task, Value, writes
-from ppctl.schedule.walk import timed_walk
+from ppctl.schedule.search.orders import Jobs
+from ppctl.schedule.walk import timed_walk, walk
 
 __all__ = ["Timeline", "duration_s", "peak_activations", "simulate"]
 
@@ -111,8 +112,8 @@ def duration_s(task: Task, costs: Costs, num_chunks: int) -> float:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Return the timeline of free-running ranks: a task starts when its rank is free and its values have arrived.
 
-    A value that crosses ranks arrives `costs.hop_s` after it was written; hops do not slow each other down.
-    ConfigError for costs of each stage that are not as many as the stages.
+    A value that crosses ranks arrives `costs.hop_s` after it was written; hops do not slow each other down, unless
+    `costs.link_hosts` says that they queue. ConfigError for costs of each stage that are not as many as the stages.
 
     >>> from ppctl.schedule.families.one_f_one_b import one_f_one_b
     >>> simulate(one_f_one_b(8, 32), Costs()).makespan_s
@@ -120,6 +121,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     costs.check(schedule.num_stages, schedule.num_parts)
     num_chunks = schedule.num_chunks
+    if costs.link_hosts is not None:
+        return _on_links(schedule, costs)
     start_s: dict[Task, float] = {}
     end_s: dict[Task, float] = {}
 
@@ -129,3 +132,15 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     for _, _, task, start, end in timed_walk(schedule, seconds, costs.hop_s):
         start_s[task], end_s[task] = start, end
     return Timeline(schedule, costs, start_s, end_s)
+
+
+def _on_links(schedule: Schedule, costs: Costs) -> Timeline:
+    """Return the timeline of ranks whose hops queue for links."""
+    jobs = Jobs(schedule, costs)
+    run = jobs.run(jobs.first)
+    if run is None:
+        for _ in walk(schedule):  # which says what is missing
+            pass
+    assert run is not None, "ranks that wait for each other do so whatever hops take"
+    start_s, end_s = (dict(zip(jobs.tasks, times, strict=True)) for times in (run.start_s, run.end_s))
+    return Timeline(schedule, costs, start_s, end_s, is_uneven=True)

@@ -6,10 +6,10 @@ What can be refused is refused here, cheapest check first, before anything is co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,12 @@ from ppctl.executors.topology import check_gpu_shape, check_size, described_mesh
 from ppctl.model.scoring import Scoring
 from ppctl.model.stack import Stack, init
 from ppctl.schedule import Schedule
+from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.partition.partition import Partition, explicit, stages_text, uniform
+from ppctl.schedule.search.choice import Choice
 from ppctl.schedule.ticks import Ticks
 from ppctl.training import optim
+from ppctl.training.auto_schedule import ModelCosts
 from ppctl.training.gpu_memory import check_memory_fraction
 from ppctl.training.known_hardware import described_device, gpu_names, gpu_target, host_devices, of_topology
 from ppctl.training.models import make_stack
@@ -55,6 +58,7 @@ class TrainingJob:
     pipe: Pipeline
     sources: Mapping[str, Sources]  # of the parts (model, data) that are code of the user's, as it was imported
     counted_stack: Stack | None = None  # the model as the hardware of the request runs it, where that is made already
+    choice: Choice | None = None  # what schedule=auto chose its schedule from
 
     @property
     def num_eval_batches(self) -> int:
@@ -138,7 +142,8 @@ def assemble(
     on_one_device: the first device here stands for all of the mesh; the job's shapes and programs of one device are
     those of the mesh, but it does not train.
     """
-    schedule, lowered, partition = plan(config)
+    is_auto = isinstance(config.schedule, settings.Auto) and config.executor.IS_PIPELINED
+    planned = None if is_auto else plan(config)
     _check_hosts(config)
     dtype_name = config.run.dtype or default_dtype
     start_jax(config, dtype_name, num_devices=1 if on_one_device else None)
@@ -148,44 +153,83 @@ def assemble(
     data = open_data(config)
     dtype = jnp.dtype(dtype_name)
     optimizer, lr_schedule = make_optimizer(config)
-    sizes = [len(layers) for layers in partition] if isinstance(config.partition, settings.Explicit) else None
     how = {key: value for key, value in asdict(config.executor).items() if key != "name"}
-    pipe = pipeline(
+    pipelined = partial(
+        pipeline,
         make_stack(config, data, dtype, device),
         mesh=mesh,
-        schedule=schedule if lowered is None else lowered,
         batch=batch_shapes(data),
         optimizer=optimizer,
         executor=config.executor.name,
-        partition=config.partition.name if sizes is None else sizes,
         dtype=dtype,
         clip_norm=config.optim.clip_norm,
         lr_schedule=lr_schedule,
         seed=config.run.seed,
         **how,
     )
+    planned = planned or plan_auto(config, pipelined)
+    sizes = [len(layers) for layers in planned.partition] if isinstance(config.partition, settings.Explicit) else None
+    pipe = pipelined(
+        schedule=planned.schedule if planned.ticks is None else planned.ticks,
+        partition=config.partition.name if sizes is None else sizes,
+    )
     own = {part: getattr(config, part).target for part in ("model", "data") if getattr(config, part).name == "custom"}
-    return TrainingJob(config, data, pipe, {part: sources(target) for part, target in own.items()})
+    parts = {part: sources(target) for part, target in own.items()}
+    return TrainingJob(config, data, pipe, parts, choice=planned.choice)
 
 
-def plan(config: Config) -> tuple[Schedule, Ticks | None, Partition]:
-    """Return schedule, ticks (of executor=spmd) and partition of a config. Neither JAX nor data is touched.
+class Planned(NamedTuple):
+    """What runs when, and where the layers are."""
+
+    schedule: Schedule
+    ticks: Ticks | None  # of executor=spmd
+    partition: Partition
+    choice: Choice | None  # of schedule=auto
+
+
+def plan(config: Config) -> Planned:
+    """Return schedule, ticks and partition of a config. Neither JAX nor data is touched.
 
     With partition=balanced the partition is that of a model whose embedding and head cost nothing.
     """
     trained = trained_share(config.model, config.optim)
     found = pipeline_of(config.schedule, config.executor, config.mesh.pp, config.model.num_layers, trained)
-    return found.schedule, found.ticks, divide(config, found.schedule)
+    return Planned(found.schedule, found.ticks, divide(config, found.schedule.rank_of), None)
 
 
-def divide(config: Config, schedule: Schedule) -> Partition:
-    """Return the layers of each stage; partition=balanced counts equal layers, an embedding and a head for free."""
+def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> Planned:
+    """Return the same for schedule=auto: by the costs of the model's stages, and what ranks hold of it.
+
+    pipelined: makes the request's pipeline of a schedule and a partition.
+    """
+    pp, request = config.mesh.pp, config.schedule
+    assert isinstance(request, settings.Auto), "other schedules follow from their settings"
+    probe = pipelined(schedule=build(BASELINE, pp, request.num_microbatches), partition="balanced")
+    costs = ModelCosts(
+        probe, lambda rank_of: divide(config, rank_of, probe.relative_costs), may_split=request.split_backward
+    )
+    is_capped, in_ticks = request.max_memory_gib is not None, config.executor.IN_TICKS
+    found = pipeline_of(
+        request,
+        config.executor,
+        pp,
+        config.model.num_layers,
+        trained_share(config.model, config.optim),
+        costs.layers(with_bytes=is_capped and not in_ticks).on,
+        costs.in_ticks_bytes if is_capped and in_ticks else None,
+    )
+    partition = divide(config, found.schedule.rank_of, probe.relative_costs)
+    return Planned(found.schedule, found.ticks, partition, found.choice)
+
+
+def divide(config: Config, rank_of: Sequence[int], costs: RelativeCosts | None = None) -> Partition:
+    """Return the layers of each stage; costs: for partition=balanced, None: equal layers, embedding and head free."""
     num_layers = config.model.num_layers
     if isinstance(config.partition, settings.Explicit):
-        return explicit(num_layers, schedule.num_stages, config.partition.layers)
+        return explicit(num_layers, len(rank_of), config.partition.layers)
     if isinstance(config.partition, settings.Balanced):
-        return RelativeCosts((1.0,) * num_layers, 0.0, 0.0).balanced(schedule.rank_of)
-    return uniform(num_layers, schedule.num_stages)
+        return (costs or RelativeCosts((1.0,) * num_layers, 0.0, 0.0)).balanced(rank_of)
+    return uniform(num_layers, len(rank_of))
 
 
 def partition_text(job: TrainingJob) -> str | None:

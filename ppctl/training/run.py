@@ -29,7 +29,7 @@ from ppctl.executors.xla_flags import text_of
 from ppctl.launch import distributed
 from ppctl.launch.supervise import STOP_SIGNALS, handling
 from ppctl.reports.charts.drawing import drawing_of_timeline
-from ppctl.reports.run_files import MEMORY_FILE, check_run_dir
+from ppctl.reports.run_files import MEMORY_FILE, SCHEDULE_FILE, check_run_dir
 from ppctl.reports.run_status import (
     CHANGED,
     DIRECTORY,
@@ -43,6 +43,7 @@ from ppctl.reports.run_status import (
 )
 from ppctl.reports.terminal import OutputConsole, replace_file
 from ppctl.schedule.simulate import peak_activations, simulate
+from ppctl.schedule.text import to_csv
 from ppctl.schedule.timeline import timeline_at
 from ppctl.training.checkpoint.checkpoint import Checkpoints
 from ppctl.training.checks import check_job
@@ -111,7 +112,7 @@ def _train(
         for line in (*describe(job, start), *resumed.lines(), prediction.line()):
             say(line)
         where = environment(job.pipe.mesh) | {"xla_flags": text_of(job.pipe.execution.xla_flags)}
-        _record_start(config, status, resumed, overrides, where)
+        _record_start(job, status, resumed, overrides, where)
         with counted_programs() as programs:
             footprint, compile_time_s = compile_steps(job, console)
         say(f"compiled in {compile_time_s:.1f} s{_kept_text(programs)}")
@@ -172,13 +173,16 @@ def _held(config: Config, pid: int | None) -> ConfigError:
 
 
 def _record_start(
-    config: Config, status: RunStatus, start: Resumed, overrides: Sequence[str], where: Mapping[str, Any]
+    job: TrainingJob, status: RunStatus, start: Resumed, overrides: Sequence[str], where: Mapping[str, Any]
 ) -> None:
     """Write the settings of this start of the run, and that it has started; the lead process alone does."""
+    config = job.config
     if distributed.is_lead():
         run_dir = Path(config.run.dir)
         with writing(run_dir):
             (run_dir / "config.yaml").write_text(as_yaml(config))
+            if job.choice is not None:
+                (run_dir / SCHEDULE_FILE).write_text(to_csv(job.pipe.schedule.ranks))
             keep_tokenizer(config)
             changed = {CHANGED: start.records()} if start.changed else {}
             status.begin(start.step, **{**where, DIRECTORY: os.getcwd(), OVERRIDES: [*overrides]}, **changed)
@@ -279,6 +283,8 @@ def describe(job: TrainingJob, start: int) -> Iterator[str]:
             f"chunk{'s' if schedule.num_chunks > 1 else ''} a rank, {many_ticks}"
             f"at most {max(peak_activations(schedule)):g} live activations"
         )
+    if job.choice is not None:
+        yield f"auto      {job.choice.summary}"
     if pipe.execution.xla_flags:
         yield f"xla       {text_of(pipe.execution.xla_flags)}"
     if pipe.execution.dispatches_tasks:

@@ -355,6 +355,29 @@ def test_auto_says_what_it_chose_from_and_how_far_it_is_from_the_bound(capsys):
     assert "next: gis (num_chunks=2), greedy" in text
 
 
+def test_a_head_worth_four_layers_and_a_cap_in_gib_are_searched_and_said(capsys):
+    costs = "costs.num_layers=16 costs.head=4 costs.activation_gib=0.5 costs.fixed_gib=4"
+    line = f"mesh=1x4 schedule.num_microbatches=6 {costs}"
+    said = ask_json(capsys, f"show schedule=auto schedule.max_memory_gib=8 schedule.max_chunks=2 {line}")
+    auto, published = said["auto"], ask_json(capsys, f"show schedule=zb_h1 {line}")
+    assert len(set(said["costs"]["forward_s"])) > 1
+    assert max(said["peak_bytes"]) < auto["held_bytes"] <= auto["max_bytes"] == 8 * 2**30
+    assert auto["max_activations"] is None
+    assert 0 <= auto["gap_fraction"] < 0.3
+    assert said["makespan_s"] < published["makespan_s"]
+    text = ask(capsys, f"show schedule=auto schedule.max_memory_gib=8 schedule.max_chunks=2 {line}")
+    assert re.search(r"with at most 8 GiB \([\d.]+ GiB held\) a rank, of ", text)
+    assert re.search(r"peak \d+(\.\d+)? activations of [\d.]+ GiB", text)
+
+
+def test_transfers_that_share_a_link_take_longer(capsys):
+    free, own, host = (
+        ask_json(capsys, f"show schedule=interleaved mesh=1x4 costs.transfer_s=1 {words}")["makespan_s"]
+        for words in ("", "costs.link_s=1", "costs.link_s=1 costs.host_ranks=2")
+    )
+    assert free <= own < host
+
+
 def test_auto_keeps_to_its_settings(capsys):
     said = ask_json(capsys, "show schedule=auto schedule.split_backward=false schedule.max_chunks=2 mesh=1x4")
     assert {cell[1] for cells in said["ranks"] for cell in cells} == {"F", "B"}
@@ -388,6 +411,31 @@ def test_a_schedule_of_ones_own_is_a_choice_like_any_other(capsys):
         ),
         ("show schedule=auto schedule.max_activations=0.1 mesh=1x2", "max_activations=0.1: no schedule .* or more"),
         ("show schedule=auto schedule.max_activations=-1 mesh=1x2", "max_activations=-1.0 must be above 0"),
+        (
+            "show schedule=auto schedule.max_activations=2 schedule.max_memory_gib=3 mesh=1x2",
+            "max_activations=2 and schedule.max_memory_gib=3 are two caps .* Leave one of them out",
+        ),
+        ("show schedule=auto schedule.max_memory_gib=0 mesh=1x2", "max_memory_gib=0.0 must be a finite number above 0"),
+        ("show schedule=auto schedule.max_memory_gib=3 mesh=1x2", "max_memory_gib=3 .* Set costs.activation_gib"),
+        (
+            "show schedule=auto schedule.max_memory_gib=3 costs.activation_gib=1 costs.fixed_gib=4 mesh=1x2",
+            r"max_memory_gib=3: no schedule of 2 ranks .* holds least, [\d.]+ GiB\). Use schedule.max_memory_gib=",
+        ),
+        (
+            "certify schedule=auto schedule.max_memory_gib=30 costs.activation_gib=1 mesh=1x2",
+            "certify counts activations, not bytes. Use schedule.max_activations",
+        ),
+        ("show costs.head=4 mesh=1x2", "costs.head=4 is for a model of layers, but costs.num_layers=null"),
+        ("show costs.partition=uniform mesh=1x2", "costs.partition=uniform is for a model of layers"),
+        ("show costs.partition=best mesh=1x2", "costs.partition=best is not one of balanced, uniform"),
+        ("show costs.num_layers=3 costs.partition=uniform mesh=1x4", "costs.num_layers=3 is less than the number of"),
+        ("show schedule=auto costs.num_layers=1 mesh=1x4", "costs.num_layers=1 is less than the number of stages"),
+        ("show costs.link_s=2 costs.transfer_s=1 mesh=1x2", "costs.link_s=2 is a part of costs.transfer_s=1, and larg"),
+        ("show costs.host_ranks=2 mesh=1x2", "costs.host_ranks=2 says who shares a link, but costs.link_s=0"),
+        (
+            "show schedule=1f1b costs.num_layers=2048 mesh=1x1024 schedule.num_microbatches=1024",
+            "nothing is extrapolated with costs.num_layers=2048. Leave it out",
+        ),
         ("show schedule=auto schedule.objective=peroid mesh=1x2", "objective=peroid.*makespan, period"),
         ("show schedule=auto schedule.max_chunks=0 mesh=1x2", "schedule.max_chunks=0"),
         ("show schedule=auto mesh=1x512 schedule.num_microbatches=512", "786,432 tasks are more than"),

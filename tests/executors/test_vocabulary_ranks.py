@@ -50,7 +50,7 @@ def test_loss_and_gradients_are_the_references(mesh, how):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("mesh", "how"), every_case())
+@pytest.mark.parametrize(("mesh", "how"), [*every_case()])
 def test_loss_and_gradients_are_the_references_in_every_family(mesh, how):
     batch_size = 2 * how["num_microbatches"] * mesh.get("dp", 1) * mesh.get("fsdp", 1)
     assert difference(mesh, **PARTS, **how, batch_size=batch_size) <= TOLERANCE

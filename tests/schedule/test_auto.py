@@ -4,10 +4,11 @@ from itertools import product
 
 import pytest
 from support.all_families import COSTS, FUSED, REAL, UNIT
+from support.orders import orders_of
 from support.selection import every_other
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule import Schedule, Task
+from ppctl.schedule import Schedule
 from ppctl.schedule.bounds import split_makespan_bound_s
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.rank_of import loop
@@ -19,23 +20,6 @@ from ppctl.schedule.validate import validate
 
 SIZES = [(2, 4, 1.5), (3, 5, 2), (4, 4, 3)]  # ranks, microbatches, cap
 PAIRS = [Costs(1, 1, 1), REAL, Costs(1, 0.5, 2, 0.3), Costs(2, 1, 0.25)]
-
-
-def orders_of(stage, num_microbatches, cap):
-    """Every order of a rank's F, I and W within `cap` activations."""
-    found = []
-
-    def extend(order, at, live):
-        if len(order) == 3 * num_microbatches:
-            found.append(tuple(order))
-        for m, done in enumerate(at):
-            if done < 3 and not (done == 0 and live == cap):
-                step = [*at]
-                step[m] += 1
-                extend([*order, Task(stage, "FIW"[done], m)], step, live + (done == 0) - (done == 2))
-
-    extend([], [0] * num_microbatches, 0)
-    return found
 
 
 @pytest.mark.parametrize("costs", PAIRS, ids=str)

@@ -272,7 +272,7 @@ def test_partitions_are_shown_where_stages_differ_or_were_asked_for():
 def test_a_plan_needs_neither_data_nor_devices():
     model = Transformer(num_layers=2000)
     data = Data(name="tokens")
-    schedule, ticks, partition = plan(
+    schedule, ticks, partition, _ = plan(
         transformer_config(model=model, data=data, mesh=Mesh(1, 256), schedule=Schedule(num_microbatches=4))
     )
     assert schedule.num_ranks == len(partition) == 256

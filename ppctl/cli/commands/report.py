@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ from ppctl.cli.choices import schema_of
 from ppctl.cli.commands import COMMANDS, runs
 from ppctl.cli.commands.runs import DEFAULT_DIR
 from ppctl.cli.options import Parser
-from ppctl.config import Mesh
+from ppctl.config import Auto, Csv, Mesh
 from ppctl.errors import ConfigError, PpctlError
+from ppctl.reports.run_files import SCHEDULE_FILE
 from ppctl.reports.terminal import replace_file
 
 if TYPE_CHECKING:
@@ -89,12 +91,15 @@ def _read(name: str, path: Path, *, is_alone: bool) -> RecordedRun:
     from ppctl.reports.run_page.read import read_run
 
     found = resumption(path)
-    pipeline = _pipeline(found.config, found.words) if is_alone else "Not drawn of several runs."
+    pipeline = _pipeline(path, found.config, found.words) if is_alone else "Not drawn of several runs."
     return read_run(name, path, found.config, found.words, found.command, found.notes, pipeline)
 
 
-def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
-    """Return the schedule of a run as its settings have it, or why it cannot be drawn."""
+def _pipeline(run_dir: Path, config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str:
+    """Return the schedule of a run as its settings have it, or why it cannot be drawn.
+
+    What schedule=auto found for the model is in the run's directory.
+    """
     from ppctl.config.schedule_from_config import pipeline_of, trained_share
     from ppctl.reports.run_page.gantt import most_chunks, too_large
 
@@ -108,14 +113,21 @@ def _pipeline(config: Mapping[str, Any], words: Sequence[str]) -> Pipeline | str
         path = getattr(parts["schedule"], "path", None)
         if path is not None and Path(path).exists() and not Path(path).is_file():
             return f"The schedule cannot be drawn: {path} cannot be read: it is no file."  # but a pipe, or has no end
+        is_found = isinstance(parts["schedule"], Auto) and (run_dir / SCHEDULE_FILE).is_file()
+        if is_found:
+            number = parts["schedule"].num_microbatches
+            parts["schedule"] = Csv(name="csv", path=str(run_dir / SCHEDULE_FILE), num_microbatches=number)
         chunks = most_chunks(parts["schedule"], mesh.pp, num_layers)
         large = too_large(mesh.pp, parts["schedule"].num_microbatches, chunks, words)
+        if large:
+            return large
         trained = 1.0
         if config.get("optim", {}).get("train") == "lora":
             trained = trained_share(
                 *(schema_of(part, config[part]["name"])(**config[part]) for part in ("model", "optim"))
             )
-        return large or pipeline_of(**parts, num_ranks=mesh.pp, num_layers=num_layers, trained=trained)
+        found = pipeline_of(**parts, num_ranks=mesh.pp, num_layers=num_layers, trained=trained)
+        return replace(found, label="auto") if is_found else found
     except PpctlError as error:
         return f"The schedule cannot be drawn: {' '.join(str(error).split())}"
     except (KeyError, TypeError, ValueError, AttributeError, OSError):

@@ -11,7 +11,7 @@ from typing import Literal
 from rich.console import Console
 
 from ppctl import config as settings
-from ppctl.cli.commands.schedule_show import costs_of, costs_text, deliver, is_large, print_on
+from ppctl.cli.commands.schedule_show import costs_on, costs_text, deliver, is_large, print_on
 from ppctl.config.schedule_from_config import label, schedule_of
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.reports.charts.drawing import number_text
@@ -113,8 +113,8 @@ def show_curves(found: CurveGrid, form: str, out: Path | None) -> int:
 
 def _point(config: settings.ScheduleConfig) -> CurvePoint:
     p, m = config.mesh.pp, config.schedule.num_microbatches
-    costs = costs_of(config.costs)
-    timeline = simulate(schedule_of(config.schedule, p, costs).schedule, costs)
+    schedule = schedule_of(config.schedule, p, costs_on(config)).schedule
+    timeline = simulate(schedule, costs_on(config)(schedule.rank_of).costs)
     peaks, bubble = timeline.peak_activations, timeline.bubble_fraction
     return CurvePoint(p, m, timeline.makespan_s, bubble, p * (1 - bubble), max(peaks), sum(peaks))
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from ppctl import config as settings
 from ppctl.config.schedule_from_config import label, read, schedule_of
-from ppctl.errors import ScheduleError
+from ppctl.errors import ConfigError, ScheduleError
 from ppctl.reports.charts.drawing import Drawing, Row, drawing_document, drawing_of_timeline, number_text, row
 from ppctl.reports.charts.html import schedules_page
 from ppctl.reports.charts.image import FORMS, image
@@ -26,11 +27,14 @@ from ppctl.reports.charts.perfetto import trace
 from ppctl.reports.charts.text_chart import show_gantt, show_schedules_table
 from ppctl.reports.terminal import OutputConsole, write_file
 from ppctl.schedule.bounds import split_makespan_bound_s, whole_makespan_bound_s
-from ppctl.schedule.costs import Costs
+from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.families.registry import FAMILIES, advice, build, makespan_formula_s, peak_formula
 from ppctl.schedule.ir import Schedule
-from ppctl.schedule.search.auto import Choice
+from ppctl.schedule.partition.partition import Partition, balanced, uniform
+from ppctl.schedule.search.choice import GIB, Choice
 from ppctl.schedule.search.extrapolate import MOST_TASKS, extrapolate
+from ppctl.schedule.search.layer_costs import LayerCosts, Piece
+from ppctl.schedule.search.ledger import CostsOf, Placed
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.text import task_lists, to_csv
 
@@ -145,11 +149,15 @@ def show_certified(config: settings.ScheduleConfig, time_limit_s: float, form: s
     """Say how short any order of the schedule's tasks can be, as text or JSON."""
     from ppctl.schedule.search.certify import certify
 
-    requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))
+    requested = schedule_of(config.schedule, config.mesh.pp, costs_on(config))
+    if requested.choice is not None and requested.choice.cap is None:
+        raise ConfigError(
+            "schedule.max_memory_gib: certify counts activations, not bytes. Use schedule.max_activations."
+        )
     cap = None if requested.choice is None else requested.choice.cap
-    began = time.perf_counter()
-    found = certify(requested.schedule, costs_of(config.costs), cap, time_limit_s=time_limit_s)
-    own_s = simulate(requested.schedule, costs_of(config.costs)).makespan_s
+    began, costs = time.perf_counter(), costs_on(config)(requested.schedule.rank_of).costs
+    found = certify(requested.schedule, costs, cap, time_limit_s=time_limit_s)
+    own_s = simulate(requested.schedule, costs).makespan_s
     numbers = {
         "label": requested.label,
         "makespan_s": own_s,
@@ -187,7 +195,7 @@ def check_file(path: Path) -> int:
 
 def draw(config: settings.ScheduleConfig) -> Drawing:
     """Return the schedule that a request asks for, with its costs."""
-    requested = schedule_of(config.schedule, config.mesh.pp, costs_of(config.costs))
+    requested = schedule_of(config.schedule, config.mesh.pp, costs_on(config))
     return drawing_of(requested.schedule, config.costs, requested.label, requested.choice)
 
 
@@ -204,7 +212,14 @@ def _too_large(config: settings.ScheduleConfig) -> ScheduleError:
 
 def extrapolated(config: settings.ScheduleConfig) -> Row:
     """Return the row of a schedule too large to be simulated, from smaller ones of its family."""
-    wanted, costs, num_ranks = config.schedule, costs_of(config.costs), config.mesh.pp
+    wanted, num_ranks = config.schedule, config.mesh.pp
+    apart = next((key for key in ("num_layers", "link_s") if getattr(config.costs, key)), None)
+    if apart is not None:
+        raise ConfigError(
+            f"{_size_of(config)}: too many tasks to be simulated, and nothing is extrapolated with "
+            f"costs.{apart}={getattr(config.costs, apart):g}. Leave it out, or use fewer."
+        )
+    costs = costs_of(config.costs)
     family = partial(build, wanted.name, **wanted.knobs())
     found = extrapolate(family, num_ranks, wanted.num_microbatches, costs)
     few = family(*found.simulated[0])
@@ -228,6 +243,8 @@ def extrapolated(config: settings.ScheduleConfig) -> Row:
 def _formulas(config: settings.ScheduleConfig) -> tuple[float | None, float | None]:
     """Return makespan and peak by the family's closed forms, None where there is none."""
     wanted, sizes = config.schedule, (config.mesh.pp, config.schedule.num_microbatches)
+    if config.costs.num_layers is not None or config.costs.link_s:  # closed forms: equal stages, links of their own
+        return None, peak_formula(wanted.name, *sizes, **wanted.knobs())
     return (
         makespan_formula_s(wanted.name, *sizes, costs_of(config.costs), **wanted.knobs()),
         peak_formula(wanted.name, *sizes, **wanted.knobs()),
@@ -248,19 +265,64 @@ def formulas(family: str) -> str:
 
 def drawing_of(schedule: Schedule, costs: settings.Costs, label: str, choice: Choice | None = None) -> Drawing:
     """Return the drawing of a schedule with these costs."""
-    seconds = costs_of(costs)
+    seconds = placed_costs(costs, schedule.rank_of, schedule.num_ranks).costs
     drawing = drawing_of_timeline(label, simulate(schedule, seconds))
     return replace(drawing, advice=advice(schedule, seconds), choice=choice)
 
 
 def costs_of(costs: settings.Costs) -> Costs:
-    """Return the costs that a request assumes, for the simulator."""
-    return Costs(**{field.name: getattr(costs, field.name) for field in fields(costs) if field.name != "name"})
+    """Return the costs that a request assumes for 1/p of the layers, for the simulator."""
+    seconds = costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.transfer_s
+    of_parts = {name: getattr(costs, name) for name in OF_PARTS.values()}
+    return Costs(*seconds, activation_bytes=costs.activation_gib * GIB, **of_parts)
+
+
+def costs_on(config: settings.ScheduleConfig) -> CostsOf:
+    """Return the costs that a request assumes, of any placement of stages."""
+    return lambda rank_of: placed_costs(config.costs, rank_of, config.mesh.pp)
+
+
+def placed_costs(costs: settings.Costs, rank_of: tuple[int, ...], num_ranks: int) -> Placed:
+    """Return the costs that a request assumes on a placement. ConfigError where its layers are too few for it."""
+    links: dict[str, Any] = {}
+    if costs.link_s:
+        hosts = () if costs.host_ranks is None else tuple(r // costs.host_ranks for r in range(num_ranks))
+        links = {"transfer_bytes": costs.link_s, "transfer_bytes_per_s": 1.0, "link_hosts": hosts}
+        links["transfer_s"] = costs.transfer_s - costs.link_s
+    if costs.num_layers is None:
+        return Placed(replace(costs_of(costs), **links), (costs.fixed_gib * GIB,) * num_ranks)
+    num_layers, even = costs.num_layers, costs.partition == "uniform"
+
+    def divide(rank_of: tuple[int, ...]) -> Partition:
+        if even:
+            return uniform(num_layers, len(rank_of))
+        return balanced(num_layers, rank_of, embed=costs.embed, head=costs.head)
+
+    def piece(layers: float) -> Piece:
+        """Return what costs as much as so many layers."""
+        share = layers * num_ranks / num_layers
+        seconds = (share * each for each in (costs.forward_s, costs.input_grad_s, costs.weight_grad_s))
+        return Piece(*seconds, fixed_bytes=share * costs.fixed_gib * GIB)
+
+    layer = piece(1.0)._replace(stash_bytes=costs.activation_gib * GIB * num_ranks / num_layers)
+    parts = layer, divide, piece(costs.embed), piece(costs.head)
+    try:
+        placed = LayerCosts((1.0,) * num_layers, *parts, hop_s=costs.transfer_s).on(rank_of)
+        return replace(placed, costs=replace(placed.costs, **links))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.num_layers", "costs.num_layers")) from None
 
 
 def costs_text(costs: settings.Costs) -> str:
     """Return the costs that a request assumes, in words."""
-    return f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} c={costs.transfer_s:g} s"
+    text = f"F={costs.forward_s:g} I={costs.input_grad_s:g} W={costs.weight_grad_s:g} c={costs.transfer_s:g} s"
+    if costs.link_s:
+        shared = "" if costs.host_ranks is None else f", {costs.host_ranks} ranks to a host"
+        text += f" ({costs.link_s:g} s on a link that others wait for{shared})"
+    if costs.num_layers is None:
+        return text
+    ends = [f"{key} as {value:g}" for key in ("embed", "head") if (value := getattr(costs, key))]
+    return f"{text}, {', '.join([f'{costs.num_layers} layers ({costs.partition})', *ends])}"
 
 
 def _size_of(config: settings.ScheduleConfig) -> str:

@@ -42,13 +42,13 @@ def _bytes(model: Model, layout: Layout, ticks: Ticks, gather: str, layers: Tree
     if gather == "layer":
         computed += tree_bytes(_in(model.dtype, shard_shapes(layers)))
     slots, x = ticks.num_slots, tree_bytes(model.x)
-    stash_bytes, pending_bytes = _waiting(model, num_layers, with_pending=bool(slots.get("pending")))
+    stash_bytes, pending_bytes = waiting_bytes(model, num_layers, with_pending=bool(slots.get("pending")))
     kept = slots["stash"] * stash_bytes + slots.get("pending", 0) * pending_bytes
     arriving = sum(slots.get(kind, 0) for kind in ("act", "grad", "value")) * x
     return {"weights": computed, "gradients": sums, "activations": kept, "transfers": arriving}
 
 
-def _waiting(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
+def waiting_bytes(model: Model, num_layers: int, *, with_pending: bool) -> tuple[int, int]:
     """Return the bytes on one device of a microbatch's stash and of what I hands to W, for so many layers."""
     stage, w = model.stage, _in(model.dtype, [model.layer] * num_layers)
     if model.divided is None:

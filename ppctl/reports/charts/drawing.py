@@ -10,7 +10,7 @@ from typing import Any
 
 from ppctl.schedule.bounds import makespan_bound_s, peak_activations_bound, period_bound_s
 from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule
-from ppctl.schedule.search.auto import Choice, FoundSchedule
+from ppctl.schedule.search.choice import GIB, Choice, FoundSchedule
 from ppctl.schedule.simulate import Timeline
 from ppctl.schedule.text import task_names
 
@@ -82,7 +82,7 @@ class Drawing:
         return (
             f"makespan {number_text(timeline.makespan_s)} s (at least {number_text(self.lower_bound_s)} s), "
             f"period {number_text(timeline.period_s)} s, bubble {timeline.bubble_fraction:.1%}, "
-            f"peak {number_text(max(timeline.peak_activations))} activations"
+            f"peak {number_text(max(timeline.peak_activations))} activations{_bytes_text(timeline)}"
         )
 
 
@@ -141,7 +141,7 @@ def reasons(drawing: Drawing) -> list[str]:
     gap = "at which it stands" if choice.is_proven else f"{choice.gap_fraction:.1%} below"
     period = " period" if choice.by_period else ""
     choices = [
-        f"the shortest{period} with at most {number_text(choice.cap)} activations a rank, of {choice.num_published} "
+        f"the shortest{period} with at most {choice.cap_text} a rank, of {choice.num_published} "
         f"published schedules{blocks}; on their placements none is below {number_text(choice.lower_bound_s)} s, {gap}"
     ]
     others = [c for c in choice.candidates[1:4] if c is not choice.best_published]
@@ -154,6 +154,12 @@ def reasons(drawing: Drawing) -> list[str]:
 
 def _named(candidate: FoundSchedule) -> str:
     return f"{candidate.label} {number_text(candidate.length_s)} s"
+
+
+def _bytes_text(timeline: Timeline) -> str:
+    """Return the most bytes of activations on a rank, to follow their number; "" where no sizes are known."""
+    most = max(timeline.peak_bytes)
+    return f" of {number_text(most / GIB)} GiB" if most else ""
 
 
 def number_text(value: float) -> str:
@@ -184,6 +190,7 @@ def drawing_document(drawing: Drawing) -> dict[str, Any]:
         "bubble_fraction": timeline.bubble_fractions,
         "peak_activations": timeline.peak_activations,
         "peak_activations_lower_bound": drawing.peak_bounds,
+        "peak_bytes": timeline.peak_bytes,
         "rank_of": schedule.rank_of,
         "ranks": [list(map(str, tasks)) for tasks in schedule.ranks],
         "tasks": [task_names(tasks, schedule.num_stages) for tasks in schedule.ranks],
@@ -198,6 +205,8 @@ def _chosen(choice: Choice) -> dict[str, Any]:
     return {
         "objective": "period" if choice.by_period else "makespan",
         "max_activations": choice.cap,
+        "max_bytes": choice.limit_bytes,
+        "held_bytes": choice.held_bytes,
         "lower_bound_s": choice.lower_bound_s,
         "gap_fraction": choice.gap_fraction,
         "num_published": choice.num_published,

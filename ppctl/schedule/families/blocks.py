@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate, permutations
 
+from ppctl.schedule.search.ledger import Ledger
 from ppctl.schedule.search.squeeze import F_DOWN, F_UP, I_DOWN, I_UP, PERIOD
 
 Block = tuple[tuple[int, int, int, int], ...]  # for each rank the ticks of F down, F up, I up, I down
@@ -45,6 +46,26 @@ def steady_peak(block: Block) -> float:
     """
     lives = (row[I_DOWN] - row[F_DOWN] + row[I_UP] - row[F_UP] + 4 for row in block)
     return max(lives) / PERIOD / 2
+
+
+def steady_excess(block: Block, ledger: Ledger, limit: float) -> float:
+    """Return by how much the fullest rank is above `limit` in the steady state, in the units of the ledger.
+
+    As `steady_peak`; where I hands on something of its own, that is there for two ticks.
+
+    >>> block = next(blocks(2))
+    >>> 2 * steady_peak(block) - 3 == steady_excess(block, Ledger((0, 0), (1, 1, 1, 1)), 3)
+    True
+    """
+    last = len(ledger.stash) - 1
+    of_ranks: list[float] = []
+    for r, row in enumerate(block):
+        size = 0
+        for stage, life in ((r, row[I_DOWN] - row[F_DOWN]), (last - r, row[I_UP] - row[F_UP])):
+            handed = ledger.stash if ledger.pending is None else ledger.pending
+            size += ledger.stash[stage] * (life + (ledger.pending is not None)) + 2 * handed[stage]
+        of_ranks.append(ledger.held[r] + size / PERIOD)
+    return max(of_ranks) - limit
 
 
 def _steps(num_ranks: int) -> Iterator[tuple[int, ...]]:

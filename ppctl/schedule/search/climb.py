@@ -22,7 +22,7 @@ LEAST_GAIN = 1e-9  # relative to the makespan: rounding is no gain
 def climb(jobs: Jobs, orders: Orders, cap: int, budget: int, *, by_period: bool = False) -> tuple[float, Orders]:
     """Return (makespan, orders): no move of a task shortens them, or `budget` tasks have been simulated.
 
-    orders: valid, and within the cap. cap: the most stashes that a rank may hold. by_period: shortens the period
+    orders: valid, and within the cap. cap: the most that a rank may hold. by_period: shortens the period
     instead. The result depends on nothing else: the same on every process.
     """
     run = jobs.run(orders)

@@ -16,7 +16,7 @@ def fill(
 ) -> Orders | None:
     """The orders in which ranks with priorities `orders` run when none waits without need; None if they get stuck.
 
-    cap: the most stashes that a rank may hold; orders may exceed it, the result never does. patience: a task may make
+    cap: the most that a rank may hold; orders may exceed it, the result never does. patience: a task may make
     the one that it overtakes late by this share of its own time. weight_grads_last: whatever else is ready overtakes a
     weight gradient.
     """
@@ -24,38 +24,53 @@ def fill(
     rest = [list(order) for order in orders]
     done: Orders = [[] for _ in orders]
     readers: dict[int, int] = {}
-    for task, needs in enumerate(jobs.needs):
-        for value, hop_s in needs:
+    for task, reads in enumerate(jobs.needs):
+        for value, hop_s in reads:
             if hop_s or value not in readers:
                 readers[value] = jobs.rank[task]
     written_s: list[float] = [NEVER] * jobs.num_values
-    live = [0] * jobs.num_ranks
+    live, rise, change, needs = list(jobs.held), jobs.rise, jobs.change, jobs.needs
 
     def ready_s(task: int) -> float:
-        return max((written_s[value] + hop_s for value, hop_s in jobs.needs[task]), default=0.0)
+        latest_s = 0.0
+        for value, hop_s in needs[task]:
+            arrives_s = written_s[value] + hop_s
+            if arrives_s > latest_s:
+                latest_s = arrives_s
+        return latest_s
+
+    def has_room(rank: int, task: int, most: int = 0) -> bool:
+        """Return whether a task may run before others that hold `most` more at their peak.
+
+        Where orders are above the cap, forwards leave the room that an I needs: no rank gets stuck for its memory.
+        """
+        takes = rise[task]
+        if fits[rank]:
+            takes = max(takes, change[task] + most) if change[task] > 0 else takes
+        elif jobs.tasks[task].kind == "F":
+            takes += jobs.reserve
+        return live[rank] + takes <= cap
 
     def choose(rank: int, now_s: float) -> tuple[int | None, float]:
         """Return the place in rest[rank] of the task to run now, or None and when the first one can run."""
         order, kinds = rest[rank], jobs.tasks
         head = order[0]
         head_s = ready_s(head)
-        blocked = jobs.change[head] > 0 and live[rank] >= cap
+        blocked = not has_room(rank, head)
         may_start = head_s <= now_s and not blocked
         waits = weight_grads_last and kinds[head].kind == "W"
         if may_start and not waits:
             return 0, now_s
-        ahead = most = 0  # stashes that the overtaken tasks will hold, now and at their peak
-        for place in range(min(WINDOW, len(order))):
-            task = order[place]
-            change = jobs.change[task]
+        ahead = most = 0  # what the overtaken tasks will hold, now and at their peak
+        for place, task in enumerate(order[:WINDOW]):
             overtakes = place > 0 and not (may_start and kinds[task].kind == "W")
-            room = change <= 0 or live[rank] + 1 + (max(most, 0) if fits[rank] else 0) <= cap
-            if overtakes and room and ready_s(task) <= now_s:
+            if overtakes and (not rise[task] or has_room(rank, task, most)) and ready_s(task) <= now_s:
                 late_s = now_s + jobs.seconds[task] - head_s
                 if may_start or blocked or head_s == NEVER or late_s <= patience * jobs.seconds[task]:
                     return place, now_s
-            ahead += change
-            most = max(most, ahead)
+            if ahead + rise[task] > most:
+                most = ahead + rise[task]
+            ahead += change[task]
         return (0, now_s) if may_start else (None, NEVER if blocked else head_s)
 
     def act(rank: int, now_s: float) -> tuple[float, list[Wake]]:
@@ -67,7 +82,7 @@ def fill(
             return now_s, [(later_s, rank)] if later_s < NEVER else []
         task = rest[rank].pop(place)
         done[rank].append(task)
-        live[rank] += jobs.change[task]
+        live[rank] += change[task]
         end_s = now_s + jobs.seconds[task]
         wakes = [(end_s, rank)]
         for value in jobs.makes[task]:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ppctl.schedule.costs import Costs
-from ppctl.schedule.ir import Schedule, Task
+from ppctl.schedule.ir import KINDS, Schedule, Task
+from ppctl.schedule.search.ledger import Ledger
+from ppctl.schedule.shared_links import Hop, links_between, run_on_links
 from ppctl.schedule.walk import Rule
 
 Orders = list[list[int]]  # for each rank the numbers of its tasks, in program order
@@ -39,27 +41,39 @@ class TimedOrders:
 class Jobs:
     """The tasks of `schedule` with what they read, write and last; `first` is the schedule's own orders.
 
-    `rank`, `seconds` and `change` (of the stashes held: +1, -1 or 0) are lists over task numbers; `spent` counts the
-    tasks that runs have timed so far.
+    `rank`, `seconds`, `rise` and `change` (of what the rank holds, while a task runs and after it) are lists over task
+    numbers, `held` one over ranks. ledger: in which units; None: stashes are counted. `spent` counts the tasks that
+    runs have timed so far.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs):
+    def __init__(self, schedule: Schedule, costs: Costs, ledger: Ledger | None = None):
         self.schedule, self.num_ranks, self.hop_s = schedule, schedule.num_ranks, costs.hop_s
         self.tasks = [task for tasks in schedule.ranks for task in tasks]
         self.rank = [r for r, tasks in enumerate(schedule.ranks) for _ in tasks]
         self.seconds = [costs.seconds(task.kind, task.stage, schedule.num_chunks) for task in self.tasks]
-        self.change = [{"F": 1, "I": 0, "B": -1, "W": -1}[task.kind] for task in self.tasks]
+        ledger = Ledger.counted(schedule) if ledger is None else ledger
+        self.held, self.reserve = ledger.held, ledger.reserve
+        rise, change = (
+            {(s, kind): of(s, kind) for s in range(schedule.num_stages) for kind in KINDS}
+            for of in (ledger.rise, ledger.change)
+        )
+        self.rise = [rise[task.stage, task.kind] for task in self.tasks]
+        self.change = [change[task.stage, task.kind] for task in self.tasks]
         rule = Rule.of(schedule)
         arrivals = rule.arrivals(costs.hop_s)
         self.num_values = rule.num_values
         self.needs = [[(base + t.microbatch, hop_s) for base, hop_s in arrivals[t.kind][t.stage]] for t in self.tasks]
         self.makes = [[base + t.microbatch for base in rule.writes[t.kind][t.stage]] for t in self.tasks]
+        self.costs = costs
+        self.hops = None if costs.link_hosts is None else self._hops()
         self.spent = 0
         numbers = iter(range(len(self.tasks)))
         self.first: Orders = [[next(numbers) for _ in tasks] for tasks in schedule.ranks]
 
     def run(self, orders: Orders, limit_s: float = float("inf")) -> TimedOrders | None:
         """Return the times of these orders; None if ranks wait for each other, or a task ends at `limit_s` or later."""
+        if self.hops is not None:
+            return self._run_on_links(orders, limit_s, self.hops)
         needs, makes, seconds = self.needs, self.makes, self.seconds
         start_s, end_s, waits_for = [0.0] * len(seconds), [0.0] * len(seconds), [NONE] * len(seconds)
         written_s: list[float | None] = [None] * self.num_values
@@ -98,13 +112,26 @@ class Jobs:
         self.spent += len(seconds) - left
         return None if left else TimedOrders(latest_s, start_s, end_s, waits_for)
 
+    def _hops(self) -> dict[int, Hop]:
+        """The values that cross ranks, with the links that they occupy."""
+        made_on = {value: self.rank[task] for task, makes in enumerate(self.makes) for value in makes}
+        reads = ((value, self.rank[task]) for task, needs in enumerate(self.needs) for value, _ in needs)
+        return {v: Hop(r, links_between(self.costs, made_on[v], r)) for v, r in reads if made_on.get(v, r) != r}
+
+    def _run_on_links(self, orders: Orders, limit_s: float, hops: dict[int, Hop]) -> TimedOrders | None:
+        self.spent += len(self.seconds)
+        how = self.costs.link_busy_s, self.costs.transfer_s, limit_s
+        found = run_on_links(orders, self.seconds, self.needs, self.makes, hops, *how)
+        return None if found is None else TimedOrders(max(found.end_s), *found)
+
     def fits(self, order: Sequence[int], cap: int) -> bool:
-        """Return whether a rank that runs its tasks in this order never holds more than `cap` stashes."""
-        live = 0
+        """Return whether a rank that runs its tasks in this order never holds more than `cap`."""
+        rise, change = self.rise, self.change
+        live = self.held[self.rank[order[0]]]
         for task in order:
-            live += self.change[task]
-            if live > cap:
+            if live + rise[task] > cap:
                 return False
+            live += change[task]
         return True
 
     def as_schedule(self, orders: Orders, name: str) -> Schedule:

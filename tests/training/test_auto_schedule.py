@@ -1,0 +1,95 @@
+"""What schedule=auto knows of a model, compared with what the planner predicts and what engines hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from ppctl import config as c
+from ppctl.errors import ConfigError, ScheduleError
+from ppctl.planner.op_times import OpTimes, PieceTimes, costs_of_stages
+from ppctl.schedule.partition.partition import stage_costs
+from ppctl.schedule.remat import Remat
+from ppctl.schedule.simulate import simulate
+from ppctl.training.auto_schedule import ModelCosts
+from ppctl.training.job import assemble, divide
+
+GIB = 2**30
+MODEL = c.Transformer(num_layers=10, d_model=32, num_heads=2, seq_len=32)
+DATA = c.Synthetic(vocab_size=1024, batch_size=8)
+
+
+def request(schedule, executor, **how):
+    mesh = c.Mesh(pp=4)
+    return c.Config(model=MODEL, data=DATA, mesh=mesh, schedule=schedule, executor=executor, **how)
+
+
+def planned(config):
+    return assemble(config, on_one_device=True, only_planned=True)
+
+
+def costs_of(job):
+    return ModelCosts(job.pipe, lambda rank_of: divide(job.config, rank_of, job.pipe.relative_costs), may_split=True)
+
+
+MPMD = [("1f1b", "none"), ("zb_v", "none"), ("zb_v", "layer"), ("1f1b", "full"), ("zb_h1", "full")]
+
+
+@pytest.mark.parametrize(
+    ("family", "remat"), [MPMD[1], *(pytest.param(*each, marks=pytest.mark.full) for each in (MPMD[0], *MPMD[2:]))]
+)
+def test_bytes_of_ranks_are_those_that_the_engine_counts_along_its_walk(family, remat):
+    job = planned(request(c.Schedule(family, 8), c.Mpmd(remat=remat), partition=c.Balanced()))
+    assert not job.pipe.layout.is_even
+    schedule, x = job.pipe.schedule, job.pipe.model.x
+    placed = costs_of(job).layers(with_bytes=True).on(schedule.rank_of)
+    for found, held in zip(placed.ledger(schedule).peaks(schedule), job.pipe.memory(), strict=True):
+        exact = sum(size for part, size in held.items() if part != "temporaries")
+        assert found <= exact + 6 * x.size * x.dtype.itemsize, held
+        assert found >= exact or not held["weights"], "only the update, after all tasks, may need more"
+
+
+def test_in_lockstep_bytes_are_exactly_those_of_the_program():
+    job = planned(request(c.Interleaved(num_microbatches=8), c.Spmd()))
+    assert costs_of(job).in_ticks_bytes(job.pipe.ticks) == sum(job.pipe.memory()[0].values())
+
+
+@pytest.mark.parametrize("remat", Remat)
+def test_relative_costs_of_stages_are_the_planners_for_such_pieces(remat):
+    job = planned(request(c.Schedule("1f1b", 4), c.Mpmd(remat=remat)))
+    pipe, again = job.pipe, remat.recompute_forwards
+    whole, free = 3 + again, PieceTimes(0.0, 0.0, 0.0)
+    head = PieceTimes(0.0, pipe.relative_costs.head * whole, 0.0)
+    times = OpTimes(free, PieceTimes(1.0, 1 + again, 1.0), head, task_s=0.0, hop_s=0.0, overhead_s=0.0)
+    sizes = stage_costs(pipe.partition, embed=0.0, head=0.0, layers=pipe.relative_costs.layers)
+    wanted = costs_of_stages(times, sizes, keeps_input=remat.keeps_input_only)
+    found = costs_of(job).layers(with_bytes=False).on(pipe.schedule.rank_of).costs
+    assert pipe.relative_costs.head > 1
+    for name in ("forward_s", "input_grad_s", "weight_grad_s"):
+        assert getattr(found, name) == pytest.approx(getattr(wanted, name))
+
+
+@pytest.mark.parametrize("executor", [c.Mpmd(), pytest.param(c.Spmd(), marks=pytest.mark.full)])
+def test_a_cap_on_bytes_is_kept_by_what_is_planned_and_the_head_counts(executor):
+    auto = c.Auto(num_microbatches=8, max_chunks=2)
+    free = planned(request(auto, executor))
+    most = max(sum(held.values()) for held in free.pipe.memory())
+    job = planned(request(replace(auto, max_memory_gib=0.9 * most / GIB), executor))
+    held = max(sum(each.values()) for each in job.pipe.memory())
+    assert held <= job.choice.held_bytes <= 0.9 * most
+    assert job.choice.best.schedule.ranks == job.pipe.schedule.ranks
+    costs = costs_of(job).layers(with_bytes=False).on(job.pipe.schedule.rank_of).costs
+    assert len(set(costs.forward_s)) > 1
+    if not job.pipe.ticks:
+        assert simulate(job.pipe.schedule, costs).makespan_s == pytest.approx(job.choice.best.length_s)
+    if executor.name == "mpmd":
+        with pytest.raises(ScheduleError, match=r"max_memory_gib=1e-05: no schedule of 4 ranks .* GiB\)\. Use"):
+            planned(request(replace(auto, max_memory_gib=1e-5), executor))
+
+
+def test_a_partition_of_so_many_stages_decides_how_many_are_searched():
+    layers = [2, 2, 1, 1, 1, 1, 1, 1]
+    auto = c.Auto(num_microbatches=4, max_chunks=2)
+    job = planned(request(auto, c.Mpmd(), partition=c.Explicit(layers=layers)))
+    assert job.pipe.schedule.num_stages == 8
+    with pytest.raises(ConfigError, match="is for 3 stages, but pp"):
+        planned(request(auto, c.Mpmd(), partition=c.Explicit(layers=[3, 3, 4])))
