@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from ppctl.errors import ConfigError
 from ppctl.schedule.activations import memory_steps, peak_activations, peak_bytes
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import ALL_KINDS, Kind, Schedule, Task, Value, writes
@@ -121,6 +122,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     costs.check(schedule.num_stages, schedule.num_parts)
     num_chunks = schedule.num_chunks
+    if costs.link_hosts is not None and schedule.divides_vocabulary:
+        raise ConfigError(
+            "costs.link_s: what waits for links is not simulated with schedule.vocab=parallel, whose sums go to all "
+            "ranks at once. Use costs.link_s=0."
+        )
     if costs.link_hosts is not None:
         return _on_links(schedule, costs)
     start_s: dict[Task, float] = {}

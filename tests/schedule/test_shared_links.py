@@ -38,7 +38,7 @@ def by_trial(schedule, costs):
         del running[rank]
         task = schedule.ranks[rank][at[rank]]
         end[task], clock[rank], at[rank] = now, now, at[rank] + 1
-        for value in writes(task, schedule.num_stages):
+        for value in writes(task):
             arrived[value, rank] = now
             to = task.stage + 1 if value.name == "act" else task.stage - 1
             if value.name in ("act", "grad") and 0 <= to < schedule.num_stages and schedule.rank_of[to] != rank:

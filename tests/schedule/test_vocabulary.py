@@ -130,6 +130,11 @@ def test_what_cannot_be_divided_is_refused(tmp_path):
         Schedule(vocab="some").check()
 
 
+def test_shared_links_are_refused():
+    with pytest.raises(ConfigError, match=r"^costs.link_s: what waits for links is not simulated with schedule.vocab="):
+        simulate(with_vocabulary(build("1f1b", 2, 2)), Costs(link_hosts=()))
+
+
 def test_a_request_says_so_in_its_label():
     found = schedule_of(Schedule("zb_h1", 8, vocab="parallel"), 4, Costs())
     assert (found.label, found.schedule.divides_vocabulary) == ("zb_h1, vocab=parallel", True)

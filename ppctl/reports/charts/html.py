@@ -15,7 +15,7 @@ from typing import Any
 
 from ppctl.reports.charts.drawing import KIND_NAMES, Drawing, reasons
 from ppctl.reports.charts.palette import INK, shade
-from ppctl.schedule.ir import KINDS
+from ppctl.schedule.ir import ALL_KINDS, KINDS, PART_KINDS
 
 
 def schedules_page(drawings: Sequence[Drawing]) -> str:
@@ -61,7 +61,7 @@ def chart_data(drawing: Drawing) -> dict[str, Any]:
     index = {task: i for i, task in enumerate(tasks)}
     waited = (timeline.waits_for(task) for task in tasks)
     curves = [timeline.memory_curve(rank) for rank in range(schedule.num_ranks)]
-    stages, num_chunks = range(schedule.num_stages), schedule.num_chunks
+    num_chunks = schedule.num_chunks
     return {
         "label": drawing.label,
         "title": drawing.title,
@@ -83,18 +83,24 @@ def chart_data(drawing: Drawing) -> dict[str, Any]:
         "num_points": [len(curve) for curve in curves],
         "rank_of": schedule.rank_of,
         "chunk_of": schedule.chunk_of,
-        "kinds": KINDS,
+        "kinds": ALL_KINDS,
+        "num_stage_kinds": len(KINDS),  # the others are of parts of the vocabulary, whose number is that of their rank
         "present": drawing.kinds,
-        "kind_names": [KIND_NAMES[kind] for kind in KINDS],
-        "colours": [[shade(kind, chunk, num_chunks) for chunk in range(num_chunks)] for kind in KINDS],
+        "kind_names": [KIND_NAMES[kind] for kind in ALL_KINDS],
+        "colours": [
+            [shade(kind, 0 if kind in PART_KINDS else chunk, num_chunks) for chunk in range(num_chunks)]
+            for kind in ALL_KINDS
+        ],
         "ink": INK,
-        "seconds": [[timeline.costs.seconds(kind, stage, num_chunks) for stage in stages] for kind in KINDS],
+        "seconds": [
+            [timeline.costs.seconds(kind, place, num_chunks) for place in schedule.places(kind)] for kind in ALL_KINDS
+        ],
         "tasks": _packed(
             array("d", (timeline.start_s[task] for task in tasks)),
             array("i", (0 if w is None else index[w] - i for i, w in enumerate(waited))),
             array("I", (task.stage for task in tasks)),
             array("I", (task.microbatch for task in tasks)),
-            array("B", (KINDS.index(task.kind) for task in tasks)),
+            array("B", (ALL_KINDS.index(task.kind) for task in tasks)),
         ),
         "lasts": _packed(
             array("d", (timeline.end_s[t] - timeline.start_s[t] for t in tasks) if timeline.is_uneven else ())

@@ -9,6 +9,10 @@ const num = (x) => String(Number(x.toPrecision(5)));
 const percent = (x) => (100 * x).toFixed(1) + "%";
 const packed = (hex) => new Uint32Array(Uint8Array.of(...[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)), 255).buffer)[0];
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
+// a task of a part of the vocabulary has the number of its rank instead of a stage's
+const isOfPart = (c, i) => c.kind[i] >= c.num_stage_kinds;
+const rankOf = (c, i) => (isOfPart(c, i) ? c.stage[i] : c.rank_of[c.stage[i]]);
+const chunkOf = (c, i) => (isOfPart(c, i) ? 0 : c.chunk_of[c.stage[i]]);
 
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
@@ -146,7 +150,7 @@ function row(c, pen, r) {
     pen.textAlign = "center";
     for (let t = i; t < last; t++) {
       const x = Math.max(toX(c, c.start[t]), c.left), w = Math.min(toX(c, c.end[t]), right) - x;
-      pen.fillStyle = c.colours[c.kind[t]][c.chunk_of[c.stage[t]]];
+      pen.fillStyle = c.colours[c.kind[t]][chunkOf(c, t)];
       pen.fillRect(x, y, Math.max(w - (w > 4 ? 1 : 0), 0.5), h);
       const label = c.kinds[c.kind[t]] + (c.letters.isWhole ? c.mb[t] : "");
       if (!c.letters.size || w < PER_LETTER * c.letters.size * label.length + 2.99) continue;
@@ -180,7 +184,7 @@ function stacked(c, pen, i, last, y, h) {
   const kinds = c.kinds.length * chunks, sums = new Float32Array(kinds * n), scale = c.wide / (view[1] - view[0]) / bin;
   for (let t = i; t < last; t++) {
     const a = Math.max((c.start[t] - view[0]) * scale, 0), b = Math.min((c.end[t] - view[0]) * scale, n);
-    const k = c.kind[t] * chunks + c.chunk_of[c.stage[t]];
+    const k = c.kind[t] * chunks + chunkOf(c, t);
     for (let x = Math.floor(a); x < b; x++) sums[x * kinds + k] += Math.min(b, x + 1) - Math.max(a, x);
   }
   const canvas = (stacked.canvas ??= document.createElement("canvas"));
@@ -201,7 +205,7 @@ function stacked(c, pen, i, last, y, h) {
 }
 
 function box(c, i) {
-  const r = c.rank_of[c.stage[i]], x = toX(c, c.start[i]);
+  const r = rankOf(c, i), x = toX(c, c.start[i]);
   return { x, y: AXIS + r * c.row, w: toX(c, c.end[i]) - x, h: cellHeight(c) };
 }
 

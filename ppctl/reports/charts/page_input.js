@@ -29,14 +29,14 @@ function name(c, i) {
 }
 
 function describe(c, i) {
-  const stage = c.stage[i], rank = c.rank_of[stage], chunks = c.colours[0].length;
-  const where = `rank ${rank}` + (chunks > 1 ? `, chunk ${c.chunk_of[stage]}` : "");
+  const stage = c.stage[i], rank = rankOf(c, i), chunks = c.colours[0].length;
+  const where = `rank ${rank}` + (chunks > 1 && !isOfPart(c, i) ? `, chunk ${chunkOf(c, i)}` : "");
   const lines = [
-    `${c.kind_names[c.kind[i]]} of stage ${stage} (${where}), microbatch ${c.mb[i]}`,
+    `${c.kind_names[c.kind[i]]}${isOfPart(c, i) ? " (" : ` of stage ${stage} (`}${where}), microbatch ${c.mb[i]}`,
     `${num(c.start[i])} s to ${num(c.end[i])} s (${num(c.end[i] - c.start[i])} s)`,
   ];
   if (c.waits[i]) {
-    const w = i + c.waits[i], other = c.rank_of[c.stage[w]];
+    const w = i + c.waits[i], other = rankOf(c, w);
     const hop = other !== rank && c.hop_s ? ` and ${num(c.hop_s)} s of transfer` : "";
     lines.push(`waits for ${name(c, w)} ${other === rank ? "before it" : "on rank " + other}, until ${num(c.end[w])} s${hop}`);
   } else lines.push("waits for nothing");
@@ -83,7 +83,7 @@ function point(c, event) {
 
 function go(c, task) { // focus a task, in view, with its tip beside it
   focus = { chart: c, task };
-  c.shown = c.rank_of[c.stage[task]];
+  c.shown = rankOf(c, task);
   const span = view[1] - view[0];
   if (c.start[task] < view[0] || c.end[task] > view[1]) pan((c.start[task] + c.end[task]) / 2 - span / 2 - view[0]);
   const edge = c.gantt.getBoundingClientRect(), b = box(c, task);
@@ -94,7 +94,7 @@ function go(c, task) { // focus a task, in view, with its tip beside it
 function key(c, event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const now = focus && focus.chart === c ? focus.task : null;
-  const rank = now === null ? c.shown : c.rank_of[c.stage[now]];
+  const rank = now === null ? c.shown : rankOf(c, now);
   const jump = (r, t) => {
     const i = clamp(firstAfter(c.end, c.first[r], c.first[r + 1], t), c.first[r], c.first[r + 1] - 1);
     go(c, i);
