@@ -88,6 +88,7 @@ def test_hardware_that_is_here_is_asked_itself(monkeypatch):
     assert doctor_described.described(H100) == H100
 
 
+@pytest.mark.full
 def test_it_says_in_a_last_line_that_nothing_speaks_against_it(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["doctor", "recipes=tiny", "hardware=h100", "model.d_model=16", "model.num_heads=2"]

@@ -100,6 +100,7 @@ def test_the_reference_verifies_itself(capsys):
     assert re.search(r"ends/head/kernel +8x3 +[\d.]+ +\d\.\d{3}e[+-]\d\d +\d\.\de[+-]\d\d +\d\.\de[+-]\d\d", shown)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_bench_compares_every_remat_setting_with_the_reference(monkeypatch, capsys):
     monkeypatch.setattr(bench, "ROUNDS", 2)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import COMPILE_FAST, MODELS, difference, make_batch, make_params, make_stack
-from support.selection import few
+from support.selection import few, full
 
 from ppctl.executors.reference import reference
 
@@ -71,7 +71,7 @@ def test_gradients_are_the_slopes_of_the_loss(model):
             assert grad[place] == pytest.approx(float(slope), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize(("model", "num_microbatches"), [("mlp", 2), ("mlp", 8), ("untied gelu", 4)])
+@pytest.mark.parametrize(("model", "num_microbatches"), [("mlp", 2), full(("mlp", 8)), full(("untied gelu", 4))])
 def test_gradients_accumulated_over_microbatches_equal_those_of_the_whole_batch(model, num_microbatches):
     stack, params, batch = setup(model)
     loss, grads = run_plain(model)

@@ -44,7 +44,9 @@ def every_case():
             yield pytest.param(mesh, how, id=f"{family} {mesh} {remat}")
 
 
-@pytest.mark.parametrize(("mesh", "how"), [full(case) if "cp" in case[0] else case for case in CASES.values()])
+@pytest.mark.parametrize(
+    ("mesh", "how"), [full(case) if {"cp", "dp"} & set(case[0]) else case for case in CASES.values()]
+)
 def test_loss_and_gradients_are_the_references(mesh, how):
     assert difference(mesh, **PARTS, **how) <= TOLERANCE
 

@@ -425,7 +425,7 @@ REFUSED = {
     "tune.best=0": "tune.best=0 must be",
     "tune.measure=3": "tune.measure=3 runs more layouts than tune.best=2 shows. Use tune.best=3 or more, or a",
     "tune.memory_gib=0": "tune.memory_gib=0.* must be",
-    "tune.tp=[1,3]": "tune.tp: 3 does not divide 2 devices. Use some of 1, 2",
+    "tune.tp=[1,3]": r"tune.tp: 3 does not divide \d devices. Use some of 1, 2",
     "tune.cp=[]": r"tune.cp=\[\] leaves nothing to choose from",
     "tune.tp=[0]": "tune.tp=0 must be",
     "tune.tp=[1,2] model.d_model=33": "model.d_model=33 is not a multiple of mesh.tp=2",

@@ -109,7 +109,7 @@ def test_the_stages_that_the_planner_finds_are_shown_and_train_the_same(capsys):
     lines = [
         re.split(r" {2,}", line.strip()) for line in said[said.index("seconds of a microbatch") :].splitlines()[4:]
     ]
-    dp, pp, fsdp = best.mesh
+    dp, pp, fsdp, *_ = best.mesh
     for s, (forward_s, backward_s, *_) in enumerate(best.stage_s):
         stage, _, rank, submesh, devices, *seconds = lines[s]
         assert [stage, rank, submesh] == [str(s), str(best.rank_of[s]), f"dp={dp} fsdp={fsdp}"]

@@ -68,7 +68,8 @@ def test_relative_costs_of_stages_are_the_planners_for_such_pieces(remat):
         assert getattr(found, name) == pytest.approx(getattr(wanted, name))
 
 
-@pytest.mark.parametrize("executor", [c.Mpmd(), pytest.param(c.Spmd(), marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("executor", [c.Mpmd(), c.Spmd()])
 def test_a_cap_on_bytes_is_kept_by_what_is_planned_and_the_head_counts(executor):
     auto = c.Auto(num_microbatches=8, max_chunks=2)
     free = planned(request(auto, executor))

@@ -91,6 +91,7 @@ def test_a_run_of_adapters_from_an_imported_model(layouts, base, capsys):
     assert "--adapter: base was not trained with optim.train=lora" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_run_of_adapters_goes_on_in_another(base, capsys):
     """With its adapters and its base, and moments of zero; other adapters are refused."""
     assert train(*LORA, *ALONE, "run.num_steps=2") == 0
