@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ppctl.schedule.ir import Task
+from ppctl.schedule.ir import PART_KINDS, Task
+from ppctl.schedule.lockstep import phases
 from ppctl.schedule.op_ticks import HOPS
-from ppctl.schedule.ticks import Ticks
+from ppctl.schedule.ticks import Ticks, how_divided
 
 FB_OUTPUTS = (("f", "act", 1), ("b", "grad", -1))  # column of a task, of what it sends, hop
 LEGEND = (
@@ -61,6 +62,12 @@ def tick_text(ticks: Ticks) -> str:
     """The table: a line for each tick, a column for each rank."""
     cells = [[" ".join(one.text(r) for one in cell) for r, cell in enumerate(row)] for row in tick_tasks(ticks)]
     header = ["tick", *(f"rank {r}" for r in range(ticks.schedule.num_ranks))]
+    divided = how_divided(ticks.schedule)
+    if divided is not None:
+        header.append("each rank's part of the vocabulary")
+        for row, of_ranks in zip(cells, ticks.cells, strict=True):
+            first = [task for phase in phases(of_ranks, divided) for task in phase[0] if task.kind in PART_KINDS]
+            row.append(" ".join(f"{task.kind}{task.microbatch}" for task in first))
     lines = [header, *([str(t), *row] for t, row in enumerate(cells))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [

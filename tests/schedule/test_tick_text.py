@@ -10,6 +10,7 @@ from ppctl.schedule.families.registry import ON_RING
 from ppctl.schedule.ir import Task
 from ppctl.schedule.tick_text import tick_tasks, tick_text
 from ppctl.schedule.ticks import forward_only, ticks
+from ppctl.schedule.vocabulary import with_vocabulary
 
 SIZES = ((4, 8), (2, 4), (1, 2))
 cases = pytest.mark.parametrize("remat", ["full", "none"])
@@ -66,3 +67,10 @@ def test_forwards_alone_have_a_table_too():
         "   1  0F1>1   1F0",
         "   2          1F1",
     ]
+
+
+def test_parts_of_the_vocabulary_stand_behind_the_ranks():
+    schedule = with_vocabulary(build("eager_1f1b", 2, 2), 0)
+    lines = tick_text(ticks(schedule, task_costs("none"))).splitlines()
+    assert lines[0].endswith("each rank's part of the vocabulary")
+    assert [line.split("  ")[-1].strip() for line in lines[1:5]] == ["E0", "E1 S0 T0", "S1 T1 G0", "G1"]
