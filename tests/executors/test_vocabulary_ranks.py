@@ -102,6 +102,8 @@ def test_what_has_no_vocabulary_is_refused_and_who_has_it_whole():
     batch = make_batch(16, 257)
     with pytest.raises(ConfigError, match=r"^schedule.vocab=parallel: executor=mpmd has embedding and head whole .*sp"):
         make_pipe(make(257), batch, {"pp": 2}, executor="mpmd", vocab="parallel")
+    with pytest.raises(ConfigError, match=r"^schedule.vocab=parallel with idle=compute: .* Use idle=skip"):
+        make_pipe(make(257), batch, {"pp": 2}, schedule="eager_1f1b", idle="compute", vocab="parallel")
     with pytest.raises(ConfigError, match=r"^vocab=some is not one of whole, parallel"):
         make_pipe(make(257), batch, {"pp": 2}, vocab="some")
     with pytest.raises(ConfigError, match=r"the schedule is Schedule of your own. Give it with_vocabulary\(schedule\)"):
