@@ -233,7 +233,9 @@ def _like_elsewhere(key: str) -> str:
 
 
 def _last_words(keys: Iterable[str]) -> dict[str, str]:
-    return {key.split(".")[-1]: key for key in keys}
+    """Return the key of each last word: of several the last one, but rather none of costs."""
+    by_relevance = sorted(keys, key=lambda key: not key.startswith("costs."))
+    return {key.split(".")[-1]: key for key in by_relevance}
 
 
 def wrong_value(key: str, line: str | None = None, known: Mapping[str, Setting] | None = None) -> str:

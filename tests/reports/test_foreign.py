@@ -147,7 +147,7 @@ def run_of(path, **parts):
 
 def test_a_schedule_that_a_config_only_names_is_not_read_from_a_pipe(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
-    run = run_of(tmp_path / "runs/a", schedule=config.Csv("csv", 4, str(tmp_path / "pipe")))
+    run = run_of(tmp_path / "runs/a", schedule=config.Csv(num_microbatches=4, path=str(tmp_path / "pipe")))
     assert "pipe cannot be read: it is no file" in shown(tmp_path, run, capsys)
 
 

@@ -94,6 +94,7 @@ def rehearsal() -> str:
         step_time_s=1.2345,
         per_step_overhead_s=0.0123,
         step_cpu_s=None,
+        sent_s=0.0,
         unit="tokens_per_s",
         tokens_per_s=123456.0,
         mfu_fraction=0.4321,
