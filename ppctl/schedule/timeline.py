@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate, pairwise
 from math import inf
@@ -14,7 +13,6 @@ from ppctl.schedule.shared_cores import free_running, together_s
 from ppctl.schedule.simulate import Timeline, duration_s
 from ppctl.schedule.ticks import Ticks, how_divided
 
-Spent = tuple[Task | None, float, float]  # a task, its start and its end
 Spans = list[list[tuple[float, float]]]  # [tick][rank]: seconds of a forward, then of a backward
 
 
@@ -35,11 +33,7 @@ def lockstep(ticks: Ticks, costs: Costs, spans: Spans, capacity: float) -> Timel
     now, hop_s, divided = 0.0, costs.hop_s, how_divided(ticks.schedule)
     for row, of_rank in zip(ticks.cells, spans, strict=True):
         if divided is not None:
-            *spent, (_, _, last) = _meeting(_with_seconds(row, of_rank, divided, costs), hop_s, capacity)
-            for task, start, end in spent:
-                assert task is not None
-                start_s[task], end_s[task] = now + start, now + end
-            now += last
+            now = _meet(now, _with_seconds(row, of_rank, divided, costs), hop_s, capacity, start_s, end_s)
             continue
         works_s = [f + b + hop_s for f, b in of_rank]
 
@@ -69,17 +63,24 @@ def _with_seconds(
     return [[[(task, seconds(task)) for task in tasks] for tasks in phase] for phase in phases(row, divided)]
 
 
-def _meeting(phases_s: list[list[list[tuple[Task, float]]]], hop_s: float, capacity: float) -> Iterator[Spent]:
-    """Yield (task, start, end) in a tick whose ranks meet after each phase, then the tick's own end with no task."""
-    now = 0.0
+def _meet(
+    now: float,
+    phases_s: list[list[list[tuple[Task, float]]]],
+    hop_s: float,
+    capacity: float,
+    start_s: dict[Task, float],
+    end_s: dict[Task, float],
+) -> float:
+    """Return the end of a tick that begins now, whose ranks meet after each phase; its tasks get a start and an end."""
     for phase in phases_s:
         works_s = [sum(seconds for _, seconds in tasks) + hop_s for tasks in phase]
         for tasks in phase:
             done_s = [0.0, *accumulate(seconds for _, seconds in tasks)]
             at_s = [now + together_s([min(work_s, done) for work_s in works_s], capacity) for done in done_s]
-            yield from ((task, *span) for (task, _), span in zip(tasks, pairwise(at_s), strict=True))
+            for (task, _), span in zip(tasks, pairwise(at_s), strict=True):
+                start_s[task], end_s[task] = span
         now += together_s(works_s, capacity)
-    yield None, 0.0, now
+    return now
 
 
 def _cells(ticks: Ticks, costs: Costs) -> Spans:

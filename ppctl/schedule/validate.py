@@ -47,7 +47,7 @@ def _check_tasks(schedule: Schedule, rule: Rule) -> bytearray:
 
 
 def _outside(schedule: Schedule, task: Task) -> str:
-    """What is wrong with a task of no stage, part or microbatch."""
+    """Return the message on a task of no stage, part or microbatch."""
     last = f"microbatches 0..{schedule.num_microbatches - 1}."
     if task.kind in PART_KINDS:
         return f"{task} is outside parts 0..{schedule.num_parts - 1} of the vocabulary x {last}"

@@ -138,16 +138,14 @@ class _Insertion:
                 continue
             self.free_s[rank] = end_s = start_s + self.seconds[task.kind, task.stage]
             self.found[rank].append(task)
+            written = self.writes[task.kind, task.stage]
             if task.kind in PART_KINDS:
                 self.left[rank][task.kind].popleft()
             else:
                 self.at[rank] += 1
-            for each in {rank}.union(*(self._write(value, task.microbatch, end_s) for value in self._written_by(task))):
+            for each in {rank}.union(*(self._write(value, task.microbatch, end_s) for value in written)):
                 self._queue(each, max(end_s, self.free_s[each]))
         return replace(self.schedule, ranks=tuple(map(tuple, self.found)))
-
-    def _written_by(self, task: Task) -> tuple[Value, ...]:
-        return self.writes[task.kind, task.stage]
 
     def _queue(self, rank: int, at_s: float) -> None:
         """Look at a rank at a time, if not before."""
@@ -196,7 +194,7 @@ class _Insertion:
         return start_s, None if start_s == inf else task
 
     def _ready_s(self, rank: int, task: Task) -> float:
-        """Return when a rank can run a task; infinity while that is not known, and the rank is told of what changes."""
+        """Return when a rank can run a task; infinity while that is not known: the rank is queued again once it is."""
         stage, kind, m = task
         needs = [(value._replace(microbatch=m), after_s) for value, after_s in self.reads[kind, stage]]
         if kind == "E" and m in self.released_by:

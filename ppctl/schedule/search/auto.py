@@ -166,7 +166,7 @@ class _Search:
         return self.placed[rank_of]
 
     def ledger(self, placed: Placed, schedule: Schedule) -> Ledger:
-        """What tasks hold, in the units of `limit`."""
+        """Return the memory that tasks hold, in the units of `limit`."""
         return Ledger.counted(schedule) if self.limit_bytes is None else placed.ledger(schedule)
 
     def limit(self, schedule: Schedule) -> int:

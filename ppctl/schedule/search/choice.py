@@ -57,7 +57,7 @@ class Choice:
 
     @property
     def summary(self) -> str:
-        """What was chosen, how far it is from the bound, and what is gained on the best family, in a line."""
+        """Return a line: the choice, its distance from the bound, its gain on the best family."""
         length = "period" if self.by_period else "step"
         gap = "no shorter one is possible" if self.is_proven else f"{self.gap_fraction:.1%} above the bound"
         published = self.best_published

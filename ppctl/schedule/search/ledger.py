@@ -1,4 +1,4 @@
-"""What a model costs on a placement of its stages, and what tasks take of a rank's memory and give back."""
+"""The costs of a model on a placement of its stages, and the memory that tasks take of a rank and give back."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Ledger:
 
     @cached_property
     def reserve(self) -> int:
-        """What an input gradient may take in addition, which must not keep it from running."""
+        """Return the memory that an input gradient may take in addition, which must not keep it from running."""
         return max(self.pending or (0,))
 
     def peaks(self, schedule: Schedule) -> tuple[int, ...]:
