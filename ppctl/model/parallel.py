@@ -29,8 +29,8 @@ class StageAxes:
     """How a stage is divided: over so many devices along tp and cp.
 
     context: how attention gets the keys and values of other devices along cp: gather | ring.
-    vocab_ranks: over so many ranks of the pipeline embedding and head are divided by their vocabulary, beside tp. Each
-    computes its part for the output of the last stage, which all are given; the embedding is the sum over them.
+    vocab_ranks: over so many ranks of the pipeline embedding and head are divided by their vocabulary, beside tp: see
+    `VocabularyParts`.
     """
 
     tp: int = 1
@@ -42,11 +42,6 @@ class StageAxes:
     @property
     def num_devices(self) -> int:
         return self.tp * self.cp
-
-    @property
-    def vocabulary_axes(self) -> tuple[str, ...]:
-        """Return the axes over which embedding and head are divided by their vocabulary."""
-        return ("pp", "tp") if self.vocab_ranks > 1 else ("tp",)
 
     @property
     def vocabulary_parts(self) -> int:
@@ -125,8 +120,8 @@ def own_part(a: jax.Array, axes: StageAxes, dim: int = -1) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(a, shard_of(size, "tp", axes.tp), size, dim % a.ndim)
 
 
-def shard_of(size: int, name: str | tuple[str, ...], divided_by: int) -> jax.Array:
-    """Return the first of this device's `size` entries of a dim divided over axis `name` (or several), or 0."""
+def shard_of(size: int, name: str, divided_by: int) -> jax.Array:
+    """Return the first of this device's `size` entries of a dim divided over axis `name`, or 0 where it is not."""
     return jax.lax.axis_index(name) * size if divided_by > 1 else jnp.int32(0)
 
 
@@ -146,7 +141,5 @@ def own_pieces(a: jax.Array, cp: int, dim: int) -> jax.Array:
 
 
 def on_first(value: jax.Array, axes: StageAxes) -> jax.Array:
-    """Return a value on the first device that has a part of the vocabulary, zero on the others: it counts once."""
-    if axes.vocabulary_parts == 1:
-        return value
-    return jnp.where(jax.lax.axis_index(axes.vocabulary_axes) == 0, value, 0)
+    """Return a value on the first device along tp, zero on the others: it counts once."""
+    return jnp.where(jax.lax.axis_index("tp") == 0, value, 0) if axes.tp > 1 else value

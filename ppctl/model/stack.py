@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,24 @@ class Contents:
     name: str  # "embedding", "0", "1", ..., "head"
     params: Mapping[str, tuple[int, ...]]  # shapes by the author's names; one that several use is listed for each
     operations: Mapping[str, int]  # how often each comes, by JAX's names; reshapes aside
+
+
+class VocabularyParts(NamedTuple):
+    """What a rank of the pipeline does for its part of a vocabulary; `part`, int32 scalar, is which one.
+
+    Nothing is sent to other ranks: the executors do that, which know when.
+
+    embed(ends, inputs, part) -> x: a summand; the sum over parts is what the first layer takes.
+    log_sums(ends, y, part) -> (sums, kept): logarithms of the sums of exponentials of the part's logits, [tokens], and
+    what `head` reads besides; y is the output of the last layer.
+    head(ends, y, targets, log_sums, kept, part) -> (sum of losses, number of losses): summands of what `Stack.head`
+    returns; log_sums are those over all parts. Its gradients are those of the whole loss: of `ends` this part's, of y
+    a summand.
+    """
+
+    embed: Callable[[Tree, jax.Array, jax.Array], jax.Array]
+    log_sums: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Tree]]
+    head: Callable[[Tree, jax.Array, jax.Array, jax.Array, Tree, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +71,9 @@ class Stack:
     sharding: the PartitionSpec over tp of each parameter (of one layer), like the parameters' tree; one, or None, may
     stand for all below it. Of what `divided` returns it says which shards the functions take; without `divided` XLA
     divides the functions over tp by it, which compute with whole arrays.
-    has_vocabulary: whether `divided` heeds `axes.vocab_ranks` (`StageAxes`); where its sharding of ends says tp, it so
-    means the ranks of the pipeline too.
+    has_vocabulary: whether `divided` heeds `axes.vocab_ranks` (`StageAxes`) and gives the parts; where its sharding of
+    ends says tp, it so means the ranks of the pipeline too.
+    parts: of what `divided` returns, where embedding and head are divided over ranks: what a rank does for its part.
     trainable: which parameters are trained: booleans like the parameters' tree (of one layer), of which one may stand
     for all below it; True: all. Those that are frozen get no gradients and no optimizer state, and W computes nothing
     for them.
@@ -78,6 +97,7 @@ class Stack:
     sharding: Tree = field(default=None, compare=False)  # of parameters over tp
     contents: tuple[Contents, ...] = field(default=(), compare=False)  # of a network, which is cut into layers
     has_vocabulary: bool = False  # embedding and head may be divided over the ranks of the pipeline
+    parts: VocabularyParts | None = field(default=None, compare=False)  # of embedding and head, one on each rank
     trainable: Tree = field(default=True, compare=False)  # of parameters, which are trained
 
     def trains(self, part: str) -> Tree:
@@ -92,6 +112,26 @@ class Stack:
     def layer_of(self, l: int) -> Callable[[Tree, jax.Array], jax.Array]:
         """Return the function of layer l."""
         return self.layer[l] if isinstance(self.layer, tuple) else self.layer
+
+
+def over_ranks(parts: VocabularyParts) -> tuple[Callable, Callable]:
+    """Return (embed, head) of a `Stack` for programs in which all ranks of a pipeline, axis pp, meet for them."""
+
+    def embed(ends: Tree, inputs: jax.Array) -> jax.Array:
+        return parts.embed(ends, inputs, jax.lax.axis_index("pp"))
+
+    def head(ends: Tree, y: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = jax.lax.axis_index("pp")
+        sums, kept = parts.log_sums(*jax.lax.stop_gradient((ends, y)), part)
+        of_all = log_sums_of_parts(jax.lax.all_gather(sums, "pp"))
+        return parts.head(ends, y, targets, of_all, kept, part)
+
+    return embed, head
+
+
+def log_sums_of_parts(sums: jax.Array) -> jax.Array:
+    """Return the logarithms of sums of exponentials over all parts, [tokens], from those of each, [parts, tokens]."""
+    return jax.nn.logsumexp(sums, axis=0)
 
 
 def divisor(number: jax.Array) -> jax.Array:

@@ -19,13 +19,14 @@ from ppctl.errors import ConfigError
 from ppctl.model.architecture import Architecture
 from ppctl.model.attention import Kernel, attention
 from ppctl.model.blocks import Block, BlockSettings, norm
-from ppctl.model.cross_entropy import NO_TOKEN, Vocabulary, cross_entropy, logits
+from ppctl.model.cross_entropy import NO_TOKEN, Vocabulary, cross_entropy, first_id, logits
 from ppctl.model.lora import A, B, are_adapters, with_adapters
 from ppctl.model.packing import documents_of, num_rows, split_starts, with_starts
-from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter, shard_of
+from ppctl.model.parallel import WHOLE, StageAxes, gather, on_first, own_tokens, scatter
 from ppctl.model.rotary import Rotate, rotation
 from ppctl.model.scoring import Scoring
-from ppctl.model.stack import Stack, Tree, init
+from ppctl.model.stack import Stack, Tree, VocabularyParts, init, over_ranks
+from ppctl.model.vocabulary_part import part_cross_entropy, part_log_sums
 
 EMBED_STD = 0.02
 Mix = Callable[[StageAxes, Scoring], Kernel]  # attention on a stage's axes
@@ -94,17 +95,17 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, pack
     def init_ends(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.state(Ends(sizes, dtype, nnx.Rngs(key)), nnx.Param))
 
-    def embed(ends: Tree, inputs_BT: jax.Array) -> jax.Array:
+    def embed(ends: Tree, inputs_BT: jax.Array, part: jax.Array | int = 0) -> jax.Array:
         if not packed:
-            return embed_ids(ends, own_tokens(inputs_BT, axes))
+            return embed_ids(ends, own_tokens(inputs_BT, axes), part)
         ids_BT, is_first_BT = split_starts(inputs_BT)
         marks_BT = own_tokens(is_first_BT, axes)
         if axes.vocab_ranks > 1:  # what ranks return is added up, and these count once
-            marks_BT = marks_BT & (jax.lax.axis_index("pp") == 0)
-        return with_starts(embed_ids(ends, own_tokens(ids_BT, axes)), marks_BT)
+            marks_BT = marks_BT & (part == 0)
+        return with_starts(embed_ids(ends, own_tokens(ids_BT, axes), part), marks_BT)
 
-    def embed_ids(ends: Tree, ids_BT: jax.Array) -> jax.Array:
-        x_BTD = _looked_up(ends["embedding"], ids_BT, axes)
+    def embed_ids(ends: Tree, ids_BT: jax.Array, part: jax.Array | int) -> jax.Array:
+        x_BTD = _looked_up(ends["embedding"], ids_BT, axes, part)
         return x_BTD * jnp.asarray(sizes.d_model**0.5, x_BTD.dtype) if sizes.scale_embedding else x_BTD
 
     def layer_function(has_window: bool) -> Callable[[Tree, jax.Array], jax.Array]:
@@ -128,29 +129,54 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, pack
     def outputs(ends: Tree, x_BTD: jax.Array) -> jax.Array:
         return logits(*normed(ends, x_BTD), is_tied=tied, cap=cap).reshape(x_BTD.shape[0], -1, sizes.vocab_size)
 
+    vocabulary = Vocabulary(sizes.vocab_size, axes.tp, axes.vocab_ranks)
+    of_ends = {"is_tied": tied, "cap": cap}
+
     def head(ends: Tree, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_MD, w = normed(ends, x_BTD)
-        if axes.num_devices * axes.vocab_ranks == 1:
-            loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), is_tied=tied, cap=cap)
+        if axes.num_devices == 1:
+            loss = cross_entropy(x_MD, w, targets_BT.reshape(-1), **of_ends)
             return loss, (targets_BT != NO_TOKEN).sum().astype(loss.dtype)
-        targets_M = own_tokens(targets_BT, axes, fill=NO_TOKEN).reshape(-1)
-        vocabulary = Vocabulary(sizes.vocab_size, axes.vocabulary_parts, axes.vocabulary_axes)
-        loss = cross_entropy(gather(x_MD, axes), w, targets_M, is_tied=tied, vocabulary=vocabulary, cap=cap)
+        targets_M = own_targets(targets_BT)
+        loss = cross_entropy(gather(x_MD, axes), w, targets_M, vocabulary=vocabulary, **of_ends)
         return loss, on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), axes)
 
+    def own_targets(targets_BT: jax.Array) -> jax.Array:
+        return own_tokens(targets_BT, axes, fill=NO_TOKEN).reshape(-1)
+
+    def part_sums(ends: Tree, x_BTD: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        x_MD, w = normed(ends, x_BTD)
+        return part_log_sums(gather(x_MD, axes), w, part, vocabulary=vocabulary, **of_ends)
+
+    def part_head(
+        ends: Tree,
+        x_BTD: jax.Array,
+        targets_BT: jax.Array,
+        log_sums_M: jax.Array,
+        logits_MV: jax.Array | None,
+        part: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        (x_MD, w), targets_M = normed(ends, x_BTD), own_targets(targets_BT)
+        known = log_sums_M, logits_MV, part
+        loss = part_cross_entropy(gather(x_MD, axes), w, targets_M, *known, vocabulary=vocabulary, **of_ends)
+        number = on_first((targets_M != NO_TOKEN).sum().astype(loss.dtype), axes)
+        return loss, jnp.where(part == 0, number, 0)  # it counts once
+
+    parts = VocabularyParts(embed, part_sums, part_head) if axes.vocab_ranks > 1 else None
     function_of = {has_window: layer_function(has_window) for has_window in sorted(set(sizes.have_windows))}
     layers = tuple(function_of[has_window] for has_window in sizes.have_windows)
     stack = Stack(
         sizes.num_layers,
         init_ends,
         init_layer,
-        embed,
+        embed if parts is None else over_ranks(parts)[0],
         layers[0] if len(function_of) == 1 else layers,
-        head,
+        head if parts is None else over_ranks(parts)[1],
         mixes_examples=False,
         outputs=outputs,
         divided=lambda axes: _stack(sizes, dtype, mix, rotate, packed, axes),
         has_vocabulary=True,
+        parts=parts,
     )
     if axes.vocabulary_parts == 1 and lora is None:
         return stack
@@ -160,12 +186,12 @@ def _stack(sizes: Architecture, dtype: jnp.dtype, mix: Mix, rotate: Rotate, pack
     return stack if axes.vocabulary_parts == 1 else replace(stack, sharding=_sharding(params, axes, sizes.kv_heads))
 
 
-def _looked_up(table_VD: jax.Array, ids_BT: jax.Array, axes: StageAxes) -> jax.Array:
+def _looked_up(table_VD: jax.Array, ids_BT: jax.Array, axes: StageAxes, part: jax.Array | int) -> jax.Array:
     """Return the embeddings of tokens; over tp and ranks a device has part of the table. Ranks return summands."""
     if axes.vocabulary_parts == 1:
         return table_VD[ids_BT]
     num_ids, d_model = table_VD.shape
-    ids_BT = ids_BT - shard_of(num_ids, axes.vocabulary_axes, axes.vocabulary_parts)
+    ids_BT = ids_BT - first_id(num_ids, axes.tp, part)
     is_here = (ids_BT >= 0) & (ids_BT < num_ids)
     x_BTD = jnp.where(is_here[..., None], table_VD[jnp.clip(ids_BT, 0, num_ids - 1)], 0)
     return scatter(x_BTD.reshape(-1, d_model), axes).reshape(ids_BT.shape[0], -1, d_model)

@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ppctl.config import Config, Hardware
-from ppctl.executors.mpmd.plan import TASKS, ProgramId
+from ppctl.executors.mpmd.plan import ProgramId
+from ppctl.executors.mpmd.task_plan import FORWARD, JOINS, TASKS
 from ppctl.planner.analytic import adds_in_place
 from ppctl.planner.count import work_of
 from ppctl.planner.sizes import Microbatch, reference_bytes, task_bytes, workspace_bytes
 from ppctl.planner.step_time import hardware_of, layout_of, param_bytes_of
 from ppctl.reports.terminal import size_text
+from ppctl.schedule.ir import PART_KINDS
 from ppctl.training.gpu_memory import JAX_MEMORY_FRACTION, MOST_MEMORY_FRACTION, MemoryShare, is_gpu, memory_share
 from ppctl.training.job import TrainingJob
 from ppctl.training.known_hardware import described_only, of_topology, stated_bytes
@@ -41,10 +43,12 @@ def predicted_memory(job: TrainingJob) -> tuple[Mapping[str, int], ...]:
                 return reference_bytes(work, params, layout, microbatch)
             in_place = adds_in_place(layout, adds=can_add, unroll=unroll)
             return workspace_bytes(work, params, layout, microbatch, adds=in_place)
+        if program.kind in (*PART_KINDS, *JOINS):
+            return round(max(0.0, work.head_bytes.of(examples))) if program.kind == "T" else 0
         if program.kind in TASKS:
             role = program.shape
             in_place = adds_in_place(replace(layout, rank_layers=role.num_layers), adds=can_add, unroll=unroll)
-            head = role.is_last and program.kind in ("BI" if keeps_input else "FE")
+            head = role.is_last and program.kind in (("B", "I") if keeps_input else ("F", FORWARD))
             sizes = role.num_layers, examples, remat
             gathered = 0 if whole_before_tasks or program.kind == "W" else min(2, role.num_layers) * layer_bytes
             return gathered + task_bytes(work, params, program.kind, *sizes, head=head, adds=in_place)

@@ -20,8 +20,9 @@ import jax
 from ppctl.config import Analytic, Config, Measure
 from ppctl.config.schedule_from_config import label
 from ppctl.errors import ConfigError
-from ppctl.executors.mpmd.plan import PlanEntry, roles, task_entries
+from ppctl.executors.mpmd.plan import PlanEntry
 from ppctl.executors.mpmd.rank import RankRole, rank_entries, rank_roles
+from ppctl.executors.mpmd.task_plan import roles, task_entries
 from ppctl.planner.analytic import Machine, exchange_s
 from ppctl.planner.memory import device_limit
 from ppctl.planner.op_times import OpTimes, PieceTimes, StepTime

@@ -95,16 +95,16 @@ def task_bytes(
 ) -> int:
     """Return an estimate of the temporaries of a task that is a program of its own (executor=mpmd).
 
-    kind: F, E (a forward that keeps nothing), B, I or W, of a stage with so many layers. What a task keeps is a result,
+    kind: F, "forward" (which keeps nothing), B, I or W, of a stage with so many layers. What a task keeps is a result,
     no temporary. head: whether it runs the head, there and back; adds: products add gradients to their sums.
     """
     setting = Remat.of(remat)
     logits = max(0.0, work.head_bytes.of(examples)) if head else 0.0
-    gradients = 0.0 if adds or kind not in "BW" else layers * params.trained_layer * params.compute_ratio
+    gradients = 0.0 if adds or kind not in ("B", "W") else layers * params.trained_layer * params.compute_ratio
     if kind == "W":
         return round(gradients)
     rest = max(0.0, work.residual_bytes - work.stash_bytes[setting]) * examples if setting.keeps_residuals else 0.0
-    if kind in "EF":
+    if kind in ("F", "forward"):
         return round(max(rest, logits))  # of one layer after the other, then of the head
     if kind == "I" and setting.recomputes:
         return round(logits)  # what it has recomputed is handed to W

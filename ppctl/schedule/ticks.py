@@ -127,8 +127,8 @@ def has_backward(schedule: Schedule) -> bool:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of `schedule` alone, in its order: the schedule of an evaluation. With E and S of each part."""
-    ranks = tuple(tuple(task for task in tasks if task.kind in "FES") for tasks in schedule.ranks)
+    """The forwards of `schedule` alone, in its order: the schedule of an evaluation. With E, S and T of each part."""
+    ranks = tuple(tuple(task for task in tasks if task.kind in "FEST") for tasks in schedule.ranks)
     return replace(schedule, name=f"{schedule.name} (forward only)", ranks=ranks)
 
 

@@ -143,15 +143,10 @@ def divided_vocabulary(plan: Schedule, vocab: str, schedule: Any, execution: Exe
 def with_vocabulary_of(plan: Schedule, execution: Execution) -> StageAxes:
     """Return how stages are divided, with the ranks over which this schedule divides the vocabulary.
 
-    ConfigError for an executor that has embedding and head whole, and where idle ranks would compute something else.
+    ConfigError where idle ranks would compute something else.
     """
     if not plan.divides_vocabulary or not execution.is_pipelined:
         return execution.axes
-    if not execution.in_ticks:
-        raise ConfigError(
-            f"schedule.vocab=parallel: executor={execution.executor} has embedding and head whole on the ranks of the "
-            "first and the last stage. Use executor=spmd, or schedule.vocab=whole."
-        )
     if execution.idle == "compute":
         raise ConfigError(
             "schedule.vocab=parallel with idle=compute: ranks without a task have their part of the vocabulary to "

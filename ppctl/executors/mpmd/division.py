@@ -1,9 +1,9 @@
 """From a tree in staged form on the whole mesh to a tree for each rank on its submesh, and back.
 
-A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies them; nor counts, of
-which every device has its own. Leaves of embedding and head go to the ranks that use them by way of all ranks, one at
-a time: on several processes only programs of the whole mesh can bring them there. Ranks of other processes have None
-throughout.
+A rank's layers [V, 1, K, ...] are its devices' shards of the staged form, so neither way copies them; nor its part of
+a leaf that is divided over the ranks, nor counts, of which every device has its own. Other leaves of embedding and head
+go to the ranks that use them by way of all ranks, one at a time: on several processes only programs of the whole mesh
+can bring them there. Ranks of other processes have None throughout.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ppctl.executors.auto_axes import without_axes
 from ppctl.executors.layout import Layout
 from ppctl.executors.mesh import RANK_AXES
 from ppctl.executors.mpmd.transfers import from_holder, from_shards, is_mine, local_shards, local_zeros
@@ -35,33 +36,46 @@ class Division:
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(ends)[0]]
         self.holders = dict(zip(paths, holders, strict=True))
 
-    def _place(self, path: tuple) -> tuple[str, tuple[int, ...]]:
-        """The kind of a leaf (layers | ends | other) and which ranks hold it."""
+    def _place(self, path: tuple, num_dims: int) -> tuple[str, tuple[int, ...]]:
+        """The kind of a leaf (layers | part | ends | other) and which ranks hold it."""
         names = [getattr(key, "key", None) for key in path]
         if "layers" in names:
             return "layers", tuple(range(len(self.submeshes)))
         if "ends" in names:
-            return "ends", self.holders[path[names.index("ends") + 1 :]]
+            shard = self.layout.shard(path, num_dims)
+            kind = "part" if shard is not None and "pp" in shard.axes else "ends"
+            return kind, self.holders[path[names.index("ends") + 1 :]]
         return "other", tuple(range(len(self.submeshes)))
 
     def spec(self, path: tuple, shape: tuple[int, ...]) -> P:
-        """Return the spec of a leaf on a rank's submesh."""
-        kind, _ = self._place(path)
+        """Return the spec of a leaf, in staged form of this shape, on a rank's submesh."""
+        kind, _ = self._place(path, len(shape))
         if kind == "layers":
             return P(None, None, None, *self.layout.over(shape[3:], ("fsdp",), self.layout.shard(path, len(shape) - 3)))
-        return P(*self.layout.over(shape, ("fsdp",), self.layout.shard(path, len(shape)))) if kind == "ends" else P()
+        if kind == "other":
+            return P()
+        spec = P(*self.layout.over(shape, ("fsdp",), self.layout.shard(path, len(shape))))
+        return without_axes(spec, ("pp",)) if kind == "part" else spec
+
+    def shape(self, path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a rank's part of a leaf, in staged form of this shape."""
+        kind, _ = self._place(path, len(shape))
+        if kind == "layers":
+            return (shape[0], 1, *shape[2:])
+        shard = self.layout.shard(path, len(shape))
+        if kind != "part" or shard is None:
+            return shape
+        return tuple(n // len(self.submeshes) if dim == shard.dim else n for dim, n in enumerate(shape))
 
     def described(self, tree: Tree, rank: int, above: tuple = ()) -> tuple[Tree, Tree]:
         """Return (shapes, specs) of a rank's part of a staged tree, or None; above: the tree's path."""
 
         def shape(path: tuple, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
-            kind, holders = self._place(path)
-            if rank not in holders:
-                return None
-            return jax.ShapeDtypeStruct((a.shape[0], 1, *a.shape[2:]) if kind == "layers" else a.shape, a.dtype)
+            _, holders = self._place(path, a.ndim)
+            return jax.ShapeDtypeStruct(self.shape(path, a.shape), a.dtype) if rank in holders else None
 
         def spec(path: tuple, a: jax.ShapeDtypeStruct) -> P | None:
-            return self.spec(path, a.shape) if rank in self._place(path)[1] else None
+            return self.spec(path, a.shape) if rank in self._place(path, a.ndim)[1] else None
 
         shapes, specs = (
             jax.tree_util.tree_map_with_path(lambda path, a, one=one: one((*above, *path), a), tree)
@@ -77,12 +91,11 @@ class Division:
 
     def _split(self, path: tuple, a: jax.Array) -> list[jax.Array | None]:
         """Return a leaf for each rank."""
-        kind, holders = self._place(path)
-        spec = self.spec(path, a.shape)
+        kind, holders = self._place(path, a.ndim)
+        spec, shape = self.spec(path, a.shape), self.shape(path, a.shape)
         if kind == "ends":
             a = jax.block_until_ready(jax.device_put(a, NamedSharding(self.mesh, spec)))
         there = local_shards(a)
-        shape = (a.shape[0], 1, *a.shape[2:]) if kind == "layers" else a.shape
         return [
             from_shards(shape, NamedSharding(submesh, spec), there) if rank in holders and is_mine(submesh) else None
             for rank, submesh in enumerate(self.submeshes)
@@ -99,7 +112,7 @@ class Division:
         def one(i: int, path: tuple, a: jax.ShapeDtypeStruct | None) -> jax.Array | None:
             if a is None:
                 return None
-            kind, holders = self._place(path)
+            kind, holders = self._place(path, len(a.shape))
             there = {
                 device: part for rank in leaves if rank[i] is not None for device, part in local_shards(rank[i]).items()
             }

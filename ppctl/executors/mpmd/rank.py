@@ -18,20 +18,25 @@ from ppctl.executors.auto_axes import dim_of, in_manual, is_spec, shifted
 from ppctl.executors.compiler_preset import CompilerPreset
 from ppctl.executors.layout import Layout, gather_shards, scatter_sums
 from ppctl.executors.mesh import DATA_AXES, RANK_AXES
-from ppctl.executors.mpmd.plan import TASKS, Key, PlanEntry, ProgramId, Role, transfer_entry
+from ppctl.executors.mpmd.part_tasks import joined, run_part
+from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, transfer_entry
+from ppctl.executors.mpmd.task_plan import JOINS, TASKS, Role
 from ppctl.executors.mpmd.tasks import Model, drop_device_dim, is_none, run_task
 from ppctl.model.trainable import trained_part
+from ppctl.schedule.ir import PART_KINDS
 
 Tree = Any
+SHARED = ("given", "given_there", "shared_sum", "shared")  # values that hold gradients of shared leaves
 
 
 @dataclass(frozen=True)
 class RankRole:
-    """The stages of a rank, and how its part of a leaf that embedding and head share is summed."""
+    """The stages of a rank, and how the gradients of leaves are summed that embedding and head, or all parts, share."""
 
     stages: tuple[Role, ...]
     num_layer_slots: int  # of a chunk in the staged form: its layers and padding
-    tied: str | None = None  # the other part is elsewhere: "embedding" (this rank adds both) | "head"
+    shared: str | None = None  # others have sums of them too: "adds" (this rank, those of all) | "gives"
+    has_part: bool = False  # of embedding and head, as all ranks have where they are divided over these
 
     @property
     def has_first(self) -> bool:
@@ -47,10 +52,13 @@ def rank_roles(model: Model, layout: Layout, roles: tuple[Role, ...]) -> tuple[R
     here: list[list[Role]] = [[] for _ in range(layout.mesh.shape["pp"])]
     for role, rank in zip(roles, layout.rank_of, strict=True):
         here[rank].append(role)
-    first, last = layout.rank_of[0], layout.rank_of[-1]
-    tied = {first: "embedding", last: "head"} if any(model.tied) and first != last else {}
+    adds, last, has_part = layout.rank_of[0], layout.rank_of[-1], model.own_ends is not None
+    gives = set(range(len(here)) if has_part else [last]) - {adds}
+    shared = {adds: "adds"} | dict.fromkeys(gives, "gives") if any(model.shared) and gives else {}
     num_layer_slots = int(layout.counts.max())
-    return tuple(RankRole(tuple(stages), num_layer_slots, tied.get(rank)) for rank, stages in enumerate(here))
+    return tuple(
+        RankRole(tuple(stages), num_layer_slots, shared.get(rank), has_part) for rank, stages in enumerate(here)
+    )
 
 
 class StageSums(NamedTuple):
@@ -71,29 +79,32 @@ def rank_entries(
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
     """Return the entries before the tasks, from ("params", rank), and after them, to ("grads", rank).
 
-    A tied leaf's gradient goes from the head's rank to the embedding's, and the whole sum back, as ("tied", rank).
+    Gradients of shared leaves go from the ranks that give them to the one that adds, and the whole sum back, as
+    ("shared", rank).
     """
-    before, after = [], []
-    for r, here in enumerate(ranks):
+    before, after, back = [], [], []
+    givers = [r for r, here in enumerate(ranks) if here.shared == "gives"]
+    adds = layout.rank_of[0]
+    for r, here in sorted(enumerate(ranks), key=lambda each: each[1].shared == "adds"):  # the one that adds is last
         stages = [s for s, rank in enumerate(layout.rank_of) if rank == r]
-        writes: list[Key] = [("w", s) for s in stages]
-        of_ends: list[Key] = [("acc_in",)] * here.has_first + [("acc_out",)] * here.has_last
-        sums: list[Key] = [*(("sum", s) for s in stages), *of_ends]
-        writes += [("ends_in",)] * here.has_first + [("ends_out",)] * here.has_last
-        writes += [("losses",)] * here.has_last
-        writes += [*(("acc", s) for s in stages), *of_ends] if with_grads else []
-        before.append(rank_entry("prepare", here, r, [("params", r)], writes))
-        if here.tied == "head":
-            to = layout.rank_of[0]
-            after.insert(0, rank_entry("finish", here, r, sums, [("grads", r), ("tied_head",)]))
-            after.insert(1, transfer_entry(r, ("tied_head",), to, ("tied", to)))
-        elif here.tied == "embedding":
-            back = layout.rank_of[-1]
-            after.append(rank_entry("finish", here, r, [*sums, ("tied", r)], [("grads", r), ("tied_sum",)]))
-            after.append(transfer_entry(r, ("tied_sum",), back, ("tied", back)))
+        of_ends = ["in"] * here.has_first + ["out"] * here.has_last
+        held = ["ends"] * here.has_part + [f"ends_{end}" for end in of_ends]
+        sums_of_ends: list[Key] = [("acc_ends", r)] * here.has_part + [(f"acc_{end}", r) for end in of_ends]
+        writes: list[Key] = [*(("w", s) for s in stages), *((name, r) for name in held)]
+        writes += [("losses", r)] * (here.has_last or here.has_part)
+        writes += [*(("acc", s) for s in stages), *sums_of_ends] if with_grads else []
+        before.append((r, rank_entry("prepare", here, r, [("params", r)], writes)))
+        sums: list[Key] = [*(("sum", s) for s in stages), *sums_of_ends]
+        if here.shared == "gives":
+            after.append(rank_entry("finish", here, r, sums, [("grads", r), ("given", r)]))
+            after.append(transfer_entry(r, ("given", r), adds, ("given_there", r)))
+        elif here.shared == "adds":
+            reads = [*sums, *(("given_there", giver) for giver in givers)]
+            after.append(rank_entry("finish", here, r, reads, [("grads", r), ("shared_sum",)]))
+            back += [transfer_entry(r, ("shared_sum",), giver, ("shared", giver)) for giver in givers]
         else:
             after.append(rank_entry("finish", here, r, sums, [("grads", r)]))
-    return before, after if with_grads else []
+    return [entry for _, entry in sorted(before, key=lambda each: each[0])], [*after, *back] if with_grads else []
 
 
 def rank_entry(kind: str, here: RankRole, rank: int, reads: Sequence[Key], writes: Sequence[Key]) -> PlanEntry:
@@ -129,14 +140,15 @@ def prepare_rank(model: Model, here: RankRole, program: ProgramId, specs: Tree, 
         "w": whole() if model.layer_specs is None else stages(shards["layers"]),
         "acc": [zeros(model.trained_layers(each)) for each in jax.eval_shape(whole)],
     }
+    if here.has_part:
+        found["ends"], found["acc_ends"] = [ends], [zeros(model.trained_ends(ends))]
+        found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in model.losses)]
     if here.has_first:
         found["ends_in"] = [model.keep(ends, by_embedding)]
         found["acc_in"] = [zeros(model.trained_ends(found["ends_in"][0]))]
     if here.has_last:
         found["ends_out"] = [of_head] = [model.keep(ends, by_head)]
-        head = lambda ends, x, targets: model.stack.head(model.fill(ends), x, targets)  # noqa: E731
-        sums = jax.eval_shape(head, of_head, model.x, model.microbatch["targets"])
-        found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in sums)]
+        found["losses"] = [tuple(jnp.zeros((1, *a.shape), a.dtype) for a in model.losses)]
         found["acc_out"] = [zeros(model.trained_ends(of_head))]
     return tuple(found[name].pop(0) for name in program.writes)
 
@@ -156,31 +168,32 @@ def finish_rank(
     """Return a rank's gradients, summed over its devices and sharded as its parameters; not yet divided by the number.
 
     axes: those that devices sum over.
-    Those of its stages come reduced; embedding and head are summed here, the parts of a tied leaf as one.
-    The embedding's rank adds the head's sums of tied leaves; the head's leaves them None in its gradients.
+    Those of its stages come reduced; embedding and head are summed here, the sums of both in a tied leaf as one.
+    The rank that adds has the others' sums of shared leaves too; these leave them None in their gradients.
     """
     v = dict(zip(program.reads, values, strict=True))
     chunks = [value for name, value in zip(program.reads, values, strict=True) if name == "sum"]
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves)[:, None], *chunks)
-    ends = model.keep(model.ends, (False,) * len(model.tied))
-    for part in (v.get("acc_in"), v.get("acc_out")):
+    ends = model.keep(model.ends, (False,) * len(model.shared))
+    for part in (v.get("acc_in"), v.get("acc_out"), v.get("acc_ends")):
         if part is not None:
             ends = jax.tree.map(_plus, ends, drop_device_dim(part), is_leaf=is_none)
     reduced = lambda grads, specs: scatter_sums(grads, specs, axes)  # noqa: E731
     grads = {"ends": in_manual(reduced, ends, model.trained_ends(specs["ends"]), model.auto), "layers": layers}
-    if here.tied is None:
+    if here.shared is None:
         return (grads,)
-    tied = [leaf for leaf, is_tied in zip(_leaves(grads["ends"]), model.tied, strict=True) if is_tied]
-    if here.tied == "head":
-        return grads | {"ends": model.keep(grads["ends"], tuple(not is_tied for is_tied in model.tied))}, tied
-    tied = [here_sum + there for here_sum, there in zip(tied, v["tied"], strict=True)]
-    return grads | {"ends": with_tied(model, grads["ends"], tied)}, tied
+    own = [leaf for leaf, is_shared in zip(_leaves(grads["ends"]), model.shared, strict=True) if is_shared]
+    if here.shared == "gives":
+        return grads | {"ends": model.keep(grads["ends"], tuple(not each for each in model.shared))}, own
+    given = [value for name, value in zip(program.reads, values, strict=True) if name == "given_there"]
+    total = [sum(leaves[1:], leaves[0]) for leaves in zip(own, *given, strict=True)]
+    return grads | {"ends": with_shared(model, grads["ends"], total)}, total
 
 
-def with_tied(model: Model, ends: Tree, tied: list[Any]) -> Tree:
-    """Return `ends` (embedding and head) with these values for the tied leaves."""
-    rest = iter(tied)
-    leaves = [next(rest) if is_tied else a for a, is_tied in zip(_leaves(ends), model.tied, strict=True)]
+def with_shared(model: Model, ends: Tree, shared: list[Any]) -> Tree:
+    """Return `ends` (embedding and head) with these values for the shared leaves."""
+    rest = iter(shared)
+    leaves = [next(rest) if is_shared else a for a, is_shared in zip(_leaves(ends), model.shared, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(model.ends), leaves)
 
 
@@ -215,18 +228,18 @@ class GradientPrograms:
             return self.param_specs[program.shape]
         if name == "grads":
             specs = trained_part(self.param_specs[program.shape], self.model.stack.trainable)
-            if program.shape.tied != "head":
+            if program.shape.shared != "gives":
                 return specs
-            return specs | {"ends": self.model.keep(specs["ends"], tuple(not tied for tied in self.model.tied))}
-        if name.startswith("tied"):
+            return specs | {"ends": self.model.keep(specs["ends"], tuple(not each for each in self.model.shared))}
+        if name in SHARED:
             specs = _leaves(self.param_specs[program.shape]["ends"])
-            return [spec for spec, tied in zip(specs, self.model.tied, strict=True) if tied]
+            return [spec for spec, is_shared in zip(specs, self.model.shared, strict=True) if is_shared]
         if name in ("inputs", "targets"):
             return P(DATA_AXES)
         if name == "sum":
             return self._sum_specs
         # parameters are gathered: each device has its own shard over tp, or all have the same
-        return P() if name in ("ends_in", "ends_out", "m") else P(self.device_axes)
+        return P() if name in ("ends_in", "ends_out", "ends", "m", "part") else P(self.device_axes)
 
     def all_specs(self, program: ProgramId, names: Sequence[str]) -> list[Tree]:
         """Return the specs of all values that a program reads, or of all that it writes."""
@@ -288,8 +301,13 @@ class GradientPrograms:
         if program.kind == "finish":
             return partial(finish_rank, model, shape, program, self.param_specs[shape], self.sum_axes)
 
+        if program.kind in JOINS:
+            return partial(joined, program.kind)
+
         def task(*values: Any) -> tuple:
-            found = run_task(model, program.kind, shape, dict(zip(program.reads, values, strict=True)))
+            v = dict(zip(program.reads, values, strict=True))
+            is_part = program.kind in PART_KINDS
+            found = run_part(model, program.kind, v) if is_part else run_task(model, program.kind, shape, v)
             return tuple(found[name] for name in program.writes)
 
         return task
@@ -301,7 +319,7 @@ class GradientPrograms:
         replaced = [name for name in program.reads if name in program.writes]
         if program.kind == "F":
             replaced += ["x"] * ("x" in program.reads)
-        elif program.kind in "BI":
+        elif program.kind in ("B", "I"):
             replaced += ["gy"] * ("gy" in program.reads and "gx" in program.writes)
         return tuple(replaced)
 

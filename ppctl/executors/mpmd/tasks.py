@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ppctl.executors.auto_axes import dim_of, is_spec, shards_by
 from ppctl.executors.layout import gather_shards
-from ppctl.executors.mpmd.plan import Role
+from ppctl.executors.mpmd.task_plan import FORWARD, Role
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
 from ppctl.executors.stage.layers import DividedWeights
 from ppctl.executors.stage.stage import LayerSlots, Stage
@@ -50,6 +50,7 @@ class Model:
     unroll: int
     dtype: Any
     axes: StageAxes = WHOLE
+    own_ends: tuple[bool, ...] | None = None  # where ranks have parts of embedding and head: which leaves are divided
     layer_specs: Tree = None  # PartitionSpecs of a layer that tasks gather over fsdp; None: they are given it whole
     auto_specs: Tree = None  # where XLA divides what is whole here: specs over tp of {"ends", "layers"}, of one layer
 
@@ -113,10 +114,18 @@ class Model:
         return tuple(by_embedding), tuple(by_head)
 
     @property
-    def tied(self) -> tuple[bool, ...]:
-        """For each leaf of embedding and head, whether they share it and it is trained."""
+    def shared(self) -> tuple[bool, ...]:
+        """For each leaf of embedding and head, whether both use it, or all parts whole, and it is trained."""
         is_trained = trained_flags(self.ends, self.stack.trains("ends"))
+        if self.own_ends is not None:
+            return tuple(trained and not own for trained, own in zip(is_trained, self.own_ends, strict=True))
         return tuple(a and b and c for a, b, c in zip(*self.uses, is_trained, strict=True))
+
+    @cached_property
+    def losses(self) -> Tree:
+        """Shapes of the sum of losses and of their number."""
+        ends, targets = self._computed(self.ends), self.microbatch["targets"]
+        return self.traced(lambda: jax.eval_shape(self.stack.head, ends, self.x, targets))
 
     def trained_ends(self, ends: Tree) -> Tree:
         """Return a tree like that of embedding and head with None for what is frozen."""
@@ -128,7 +137,12 @@ class Model:
         return [trained_part(layer, which) for layer in w] if isinstance(w, list) else trained_part(w, which)
 
     def used_by(self, is_first: bool, is_last: bool) -> tuple[bool, ...]:
-        """Return for each leaf of embedding and head whether a rank with the first or the last stage holds it."""
+        """Return for each leaf of embedding and head whether a rank with the first or the last stage holds it.
+
+        Where they are divided every rank holds all leaves, its parts of them or the whole.
+        """
+        if self.own_ends is not None:
+            return (True,) * len(self.own_ends)
         return tuple((is_first and a) or (is_last and b) for a, b in zip(*self.uses, strict=True))
 
     def keep(self, ends: Tree, used: tuple[bool, ...]) -> Tree:
@@ -194,7 +208,7 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
     stage, first = model.stage, role.first_layer
     layer_slots = None if first is None else LayerSlots(numbers=range(first, first + role.num_layers))
     out: dict[str, Any] = {}
-    if kind in "EF":
+    if kind in (FORWARD, "F"):
         x = model.embed(v) if role.is_first else v["x"]
         out["y"], stash = stage.forward(v["w"], layer_slots, x)
         if kind == "F":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ppctl.executors.mpmd.rank import SHARED
+
 PARTS = ("parameters", "optimizer", "weights", "gradients", "activations", "transfers", "batch", "temporaries")
 NAMES = {  # parts by the names of values in a plan of executor=mpmd
     "params": "parameters",
@@ -12,11 +14,10 @@ NAMES = {  # parts by the names of values in a plan of executor=mpmd
     "optimizer": "optimizer",
     "inputs": "batch",
     "targets": "batch",
-    "stash": "activations",
-    **dict.fromkeys(("w", "ends_in", "ends_out"), "weights"),
-    **dict.fromkeys(("acc", "acc_in", "acc_out", "sum", "grads", "tied", "tied_head", "tied_sum"), "gradients"),
+    **dict.fromkeys(("w", "ends_in", "ends_out", "ends"), "weights"),
+    **dict.fromkeys(("acc", "acc_in", "acc_out", "acc_ends", "sum", "grads", *SHARED), "gradients"),
     **dict.fromkeys(("x", "y", "gx", "gy"), "transfers"),
-    "pending": "activations",
+    **dict.fromkeys(("stash", "pending", "logits"), "activations"),
 }
 
 

@@ -2,36 +2,35 @@
 
 The global norm is formed across ranks: each sums the squares of its gradients, the last rank adds them up and sends the
 norm back, with the other numbers of the step. The state is a tuple with a tree for each rank, of None where the rank is
-other processes'; a tied leaf of embedding and head is on two ranks and gets the same update on both.
+other processes'; a leaf of embedding and head that ranks share gets the same update on all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ppctl.executors.compiler_preset import CompilerPreset
 from ppctl.executors.layout import sharded_over
-from ppctl.executors.mesh import DATA_AXES, RANK_AXES
+from ppctl.executors.mesh import RANK_AXES
 from ppctl.executors.mpmd.division import Division
-from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, roles, task_entries, transfer_entry, with_reductions
-from ppctl.executors.mpmd.rank import GradientPrograms, rank_entries, rank_entry, rank_roles, reductions, with_tied
+from ppctl.executors.mpmd.plan import Key, PlanEntry, ProgramId, transfer_entry, with_reductions
+from ppctl.executors.mpmd.rank import GradientPrograms, rank_entries, rank_entry, rank_roles, reductions, with_shared
 from ppctl.executors.mpmd.runtime import Runtime, Walk
+from ppctl.executors.mpmd.task_plan import roles, task_entries
 from ppctl.executors.mpmd.tasks import Model
-from ppctl.executors.spmd.memory import shard_bytes, shard_shapes
+from ppctl.executors.spmd.memory import shard_shapes
 from ppctl.model.stack import divisor
 from ppctl.model.trainable import trained_part
 from ppctl.schedule.ir import Schedule, Task
 from ppctl.training.engines import Footprint, Temporaries
-from ppctl.training.engines.examples import examples_of, put_examples
+from ppctl.training.engines.given import STATE, Given
 from ppctl.training.engines.memory import by_part
 from ppctl.training.engines.programs import Choose, StepPrograms, dispatched_programs
 from ppctl.training.engines.states import States
@@ -39,7 +38,6 @@ from ppctl.training.optim import lr_numbers, lr_of, sum_of_squares
 from ppctl.training.train_step import apply_gradients
 
 Tree = Any
-STATE = ("params", "optimizer", "step")  # what a rank's state holds
 
 
 class Mpmd:
@@ -60,14 +58,24 @@ class Mpmd:
         self.training, self.evaluation = schedules
         self.metric_names = ("loss", "grad_norm", *(("lr",) if lr_schedule is not None else ()))
         self.lr_numbers = lr_numbers(lr_schedule)
-        self.stage_roles = roles(layout.partition, are_alike=model.stack.are_alike)
+        have_ends = model.own_ends is None
+        self.stage_roles = roles(layout.partition, are_alike=model.stack.are_alike, have_ends=have_ends)
         self.roles = rank_roles(model, layout, self.stage_roles)
         self.ranks = range(len(self.roles))
         self.first, self.last = layout.rank_of[0], layout.rank_of[-1]
         used = [model.used_by(here.has_first, here.has_last) for here in self.roles]
-        holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.tied))]
+        holders = [tuple(r for r in self.ranks if used[r][i]) for i in range(len(model.shared))]
         self.division = Division(layout, model.ends, holders)
         self.runtime = Runtime(self.division.submeshes, _Programs(self, optimizer, lr_schedule), compiler_options)
+        self.has_parts = not have_ends
+        readers = {"inputs": [self.first], "targets": [self.last]}
+        self.given = Given(
+            *(self.division, self.runtime, states.staged, batch_shapes),
+            dict.fromkeys(readers, self.ranks) if self.has_parts else readers,
+            model.num_microbatches,
+            self.lr_numbers,
+            has_parts=self.has_parts,
+        )
         self.read_at = next(r for r in (self.last, *self.ranks) if self.runtime.is_mine[r])  # the numbers of a step
         self.walks: dict[str, Walk] = {}
 
@@ -92,30 +100,15 @@ class Mpmd:
         return tuple(of_rank["params"] for of_rank in state)
 
     def share(self, rank: int) -> Tree:
-        shapes = self.given_shapes()
+        shapes = self.given.shapes()
         return shard_shapes({name: shapes[name, rank] for name in STATE})
 
     @property
     def examples(self) -> Sequence[int]:
-        return self._examples
-
-    @cached_property
-    def _examples(self) -> tuple[int, ...]:
-        held = (examples_of(sharding, self._batch_size) for sharding in self._batch_shardings.values())
-        return tuple(sorted(set().union(*held)))
+        return self.given.examples
 
     def put(self, batch: Mapping[str, Any]) -> Tree:
-        return put_examples(self._batch_shardings, self.examples, batch, self._batch_size)
-
-    @cached_property
-    def _batch_shardings(self) -> dict[str, NamedSharding]:
-        """The inputs are on the first stage's submesh, the targets on the last one's."""
-        ranks = {"inputs": self.first, "targets": self.last}
-        return {name: NamedSharding(self.division.submeshes[rank], P(DATA_AXES)) for name, rank in ranks.items()}
-
-    @property
-    def _batch_size(self) -> int:
-        return self.batch_shapes["inputs"].shape[0]
+        return self.given.put(batch)
 
     # steps
 
@@ -127,7 +120,7 @@ class Mpmd:
 
     def footprint(self, step: Walk) -> Footprint:
         """Return the footprint of a compiled plan of a step."""
-        total = [sum(held.values()) for held in self.given_bytes]
+        total = [sum(held.values()) for held in self.given.bytes()]
         total = [(a + b) * mine for a, b, mine in zip(total, step.peak_bytes, self.runtime.is_mine, strict=True)]
         return Footprint(max(step.peak_bytes), tuple(total), "")
 
@@ -135,29 +128,19 @@ class Mpmd:
         ops, kept = self.plan(what)
         of = lambda program: 0 if program is None or temporaries is None else temporaries(program)  # noqa: E731
         temps = None if temporaries is None else [of(op.program) for op in ops]
-        held = self.runtime.memory_breakdown(ops, self.given_shapes(), kept, temps)
-        return tuple(by_part(given | of_rank) for given, of_rank in zip(self.given_bytes, held, strict=True))
+        held = self.runtime.memory_breakdown(ops, self.given.shapes(), kept, temps)
+        return tuple(by_part(given | of_rank) for given, of_rank in zip(self.given.bytes(), held, strict=True))
 
     def programs(self, choose: Choose | None = None, what: str = "step") -> StepPrograms:
-        return dispatched_programs(self.runtime, self.plan(what), self.given_shapes(), choose)
-
-    @property
-    def given_bytes(self) -> list[dict[str, int]]:
-        """For each rank, the bytes of one device of its state and of its part of the batch, by name."""
-        found: list[dict[str, int]] = [{} for _ in self.ranks]
-        places = {"inputs": self.first, "targets": self.last}
-        for (name, *where), shapes in self.given_shapes().items():
-            if name in STATE or name in places:
-                found[places.get(name, where[0] if where else 0)][name] = shard_bytes(shapes)
-        return found
+        return dispatched_programs(self.runtime, self.plan(what), self.given.shapes(), choose)
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array]]:
-        found = self.walk("step").run(self.given(state, batch))
+        found = self.walk("step").run(self.given.values(state, batch))
         return self.state_of(found), self.metrics_of(found)
 
     def step_by_step(self, state: Tree, batch: Tree) -> tuple[Tree, dict[str, jax.Array], dict[Task, float]]:
         seconds: dict[Task, float] = {}
-        found = self.walk("step").timed(seconds).run(self.given(state, batch))
+        found = self.walk("step").timed(seconds).run(self.given.values(state, batch))
         return self.state_of(found), self.metrics_of(found), seconds
 
     def dispatched(self) -> list[list[tuple[str, Task | None]]]:
@@ -175,11 +158,11 @@ class Mpmd:
         return {name: found["numbers", self.read_at][name] for name in self.metric_names}
 
     def loss(self, state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        found = self.walk("loss").run(self.given(state, batch))
+        found = self.walk("loss").run(self.given.values(state, batch))
         return found["loss", self.read_at], found["number", self.read_at]
 
     def loss_and_grads(self, state: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        found = self.walk("grads").run(self.given(state, batch))
+        found = self.walk("grads").run(self.given.values(state, batch))
         of_ranks = [found["mean_grads", r] for r in self.ranks]
         shapes = trained_part(self.states.staged["params"], self.model.stack.trainable)
         natural = self._alone(lambda: jax.jit(self.layout.to_natural)(self.division.join(of_ranks, shapes)))
@@ -188,7 +171,7 @@ class Mpmd:
     def walk(self, what: str) -> Walk:
         """Return the compiled plan of that name."""
         if what not in self.walks:
-            given = self.given_shapes()
+            given = self.given.shapes()
             if what == "redo":
                 tried = self.walk("try").shapes
                 of_state = {key: shape for key, shape in given.items() if key[0] in STATE}
@@ -211,7 +194,7 @@ class Mpmd:
         tasks = task_entries(schedule, order, self.stage_roles, keeps_input=self.model.stage.keeps_input)
         if what != "loss":
             tasks = with_reductions(tasks, reductions(self.roles, self.stage_roles))
-        ops = [*before, *tasks, self._op("mean", self.last, [("losses",)], [("loss",), ("number",)])]
+        ops = [*before, *tasks, *self._mean()]
         if what == "loss":
             ops += [*self._sent("loss"), *self._sent("number")]
             return ops, [("loss", self.read_at), ("number", self.read_at)]
@@ -234,6 +217,13 @@ class Mpmd:
     def outcome(self) -> list[Key]:
         """The values of a tried step that `redo` reads."""
         return [key for r in self.ranks for key in (*self._grads(r), ("numbers", r))]
+
+    def _mean(self) -> list[PlanEntry]:
+        """Return entries from the sums of losses, which each part of the vocabulary has, to their mean."""
+        ranks = self.ranks if self.has_parts else [self.last]
+        there = {r: ("losses" if r == self.last else "losses_there", r) for r in ranks}
+        moves = [transfer_entry(r, ("losses", r), self.last, key) for r, key in there.items() if r != self.last]
+        return [*moves, self._op("mean", self.last, [*there.values()], [("loss",), ("number",)])]
 
     def _norm(self) -> list[PlanEntry]:
         """Return entries from gradients to a step's numbers: the last rank adds the sums of squares of all."""
@@ -266,35 +256,8 @@ class Mpmd:
         return [transfer_entry(self.last, (name,), r, (name, r)) for r in self.ranks]
 
     def _grads(self, rank: int) -> list[Key]:
-        """Return the keys of a rank's gradients: those of tied leaves come back from the rank that adds them up."""
-        return [("grads", rank)] + [("tied", rank)] * (self.roles[rank].tied == "head")
-
-    # values that a plan starts from
-
-    @cached_property
-    def _numbers(self) -> dict[Key, jax.Array | None]:
-        """The number of each microbatch, on the ranks that look it up; those of the learning rate, on all ranks."""
-        many, rates = range(self.model.num_microbatches), self.lr_numbers
-        found: dict[Key, jax.Array | None] = {
-            ("m", r, m): self.runtime.number(m, r) for r in {self.first, self.last} for m in many
-        }
-        return found if rates is None else found | {("rates", r): self.runtime.numbers(rates, r) for r in self.ranks}
-
-    def given(self, state: Tree, batch: Tree) -> dict[Key, Tree]:
-        """Return the values that plans start from."""
-        return {(name,): array for name, array in batch.items()} | self.given_state(state) | self._numbers
-
-    def given_state(self, state: Tree) -> dict[Key, Tree]:
-        return {(name, r): tree for r, of_rank in enumerate(state) for name, tree in of_rank.items()}
-
-    def given_shapes(self) -> dict[Key, Tree]:
-        shape = self.runtime.shape
-        shapes: dict[Key, Tree] = {(name,): shape(a, P(DATA_AXES)) for name, a in self.batch_shapes.items()}
-        for name, tree in self.states.staged.items():
-            path = (jax.tree_util.DictKey(name),)
-            shapes |= {(name, r): shape(*self.division.described(tree, r, path)) for r in self.ranks}
-        of_all = {"m": np.zeros((), np.int32), "rates": self.lr_numbers}
-        return shapes | {key: shape(of_all[key[0]], P()) for key in self._numbers}
+        """Return the keys of a rank's gradients: those of shared leaves come back from the rank that adds them up."""
+        return [("grads", rank)] + [("shared", rank)] * (self.roles[rank].shared == "gives")
 
 
 class _Programs:
@@ -351,20 +314,20 @@ class _Programs:
     def preset(self, program: ProgramId) -> CompilerPreset:
         return "once" if program.kind in self.functions else self.library.preset(program)
 
-    def _mean(self, _: ProgramId, losses: Tree) -> tuple:
-        loss, number = (jax.lax.psum(a[0], self.axes) for a in losses)
+    def _mean(self, _: ProgramId, *losses: Tree) -> tuple:
+        loss, number = (jax.lax.psum(sum(a[0] for a in parts), self.axes) for parts in zip(*losses, strict=True))
         return loss / divisor(number), number
 
-    def _scaled(self, grads: Tree, number: jax.Array, tied: Sequence[Tree]) -> Tree:
-        """Return gradients of the mean loss, with those of tied leaves where they came back from another rank."""
-        if tied:
-            grads = grads | {"ends": with_tied(self.engine.model, grads["ends"], *tied)}
+    def _scaled(self, grads: Tree, number: jax.Array, shared: Sequence[Tree]) -> Tree:
+        """Return gradients of the mean loss, with those of shared leaves where they came back from another rank."""
+        if shared:
+            grads = grads | {"ends": with_shared(self.engine.model, grads["ends"], *shared)}
         number = divisor(number)
         return jax.tree.map(lambda g: g / number.astype(g.dtype), grads)
 
     def _divide(self, _: ProgramId, grads: Tree, *rest: Tree) -> tuple:
-        *tied, number = rest
-        return (self._scaled(grads, number, tied),)
+        *shared, number = rest
+        return (self._scaled(grads, number, shared),)
 
     def _squares(self, program: ProgramId, grads: Tree) -> tuple:
         specs = jax.tree.leaves(self.specs(program, "grads"), is_leaf=lambda a: isinstance(a, P))
@@ -384,9 +347,9 @@ class _Programs:
         return {} if self.lr_schedule is None else {"lr": lr_of(self.lr_schedule, rates, step)}
 
     def _update(self, _: ProgramId, params: Tree, optimizer: Tree, step: jax.Array, grads: Tree, *rest: Tree) -> tuple:
-        *tied, numbers = rest
+        *shared, numbers = rest
         state = {"params": params, "optimizer": optimizer, "step": step}
-        grads = self._scaled(grads, numbers["number"], tied)
+        grads = self._scaled(grads, numbers["number"], shared)
         state = apply_gradients(self.optimizer, state, grads, numbers["grad_norm"], numbers.get("lr"))
         return state["params"], state["optimizer"], state["step"]
 
@@ -395,6 +358,6 @@ class _Programs:
     ) -> tuple:
         """Return the update that holds where the norm turns out to need no clipping."""
         *given, number = rest
-        tied, rates = (given, None) if self.engine.lr_numbers is None else (given[:-1], given[-1])
+        shared, rates = (given, None) if self.engine.lr_numbers is None else (given[:-1], given[-1])
         numbers = {"number": number, "grad_norm": jnp.zeros_like(number)} | self._lr(rates, step)
-        return self._update(program, params, optimizer, step, grads, *tied, numbers)
+        return self._update(program, params, optimizer, step, grads, *shared, numbers)

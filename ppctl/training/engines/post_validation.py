@@ -102,7 +102,7 @@ class PostValidated:
             if not math.isfinite(norm):
                 attempt.state = attempt.before
             elif not self.needs_no_clipping(norm):
-                given = self.engine.given_state(attempt.before) | attempt.outcome
+                given = self.engine.given.of_state(attempt.before) | attempt.outcome
                 attempt.state = self.engine.state_of(self.engine.walk("redo").run(given))
             attempt.before = attempt.outcome = None
         return attempt.state
@@ -120,7 +120,7 @@ class PostValidated:
 
     def _try(self, state: Tree, batch: Tree, walk: Walk | None = None) -> tuple[Attempt, dict[str, jax.Array]]:
         engine = self.engine
-        found = (walk or engine.walk("try")).run(engine.given(state, batch))
+        found = (walk or engine.walk("try")).run(engine.given.values(state, batch))
         metrics = engine.metrics_of(found)
         outcome = {key: found[key] for key in engine.outcome}
         return Attempt(engine.state_of(found, "next_"), state, outcome, metrics["grad_norm"]), metrics
