@@ -164,6 +164,13 @@ class Layout:
         shard = self.shards.get(parameter_of(path))
         return shard if shard is not None and shard.num_dims == num_dims else None
 
+    def own_ends(self, ends: Tree) -> tuple[bool, ...] | None:
+        """Return for each leaf of embedding and head whether ranks have parts of it; None where of none."""
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path({"ends": ends})[0]]
+        shards = [self.shards.get(parameter_of(path)) for path in paths]
+        found = tuple(shard is not None and "pp" in shard.axes for shard in shards)
+        return found if any(found) else None
+
     def to_staged(self, tree: Tree) -> Tree:
         """Return the staged form of a tree in natural order."""
         layer, _ = self._index

@@ -36,8 +36,8 @@ LAUNCHES = {  # (processes, devices of each) -> name -> (settings of the case, o
             {"schedule": "zb_h1", "mesh": (1, 4, 1)},
             {"post_validation": True, "clip_norm": 2.0},  # which one step of three meets
         ),
-        "two ranks a process, uneven stages": (
-            {"schedule": "1f1b", "mesh": (1, 4, 1), "sizes": (3, 1, 1, 1)},
+        "two ranks a process, uneven stages, the vocabulary on all": (
+            {"schedule": "1f1b", "mesh": (1, 4, 1), "model": "tied swiglu", "sizes": (3, 1, 1, 1), "has_parts": True},
             {"evaluate": True, "round_trip": True},
         ),
     },

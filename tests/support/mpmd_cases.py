@@ -8,17 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from support.cases import COMPILE_FAST, Case, difference, make_batch, make_params, make_stack, run_reference
 
-from ppctl.executors.layout import Layout, layer_specs
+from ppctl.executors.layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.mesh import make_mesh
 from ppctl.executors.mpmd.tasks import Model
+from ppctl.model.parallel import StageAxes
 from ppctl.schedule import build
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.partition.partition import uniform
 from ppctl.schedule.ticks import forward_only
+from ppctl.schedule.vocabulary import with_vocabulary
 from ppctl.training import optim
 from ppctl.training.engines.make import dispatch_order
 from ppctl.training.engines.mpmd import Mpmd
 from ppctl.training.engines.states import States
+from ppctl.training.request import divided_stack, shards_over_tp
 from ppctl.training.train_step import init_state
 
 KNOBS = {"interleaved": "num_chunks", "looped_bfs": "num_chunks", "interleaved_zb": "num_chunks", "gis": "num_chunks"}
@@ -35,6 +38,7 @@ class MpmdCase(Case):
 
     num_chunks: int = 2
     sizes: tuple[int, ...] | None = None  # layers of each stage; None: as alike as can be
+    has_parts: bool = False  # of embedding and head, one on each rank
 
     def partition(self):
         if self.sizes is None:
@@ -44,7 +48,8 @@ class MpmdCase(Case):
 
     def program(self):
         knobs = {KNOBS[self.schedule]: self.num_chunks} if self.schedule in KNOBS else {}
-        return build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
+        schedule = build(self.schedule, self.mesh[1], self.num_microbatches, **knobs)
+        return with_vocabulary(schedule) if self.has_parts else schedule
 
 
 def make_optimizer(clip_norm=CLIP_NORM):
@@ -61,16 +66,20 @@ def make_engine(case, clip_norm=CLIP_NORM):
 def engine_of(case, stack, params, batch, clip_norm=CLIP_NORM):
     """The same of this stack, which starts with these parameters."""
     schedule = case.program()
-    layout = Layout(make_mesh(*case.mesh), case.partition(), schedule.rank_of)
-    dp, _, fsdp = case.mesh
+    (dp, pp, fsdp), whole = case.mesh, stack
+    axes = StageAxes(vocab_ranks=pp if case.has_parts else 1)
+    stack = divided_stack(stack, axes, batch)
+    shards, _ = shards_over_tp(whole, stack, axes)
+    layout = Layout(make_mesh(*case.mesh), case.partition(), schedule.rank_of, shards)
     rows = case.batch_size // (dp * fsdp * case.num_microbatches)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), batch)
     layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), params["layers"])
+    ends = shapes_on_device(params, shards)["ends"]
     sizes = case.num_microbatches, case.remat, case.unroll, jnp.dtype("float64")
     specs = layer_specs(layout.staged_specs(jax.eval_shape(layout.to_staged, params))["layers"])
     specs = specs if case.gather == "layer" else None
-    model = Model(stack, params["ends"], layer, microbatch, *sizes, layer_specs=specs)
+    model = Model(stack, ends, layer, microbatch, *sizes, axes, layout.own_ends(ends), specs)
     schedules = tuple(
         (each, dispatch_order(each, task_costs(case.remat))) for each in (schedule, forward_only(schedule))
     )

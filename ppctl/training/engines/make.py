@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ppctl.executors.layout import Layout, layer_specs, parameter_of, shapes_on_device
+from ppctl.executors.layout import Layout, layer_specs, shapes_on_device
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
 from ppctl.executors.spmd.memory import spmd_bytes
@@ -85,13 +85,9 @@ def model_of(
     specs = None
     if execution.dispatches_tasks and execution.gathers_by_layer and mesh.shape["fsdp"] > 1:
         specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
-    own_ends = None
-    if axes.vocab_ranks > 1:
-        paths = (path for path, _ in jax.tree_util.tree_flatten_with_path({"ends": params["ends"]})[0])
-        own_ends = tuple(parameter_of(path) in layout.shards for path in paths)
     auto_specs = layout.auto_specs({"ends": params["ends"], "layers": layer}) if layout.auto else None
     sizes = num_microbatches, execution.remat, execution.unroll, dtype, axes
-    return Model(stack, params["ends"], layer, microbatch, *sizes, own_ends, specs, auto_specs)
+    return Model(stack, params["ends"], layer, microbatch, *sizes, layout.own_ends(params["ends"]), specs, auto_specs)
 
 
 def _by_reference(stack: Stack, model: Model, layout: Layout, execution: Execution) -> tuple[LossAndGrads, Loss]:
