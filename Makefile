@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden bench bench-plan bench-published clean
+.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden bench bench-plan bench-published bench-vocabulary clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ bench: $(INSTALLED) ## CPU seconds of a pipelined step compared with the un-pipe
 
 bench-plan: $(INSTALLED) ## predicted and measured steps of 28 layouts: errors, ranking, regret; about 10 minutes
 	$(BIN)/python tests/support/bench_plan.py
+
+bench-vocabulary: $(INSTALLED) ## a large head whole, balanced, and divided over the ranks: makespan, CPU seconds, memory of each rank
+	$(BIN)/python tests/support/vocabulary_bench.py
 
 bench-published: $(INSTALLED) ## predicted next to published steps: docs/published.md and its picture
 	$(BIN)/python tests/support/published.py

@@ -25,14 +25,17 @@ from ppctl.data.sizes import sized
 from ppctl.executors.mesh import AXES, check_tp_of_hosts, make_mesh, repeated_mesh
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.reference import reference
-from ppctl.executors.stage.flops import RelativeCosts, matmul_flops
+from ppctl.executors.stage.flops import RelativeCosts, matmul_flops, relative_costs
 from ppctl.executors.topology import check_gpu_shape, check_size, described_mesh
 from ppctl.model.scoring import Scoring
 from ppctl.model.stack import Stack, init
 from ppctl.schedule import Schedule
+from ppctl.schedule.costs import Costs, task_costs
 from ppctl.schedule.families.registry import BASELINE, build
 from ppctl.schedule.partition.partition import Partition, explicit, stages_text, uniform
+from ppctl.schedule.remat import Remat
 from ppctl.schedule.search.choice import Choice
+from ppctl.schedule.search.ledger import Placed
 from ppctl.schedule.ticks import Ticks
 from ppctl.training import optim
 from ppctl.training.auto_schedule import ModelCosts
@@ -143,7 +146,8 @@ def assemble(
     those of the mesh, but it does not train.
     """
     is_auto = isinstance(config.schedule, settings.Auto) and config.executor.IS_PIPELINED
-    planned = None if is_auto else plan(config)
+    by_costs = is_auto or (config.schedule.vocab == "parallel" and config.executor.DISPATCHES_TASKS)
+    planned = None if by_costs else plan(config)
     _check_hosts(config)
     dtype_name = config.run.dtype or default_dtype
     start_jax(config, dtype_name, num_devices=1 if on_one_device else None)
@@ -154,9 +158,10 @@ def assemble(
     dtype = jnp.dtype(dtype_name)
     optimizer, lr_schedule = make_optimizer(config)
     how = {key: value for key, value in asdict(config.executor).items() if key != "name"}
+    stack = make_stack(config, data, dtype, device)
     pipelined = partial(
         pipeline,
-        make_stack(config, data, dtype, device),
+        stack,
         mesh=mesh,
         batch=batch_shapes(data),
         optimizer=optimizer,
@@ -167,6 +172,8 @@ def assemble(
         seed=config.run.seed,
         **how,
     )
+    if planned is None and not is_auto:
+        planned = plan(config, costs_of_parts(config, stack, data, dtype))
     planned = planned or plan_auto(config, pipelined)
     sizes = [len(layers) for layers in planned.partition] if isinstance(config.partition, settings.Explicit) else None
     pipe = pipelined(
@@ -187,14 +194,23 @@ class Planned(NamedTuple):
     choice: Choice | None  # of schedule=auto
 
 
-def plan(config: Config) -> Planned:
+def plan(config: Config, costs: Costs | None = None) -> Planned:
     """Return schedule, ticks and partition of a config. Neither JAX nor data is touched.
 
     With partition=balanced the partition is that of a model whose embedding and head cost nothing.
+    costs: of tasks, by which ranks with programs of their own order those of parts of the vocabulary.
     """
     trained = trained_share(config.model, config.optim)
-    found = pipeline_of(config.schedule, config.executor, config.mesh.pp, config.model.num_layers, trained)
+    of = None if costs is None else lambda rank_of: Placed(costs)
+    found = pipeline_of(config.schedule, config.executor, config.mesh.pp, config.model.num_layers, trained, of)
     return Planned(found.schedule, found.ticks, divide(config, found.schedule.rank_of), None)
+
+
+def costs_of_parts(config: Config, stack: Stack, data: DataSet, dtype: jnp.dtype) -> Costs:
+    """Return the costs of tasks where every rank has a part of embedding and head, by FLOPs."""
+    remat = Remat.of(config.executor.remat)
+    costs = task_costs(remat, trained_share(config.model, config.optim))
+    return relative_costs(stack, batch_shapes(data), dtype, recompute=remat.recomputes).with_parts(costs)
 
 
 def plan_auto(config: Config, pipelined: Callable[..., Pipeline]) -> Planned:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -102,8 +102,9 @@ class Pipeline:
 
     @cached_property
     def task_costs(self) -> Costs:
-        """Relative costs of a stage's tasks: F = I = W = 1, what remat recomputes, and W of what is trained."""
-        return task_costs(self.execution.remat, self.trained_share)
+        """Relative costs of tasks: F = I = W = 1, what remat recomputes, W of what is trained; of parts by FLOPs."""
+        costs = task_costs(self.execution.remat, self.trained_share)
+        return self._relative_costs.with_parts(costs) if self.schedule.divides_vocabulary else costs
 
     @cached_property
     def trained_share(self) -> float:
@@ -122,9 +123,13 @@ class Pipeline:
     @cached_property
     def relative_costs(self) -> RelativeCosts:
         """The cost of each layer, of the embedding and of the head, in layers, by FLOPs; 0 of what no stage has."""
-        recompute = self.execution.remat.recomputes
-        costs = relative_costs(self.stack, self.batch_shapes, self.dtype, recompute=recompute)
+        costs = self._relative_costs
         return costs.without_ends if self.schedule.divides_vocabulary else costs
+
+    @cached_property
+    def _relative_costs(self) -> RelativeCosts:
+        recompute = self.execution.remat.recomputes
+        return relative_costs(self.stack, self.batch_shapes, self.dtype, recompute=recompute)
 
     # training
 
@@ -304,11 +309,6 @@ def pipeline(
     if lowered is not None:
         check_lowering(lowered, execution)
     plan = schedule_for(schedule, mesh.shape["pp"], num_microbatches, knobs)
-    if vocab != "whole":
-        plan = divided_vocabulary(plan, vocab, schedule, execution)
-    axes = with_vocabulary_of(plan, execution)
-    execution = replace(execution, axes=axes)
-    check_batch_size(shapes, plan.num_microbatches, mesh)
     dtype = jnp.dtype(dtype)
     if isinstance(stack, Network):
         stack = traced_stack(stack, shapes, num_layers, layers, dtype)
@@ -316,14 +316,18 @@ def pipeline(
         raise ConfigError(f"num_layers={num_layers}, but the stack has {stack.num_layers} layers. Leave it out.")
     initial = jax.eval_shape(lambda: init(stack, 0))
     checked_flags(initial, stack.trainable)
+    costs = cache(lambda: relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes))
     of_tasks = task_costs(execution.remat, trained_share(initial["layers"], stack.trains("layers")))
+    if vocab != "whole" or plan.divides_vocabulary:
+        of_tasks = costs().with_parts(of_tasks)
+    if vocab != "whole":
+        plan = divided_vocabulary(plan, vocab, schedule, execution, of_tasks)
+    axes = with_vocabulary_of(plan, execution)
+    execution = replace(execution, axes=axes)
+    check_batch_size(shapes, plan.num_microbatches, mesh)
     if execution.in_ticks and lowered is None:
         lowered = ticks(plan, of_tasks, execution.remat)
-
-    def costs() -> RelativeCosts:
-        found = relative_costs(stack, shapes, dtype, recompute=execution.remat.recomputes)
-        return found.without_ends if plan.divides_vocabulary else found
-
+    of_stages = (lambda: costs().without_ends) if plan.divides_vocabulary else costs
     with in_arguments():
         divided = divided_stack(stack, axes, shapes) if execution.is_pipelined else stack
         shards, auto = shards_over_tp(stack, divided, axes)
@@ -333,7 +337,7 @@ def pipeline(
                 "one where the model divides itself over tp (Stack.divided), not where XLA does (Stack.sharding). Use "
                 "gather=step."
             )
-    layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, costs), plan.rank_of, shards, auto)
+    layout = Layout(mesh, partition_for(partition, stack.num_layers, plan, of_stages), plan.rank_of, shards, auto)
     optimizer = optim.clipped(optimizer, clip_norm)
     states = States(layout, lambda seed: init_state(init(stack, seed), optimizer, stack.trainable), seed)
     trained = trained_part(states.natural["params"], stack.trainable)

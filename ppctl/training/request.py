@@ -21,6 +21,7 @@ from ppctl.executors.stage.traced_network import TracedNetwork, stack_of
 from ppctl.model.network import Network
 from ppctl.model.parallel import StageAxes
 from ppctl.model.stack import Stack, init
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.partition.division import check_sequences
@@ -128,7 +129,7 @@ def traced_stack(
     return stack_of(traced)
 
 
-def divided_vocabulary(plan: Schedule, vocab: str, schedule: Any, execution: Execution) -> Schedule:
+def divided_vocabulary(plan: Schedule, vocab: str, schedule: Any, execution: Execution, costs: Costs) -> Schedule:
     """Return a family's schedule with embedding and head on all ranks. ConfigError where it cannot be asked for."""
     if vocab != "parallel":
         raise ConfigError(f"vocab={vocab} is not one of whole, parallel.")
@@ -137,7 +138,7 @@ def divided_vocabulary(plan: Schedule, vocab: str, schedule: Any, execution: Exe
             f"vocab=parallel is of a schedule family, but the schedule is {type(schedule).__name__} of your own. Give "
             "it with_vocabulary(schedule)."
         )
-    return with_vocabulary(plan, 0 if execution.in_ticks else None)
+    return with_vocabulary(plan, 0 if execution.in_ticks else None, costs)
 
 
 def with_vocabulary_of(plan: Schedule, execution: Execution) -> StageAxes:

@@ -6,7 +6,7 @@ The compiler's own count is no use here: it counts the body of a scan once, what
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from jax.extend import core
 from ppctl.model import cudnn_attention
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable import trained_part, with_trained
+from ppctl.schedule.costs import Costs
 from ppctl.schedule.partition.cut import divided_evenly
 from ppctl.schedule.partition.partition import Partition, stage_costs
 
@@ -47,6 +48,17 @@ class RelativeCosts:
     def without_ends(self) -> RelativeCosts:
         """Return the costs where every rank has a part of embedding and head, which no stage then has."""
         return RelativeCosts(self.layers, 0.0, 0.0)
+
+    def with_parts(self, costs: Costs) -> Costs:
+        """Return costs of tasks with those of a part of embedding and head, as each rank has one, in the same unit.
+
+        costs: numbers, of 1/p of the model. Of the head's three products S makes one, and T two.
+        """
+        assert not isinstance(costs.forward_s, tuple), "of 1/p of the model"
+        layers_s = costs.forward_s + costs.backward_s
+        embed_s, head_s = (end * layers_s / len(self.layers) for end in (self.embed, self.head))
+        parts = {"logits_s": head_s / 3, "logits_grad_s": head_s * 2 / 3}
+        return replace(costs, embedding_s=embed_s / 2, embedding_grad_s=embed_s / 2, **parts)
 
     def of_stages(self, partition: Partition) -> tuple[float, ...]:
         """Return the cost of each stage."""
