@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from ppctl.training.optim import global_norm
 from ppctl.training.train_step import apply_gradients
 
 Tree = Any
+NUMBERS = ("m", "part")  # int32 scalars that programs are given
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,25 @@ class RankOnDevice:
         self.has_presets = pipe.execution.dispatches_tasks and self.device.platform == "cpu"
         self.freed = last_uses(entries, keep=set(_lasting(prepare, entries)))
         shapes = self._shapes(here, prepare, batch)
-        self.arriving = random_like(model.x)
+        self.arriving = {name: random_like(shape) for name, shape in self._shapes_arriving.items()}
         self.programs = self._compiled(shapes)
-        examples = {(name,): jax.device_put(a, self.device) for name, a in batch.items() if (name,) in shapes}
+        examples = {key: jax.device_put(batch[key[0]], self.device) for key in shapes if key[0] in batch}
         self.values = [{key: self._filled(key, a) for key, a in shapes.items()} | examples for _ in range(copies)]
         self.update, self.states = self._update(job, pipe.engine.share(prepare.rank), copies)
 
     def times(self, runs: int) -> RankTimes:
         """Return medians over so many runs, after one that warms up."""
         by_task: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+        before_s = 0.0  # of what joins the values of all parts, for the task behind it
 
         def watched(entry: PlanEntry, call: Callable[..., Sequence], values: Sequence) -> Sequence:
+            nonlocal before_s
             began = time.perf_counter()
             written = jax.block_until_ready(call(*values))
-            assert entry.task is not None, "of tasks alone"
-            by_task[entry.task.stage, entry.task.kind].append(time.perf_counter() - began)
+            before_s += time.perf_counter() - began
+            if entry.task is not None:
+                by_task[entry.task.stage, entry.task.kind].append(before_s)
+                before_s = 0.0
             return written
 
         self._run(0)
@@ -102,13 +107,27 @@ class RankOnDevice:
         values = dict(kept)
         for entry, drop in zip(self.entries, self.freed, strict=True):
             program = self.programs[_id(entry)]
-            read = [values[key] if key in values else _arrived(self.arriving) for key in entry.reads]
+            read = [values[key] if key in values else _arrived(self._stand_in(key)) for key in entry.reads]
             written = program(*read) if watched is None else watched(entry, program, read)
             del read
             values.update(zip(entry.writes, written, strict=True))
             for key in drop:
                 values.pop(key, None)
         self.values[copy] = jax.block_until_ready({key: values[key] for key in kept})
+
+    def _stand_in(self, key: Key) -> jax.Array:
+        """Return what stands in for a value that another rank sends."""
+        return self.arriving[key[0] if key[0] in self.arriving else "x"]
+
+    @cached_property
+    def _shapes_arriving(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of what other ranks send: activations and gradients "x", of a vocabulary in parts log sums."""
+        model, parts = self.model, self.model.stack.parts
+        if parts is None:
+            return {"x": model.x}
+        part = jax.ShapeDtypeStruct((), jnp.int32)
+        sums, _ = model.traced(lambda: jax.eval_shape(parts.log_sums, model.computed(model.ends), model.x, part))
+        return {"x": model.x, "log_sums": sums, "all_log_sums": sums}
 
     def _run_update(self, copy: int) -> None:
         self.states[copy] = jax.block_until_ready(self.update(*self.states[copy]))
@@ -122,13 +141,15 @@ class RankOnDevice:
         made = model.traced(lambda: jax.eval_shape(partial(prepare_rank, model, here, program, whole), params))
         read = {key for entry in self.entries for key in entry.reads}
         given: dict[Key, Tree] = dict(zip(prepare.writes, made, strict=True))
-        given |= {(name,): jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items() if (name,) in read}
-        return given | {key: jax.ShapeDtypeStruct((), jnp.int32) for key in read if key[0] == "m"}
+        for key in read:
+            if key[0] in batch:
+                given[key] = jax.ShapeDtypeStruct(batch[key[0]].shape, batch[key[0]].dtype)
+        return given | {key: jax.ShapeDtypeStruct((), jnp.int32) for key in read if key[0] in NUMBERS}
 
     def _filled(self, key: Key, shape: Tree) -> Tree:
-        if key[0] == "m":
-            return jax.device_put(jnp.int32(key[2]), self.device)
-        if key[0] in ("w", "ends_in", "ends_out"):
+        if key[0] in NUMBERS:
+            return jax.device_put(jnp.int32(key[-1]), self.device)
+        if key[0] in ("w", "ends_in", "ends_out", "ends"):
             return jax.device_put(random_like(shape), self.device)
         return jax.device_put(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape), self.device)
 
@@ -142,7 +163,8 @@ class RankOnDevice:
                 donated = self.library.donated(program)
                 function = alone(self.library.function(program), self.model.axes)
                 donate = [i for i, name in enumerate(program.reads) if name in donated]
-                reads = [shapes.get(key, self.model.x) for key in entry.reads]
+                arriving = self._shapes_arriving
+                reads = [shapes.get(key, arriving.get(key[0], arriving["x"])) for key in entry.reads]
                 lowered[program] = jax.jit(function, donate_argnums=donate).lower(*reads)
                 written[program] = jax.tree.map(
                     lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), lowered[program].out_info
@@ -178,7 +200,7 @@ def staged_layers(model: Model, here: RankRole) -> Tree:
 def _lasting(prepare: PlanEntry, entries: Sequence[PlanEntry]) -> list[Key]:
     """Return the keys of values that outlast the tasks: what they start from."""
     read = (key for entry in entries for key in entry.reads)
-    return [*prepare.writes, *(key for key in read if key[0] in ("inputs", "targets", "m"))]
+    return [*prepare.writes, *(key for key in read if key[0] in ("inputs", "targets", *NUMBERS))]
 
 
 def _id(entry: PlanEntry) -> ProgramId:

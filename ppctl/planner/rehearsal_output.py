@@ -20,6 +20,7 @@ from ppctl.training.engines.memory import PARTS
 
 MOST_RANKS = 16  # of the table on the terminal
 COLUMNS = ("rank", "ran as", "tasks s", "update s", "forward s", "backward s", "memory")
+PART_COLUMN = "part s"  # before the memory, where ranks have parts of a vocabulary
 
 
 def show_rehearsal(found: Rehearsal, config: Config) -> None:
@@ -30,7 +31,7 @@ def show_rehearsal(found: Rehearsal, config: Config) -> None:
     ranks = _shown(found.ranks)
     title = "ranks, with seconds of a step, and of a microbatch through each stage"
     title += "" if len(ranks) == len(found.ranks) else f" ({len(ranks)} of {len(found.ranks)})"
-    show_table(console, title, COLUMNS, [_row(each) for each in ranks])
+    show_table(console, title, _columns(found), [_row(each) for each in ranks])
 
 
 def rehearsal_page(found: Rehearsal, timeline: Timeline, config: Config) -> str:
@@ -47,7 +48,7 @@ def rehearsal_page(found: Rehearsal, timeline: Timeline, config: Config) -> str:
         chart = charts_html([drawing_of_timeline(found.schedule, timeline)])
     sections = [
         f'<div class="request">{about}</div>',
-        section("Ranks", table("seconds of a step, and of a microbatch through each stage", COLUMNS, rows)),
+        section("Ranks", table("seconds of a step, and of a microbatch through each stage", _columns(found), rows)),
         section("Memory of one device", bars + parts_legend(present)),
         section("The step, simulated from the ranks' times", chart),
     ]
@@ -90,6 +91,12 @@ def _shown(ranks: tuple[RehearsedRank, ...], most: int = MOST_RANKS) -> tuple[Re
     return tuple(each for each in ranks if each.ran_as == each.rank or each in (fullest, ranks[-1]))
 
 
+def _columns(found: Rehearsal) -> tuple[str, ...]:
+    *names, memory = COLUMNS
+    has_parts = any(each.part_s is not None for each in found.ranks)
+    return (*names, *[PART_COLUMN] * has_parts, memory)
+
+
 def _row(of_rank: RehearsedRank) -> list[str]:
     seconds = lambda values: " ".join(f"{value:.3g}" for value in values)  # noqa: E731
     return [
@@ -99,5 +106,6 @@ def _row(of_rank: RehearsedRank) -> list[str]:
         f"{of_rank.update_s:.4g}",
         seconds(of_rank.forward_s),
         seconds(of_rank.backward_s),
+        *([] if of_rank.part_s is None else [seconds([of_rank.part_s])]),
         size_text(of_rank.total_bytes),
     ]

@@ -40,7 +40,8 @@ from ppctl.planner.step_time import (
     param_bytes_of,
     predicted_time,
 )
-from ppctl.schedule.costs import Costs
+from ppctl.schedule.costs import OF_PARTS, Costs
+from ppctl.schedule.ir import PART_KINDS, Kind
 from ppctl.schedule.simulate import Timeline
 from ppctl.training.engines.make import dispatch_order
 from ppctl.training.job import TrainingJob, assemble, model_flops, unit_of_work
@@ -58,6 +59,7 @@ class RehearsedRank:
     stages: tuple[int, ...]
     forward_s: tuple[float, ...]  # of a microbatch through each stage, with what its devices send each other
     backward_s: tuple[float, ...]  # B, or I and W
+    part_s: float | None  # of a microbatch through its part of the vocabulary, E, S, T and G; None where it has none
     memory_bytes: Mapping[str, int]  # of one device, by part
     total_bytes: int
 
@@ -106,11 +108,6 @@ def _check(config: Config) -> None:
     refused = None
     if not config.executor.IS_PIPELINED:
         refused = "executor=reference has no ranks. Use executor=spmd or mpmd"
-    elif config.schedule.vocab == "parallel":
-        refused = (
-            "schedule.vocab=parallel has ranks that meet for every microbatch's logits, but each runs alone here. Use "
-            "schedule.vocab=whole, or `ppctl plan`"
-        )
     elif config.run.distributed != "off":
         refused = f"run.distributed={config.run.distributed} joins processes, but one device runs. Leave it out"
     elif isinstance(config.costs, Measure):
@@ -122,7 +119,7 @@ def _check(config: Config) -> None:
 def rank_parts(job: TrainingJob) -> list[tuple[RankRole, PlanEntry, list[PlanEntry]]]:
     """Return for each rank its role, the entry that makes it ready, and its tasks in the order of a step."""
     pipe, model = job.pipe, job.pipe.model
-    stage_roles = roles(pipe.partition, are_alike=pipe.stack.are_alike)
+    stage_roles = roles(pipe.partition, are_alike=pipe.stack.are_alike, have_ends=model.own_ends is None)
     kinds = rank_roles(model, pipe.layout, stage_roles)
     order = dispatch_order(pipe.schedule, pipe.task_costs)
     entries = task_entries(pipe.schedule, order, stage_roles, keeps_input=model.stage.keeps_input)
@@ -190,7 +187,14 @@ class Simulated:
             input_grad.append(i + gather_s + sent.seconds("I", s, 1))
             of_w = ran[2], sent.seconds("W", s, 1)
             weight_grad.append(max(of_w) if self.machine.gathers_ahead else sum(of_w))
-        return Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=self._counted.hop_s)
+        costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=self._counted.hop_s)
+        return replace(costs, **{name: self._of_parts(kind) for kind, name in OF_PARTS.items()})
+
+    def _of_parts(self, kind: Kind) -> tuple[float, ...]:
+        """Return the seconds of each part's tasks of a kind, with what ranks send for them; of no parts ()."""
+        parts = self.job.pipe.schedule.places(kind)
+        ran = (self.ran[like].task_s.get((like, kind), 0.0) for like in (self.ran_as[part] for part in parts))
+        return tuple(s + self._sent.seconds(kind, part, 1) for part, s in zip(parts, ran, strict=True))
 
     def _with_gathers(self, layers: int, f: float, i: float, w: float) -> tuple[float, float]:
         """Return the seconds of F and of B without W, or of I, where they gather layers (executor.gather=layer)."""
@@ -254,6 +258,7 @@ class Simulated:
             stages=stages,
             forward_s=seconds("F"),
             backward_s=seconds("B"),
+            part_s=sum(self.costs.seconds(kind, rank, 1) for kind in PART_KINDS) if schedule.num_parts else None,
             memory_bytes=memory,
             total_bytes=sum(memory.values()),
         )

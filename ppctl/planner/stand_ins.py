@@ -25,7 +25,7 @@ def alone(function: Callable[..., Any], axes: StageAxes) -> Callable[..., Any]:
 
     ConfigError, in tracing, where it sends what has no stand-in.
     """
-    if axes.num_devices == 1:
+    if axes.num_devices * axes.vocab_ranks == 1:
         return function
 
     def run(*args: Any) -> Any:

@@ -73,11 +73,6 @@ def op_times_of(job: TrainingJob, request: Analytic) -> OpTimes:
             f"costs=measure times layers that are whole, but executor.gather=layer gathers each over mesh.fsdp="
             f"{config.mesh.fsdp} in every task. Use costs=analytic, or executor.gather=step."
         )
-    if pipe.schedule.divides_vocabulary:
-        raise ConfigError(
-            "costs=measure times pieces of one device alone, but with schedule.vocab=parallel all ranks meet in the "
-            "head's. Use costs=analytic."
-        )
     if pipe.layout.auto:
         raise ConfigError(
             f"costs=measure times pieces of one device, but mesh.tp={config.mesh.tp} is divided by XLA (sharding of "

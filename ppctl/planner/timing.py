@@ -23,7 +23,7 @@ from ppctl.executors.mesh import AXES, RANK_AXES
 from ppctl.executors.mpmd.tasks import Model
 from ppctl.executors.spmd.body import add_trees, read_slot, write_arrival, write_slot
 from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
-from ppctl.model.stack import Stack
+from ppctl.model.stack import VocabularyParts
 from ppctl.model.trainable import trained_part
 
 Tree = Any
@@ -166,22 +166,23 @@ def embed_head_bodies(model: Model, examples: Mapping[str, Any]) -> dict[str, tu
     examples: {"inputs", "targets"} of real data. With tokens that are all alike a GPU may take many times as long: the
     sums of their gradients wait for each other at one row of the embedding.
     """
-    stack: Stack = model.stack
+    stack, parts = model.stack, model.stack.parts
+    plain_embed, plain_head = (stack.embed, stack.head) if parts is None else of_one_rank(parts)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, model.dtype), model.ends)
     ends, x = random_like(shapes), random_like(model.x)
     acc = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), model.trained_ends(model.ends))
     slots = {name: _in_slots(examples[name], a) for name, a in model.microbatch.items()}
 
     def embed(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
-        return stack.embed(stays[0], read_slot(stays[1]["inputs"], i % SLOTS)).astype(goes.dtype)
+        return plain_embed(stays[0], read_slot(stays[1]["inputs"], i % SLOTS)).astype(goes.dtype)
 
     def embed_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         inputs = read_slot(stays[1]["inputs"], i % SLOTS)
-        return add_embedding_grad(stack.embed, stays[0], inputs, stays[2], goes, stack.trains("ends"))
+        return add_embedding_grad(plain_embed, stays[0], inputs, stays[2], goes, stack.trains("ends"))
 
     def head(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         targets = read_slot(stays[1]["targets"], i % SLOTS)
-        gy, ends, *_ = head_grads(stack.head, stays[0], goes[0], targets, stack.trains("ends"))
+        gy, ends, *_ = head_grads(plain_head, stays[0], goes[0], targets, stack.trains("ends"))
         return gy, add_trees(goes[1], ends)
 
     return {
@@ -189,6 +190,16 @@ def embed_head_bodies(model: Model, examples: Mapping[str, Any]) -> dict[str, tu
         "embed_grad": (embed_grad, (ends, slots, x), acc),
         "head": (head, (ends, slots), (x, acc)),
     }
+
+
+def of_one_rank(parts: VocabularyParts) -> tuple[Callable, Callable]:
+    """Return (embed, head) of a rank's part alone: as much work as with the log sums of the others."""
+
+    def head(ends: Tree, y: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sums, kept = parts.log_sums(*jax.lax.stop_gradient((ends, y)), jnp.int32(0))
+        return parts.head(ends, y, targets, sums, kept, jnp.int32(0))
+
+    return lambda ends, inputs: parts.embed(ends, inputs, jnp.int32(0)), head
 
 
 def _in_slots(examples: Any, microbatch: jax.ShapeDtypeStruct) -> jax.Array:

@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 
 from ppctl.errors import ConfigError
+from ppctl.schedule.ir import Kind
 from ppctl.schedule.remat import Remat
 
 # the cost of each kind of task of a part of the vocabulary
-OF_PARTS = {"E": "embedding_s", "S": "logits_s", "T": "logits_grad_s", "G": "embedding_grad_s"}
+OF_PARTS: dict[Kind, str] = {"E": "embedding_s", "S": "logits_s", "T": "logits_grad_s", "G": "embedding_grad_s"}
 OfStages = float | tuple[float, ...]  # of one microbatch through 1/p of the model, or of each stage in model order
 
 

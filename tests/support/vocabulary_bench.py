@@ -1,8 +1,8 @@
 """What a vocabulary on all ranks saves: a large head on the last rank, balanced, or divided. `make bench-vocabulary`
 
 Makespans are simulated from FLOPs, in forwards of a layer. Seconds of a rank are those of its tasks in one step, run
-one program at a time (executor=mpmd), the least of the steps; CPU seconds of a step are those of all simulated devices, the
-median, the variants in turn. Bytes are one device's: state, batch, and what the compiled step takes besides.
+one program at a time (executor=mpmd), the least of the steps; CPU seconds of a step are those of all simulated devices,
+the median, the variants in turn. Bytes are one device's: state, batch, and what the compiled step takes besides.
 """
 
 from __future__ import annotations

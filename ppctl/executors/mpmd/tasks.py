@@ -72,7 +72,7 @@ class Model:
     def x(self) -> jax.ShapeDtypeStruct:
         """Shape of the activation that passes between layers."""
         return self.traced(
-            lambda: jax.eval_shape(self.stack.embed, self._computed(self.ends), self.microbatch["inputs"])
+            lambda: jax.eval_shape(self.stack.embed, self.computed(self.ends), self.microbatch["inputs"])
         )
 
     def traced(self, function: Callable[[], Any]) -> Any:
@@ -85,7 +85,7 @@ class Model:
     def stage(self) -> Stage:
         gather = None if self.layer_specs is None else partial(gather_shards, specs=self.layer_specs)
         return Stage(
-            *(self.stack.layer, self.remat, self._computed(self.layer), self.x, gather, self.divided),
+            *(self.stack.layer, self.remat, self.computed(self.layer), self.x, gather, self.divided),
             trainable=self.stack.trains("layers"),
         )
 
@@ -100,7 +100,7 @@ class Model:
     @cached_property
     def uses(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         """For each leaf of embedding and head, whether the embedding uses it, and whether the head does; one does."""
-        leaves, treedef = jax.tree.flatten(self._computed(self.ends))
+        leaves, treedef = jax.tree.flatten(self.computed(self.ends))
 
         def used(function: Any, *args: Any) -> list[bool]:
             call = lambda leaves, args: function(jax.tree.unflatten(treedef, leaves), *args)  # noqa: E731
@@ -124,7 +124,7 @@ class Model:
     @cached_property
     def losses(self) -> Tree:
         """Shapes of the sum of losses and of their number."""
-        ends, targets = self._computed(self.ends), self.microbatch["targets"]
+        ends, targets = self.computed(self.ends), self.microbatch["targets"]
         return self.traced(lambda: jax.eval_shape(self.stack.head, ends, self.x, targets))
 
     def trained_ends(self, ends: Tree) -> Tree:
@@ -157,7 +157,8 @@ class Model:
         zeros = (jnp.zeros(a.shape, self.dtype) for a in leaves)
         return jax.tree.unflatten(treedef, [z if a is None else a for z, a in zip(zeros, found, strict=True)])
 
-    def _computed(self, shapes: Tree) -> Tree:
+    def computed(self, shapes: Tree) -> Tree:
+        """Return shapes of parameters in the compute dtype."""
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, self.dtype), shapes)
 
     # what a task calls
