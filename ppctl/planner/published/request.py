@@ -50,7 +50,10 @@ class Request:
     def device_gib(self) -> float:
         """The memory of a device: as the source's words have it, else what conf/hardware has, before XLA takes 3/4."""
         found = re.search(r"(\d+)\s?GB\b(?!/s)", self.row.gpu)
-        return 0.99 * int(found[1]) if found else self.hardware.memory_gib * 4 / 3
+        if found is not None:
+            return 0.99 * int(found[1])
+        assert self.hardware.memory_gib is not None, "GPUs have memory of their own"
+        return self.hardware.memory_gib * 4 / 3
 
     @property
     def rank_layers(self) -> int:
