@@ -20,6 +20,7 @@ from ppctl.planner.published.request import hardware_of, requests_of
 from ppctl.planner.published.rows import read_rows
 from ppctl.planner.published.show import COLUMNS, page_tables, picture
 from ppctl.planner.published.step import chosen, memory_gib
+from ppctl.planner.search import MOST_SIMULATIONS
 from ppctl.schedule.families.registry import build
 from ppctl.schedule.partition.cut import divided_evenly, improved
 from ppctl.schedule.partition.partition import explicit, layout_text
@@ -47,14 +48,14 @@ def test_flops_and_steps_are_those_that_the_source_states(given):
     assert row.step_flops(causal=True) / tokens == pytest.approx(derived["flops_per_token_causal_attention"], rel=0.03)
     if given.get("step_time_s") is None:
         implied = derived["step_time_s_implied_by_tflops_full_attention"]
-        assert row.published_s == pytest.approx(implied, rel=0.03)
+        assert row.published_s() == pytest.approx(implied, rel=0.03)
 
 
 def test_published_flops_may_have_recomputing_in_them():
     """The steps of SC21 follow from TFLOP/s that count the forward twice."""
     row = ROWS["megatron-sc21-a100-1T"]
     assert row.counts_recomputing
-    assert replace(row, step_s=None).published_s == pytest.approx(row.step_s, rel=0.01)
+    assert replace(row, step_s=None).published_s() == pytest.approx(row.step_s, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,6 @@ def test_published_flops_may_have_recomputing_in_them():
         (None, "No such file or directory"),
         ("{", "is not JSON: Expecting property name"),
         ('{"rows": []}', "is not a list of objects, one for each published step"),
-        ('[{"id": "one"}]', "row one has no system"),
         (json.dumps([GIVEN[0], GIVEN[0]]), f"has two rows of id {GIVEN[0]['id']}"),
     ],
 )
@@ -75,19 +75,58 @@ def test_a_file_of_another_form_is_refused(tmp_path, text, message):
         read_rows(file)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("gpus", None, "the row has no gpus"),
+        ("global_batch", 0, "global_batch=0 is not a whole number from 1 on"),
+        ("tp", "8", 'tp="8" is no number'),
+        ("seq", float("nan"), "seq=NaN is no number"),
+        ("step_time_s", -1, "step_time_s=-1 is not above 0"),
+        ("mfu", 41, "mfu=41 is not below 1"),
+        ("model", "GPT", 'model="GPT" is no object with sizes'),
+        ("model", {}, "the row has no model.layers"),
+        ("gpu_short", "V100", "gpu_short=V100: conf/hardware has no v100"),
+        ("gpu_short", "v5e", "gpu_short=v5e: published steps are of GPUs in hosts"),
+        ("num_microbatches", 3, "global_batch/(dp*micro_batch) = 2048/(32*1) = 64 is not num_microbatches=3"),
+    ],
+)
+def test_a_row_with_a_wrong_field_is_refused_and_the_others_are_not(tmp_path, field, value, reason):
+    file = tmp_path / "rows.json"
+    good = next(row for row in GIVEN if row["id"] == FEW[0])
+    file.write_text(json.dumps([good | {"id": "wrong", field: value}, {}, good]))
+    wrong, empty, right = read_rows(file)
+    assert compare([wrong, empty])[0].refused == reason
+    assert compare([empty])[0].refused == "the row has no gpu_short"
+    assert empty.id == "row 1"
+    assert right == ROWS[FEW[0]]
+
+
+def test_a_step_may_be_stated_in_other_units():
+    row = ROWS["nemo-llama3.1-70b-256gpu"]
+    tokens = row.seq * row.global_batch / row.gpus
+    other = replace(row, step_s=None, tflops=None, tokens_per_s=tokens / row.step_s)
+    assert other.published_s() == pytest.approx(row.step_s)
+    share = row.step_flops(causal=False) / row.gpus / 989.4e12 / row.step_s
+    assert replace(row, step_s=None, tflops=None, tokens_per_s=None, mfu=share).published_s(989.4e12) == pytest.approx(
+        row.step_s
+    )
+
+
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": None, "why_no_model": "no sizes"}, "no sizes"),
+        ({"model": None, "why_none": "no sizes"}, "no sizes"),
         ({"ep": 8}, "ep=8: ppctl has no expert parallelism"),
-        ({"dp": None}, "does not say how many replicas"),
-        ({"precision": "fp8"}, "fp8: the planner knows peaks of bfloat16"),
+        ({"precision": "fp8"}, "fp8: only bfloat16 and float16 are predicted"),
         ({"gpus": 100}, r"dp\*fsdp\*pp\*tp\*cp = 8\*1\*12\*4\*1 is not gpus=100"),
         ({"global_batch": 4}, r"global_batch=4 is less than dp\*fsdp\*micro_batch = 8\*1\*2"),
         ({"remat": "offloaded"}, "remat=offloaded: neither full nor selective nor none"),
+        ({"chunks": 9}, r"layers=70 are fewer than pp\*vp = 12\*9 stages"),
+        ({"schedule": "zb_v", "chunks": 3}, "vp=3: schedule=zb_v has 2 stages a rank"),
         ({"schedule": "breadth first"}, "schedule='breadth first' is none of ppctl's"),
         ({"gpu_short": "MI300X"}, "gpu_short=MI300X: conf/hardware has no mi300x"),
     ],
@@ -121,6 +160,12 @@ def test_what_a_source_leaves_open_is_chosen_and_named():
 def test_embedding_and_head_take_a_layers_place_where_layers_do_not_divide():
     sizes = {request.num_chunks: request.sizes for request in requests_of(ROWS["llama3-405b-8192-cp1"])}
     assert sizes[8] == (0, *[1] * 126, 0) if 8 in sizes else sizes[4] == (1, *[2] * 62, 1)
+
+
+def test_gpus_with_slower_links_or_less_memory_are_told_apart():
+    row = ROWS["bloom-176b-384"]
+    assert hardware_of(replace(row, gpu_short="A800"))[0].link_bytes_per_s == 200e9
+    assert hardware_of(replace(row, gpu="A100 SXM4 40 GB"))[0].name == "a100_40gb"
 
 
 def test_networks_are_read_from_words():
@@ -209,7 +254,9 @@ def test_the_search_of_partitions_tries_megatron_bridges_layout_of_llama_70b():
 
     published = tuple(map(len, explicit(80, pp * chunks, MEGATRON_BRIDGE)))
     assert layout_text(published) == "Ett|(tt|)*34t*3|(tt|)*3tL"
-    found = improved(divided_evenly([1.0] * 80, schedule.rank_of, embed=0.0, head=1.2), step_s, max_tried=300)
+    found = improved(
+        divided_evenly([1.0] * 80, schedule.rank_of, embed=0.0, head=1.2), step_s, max_tried=MOST_SIMULATIONS
+    )
     assert published in tried
     assert step_s(found) <= tried[published] < step_s(explicit(80, pp * chunks, [2] * 40))
 

@@ -38,7 +38,7 @@ def tables_of(page: str) -> str:
 
 def loss(rows: list[tuple[Row, list[Request]]], constants: Constants) -> float:
     """Return the mean error of rows as a logarithm, of at most MOST each."""
-    ratios = [chosen(requests, constants)[1].total_s / (row.published_s or 1.0) for row, requests in rows]
+    ratios = [chosen(requests, constants)[1].total_s / (row.published_s() or 1.0) for row, requests in rows]
     return sum(min(MOST, abs(log(ratio))) for ratio in ratios) / len(ratios)
 
 
@@ -68,7 +68,7 @@ def write(compared: list[Compared]) -> None:
 def main() -> None:
     rows = read_rows(DATA)
     if "--fit" in sys.argv[1:]:
-        half = [each for each in expressible(rows) if is_fitted(each[0].id) and each[0].published_s]
+        half = [each for each in expressible(rows) if is_fitted(each[0].id) and each[0].published_s()]
         print(len(half), "rows:", fit(half))
         return
     compared = compare(rows)

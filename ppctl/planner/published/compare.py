@@ -9,8 +9,8 @@ from typing import Any
 
 from ppctl.errors import ConfigError, ScheduleError
 from ppctl.planner.published.constants import FITTED, Constants, is_fitted
-from ppctl.planner.published.request import Request, requests_of
-from ppctl.planner.published.rows import PEAKS, Row
+from ppctl.planner.published.request import DTYPE, Request, requests_of
+from ppctl.planner.published.rows import Row
 from ppctl.planner.published.step import chosen, memory_gib, work_of_request
 
 
@@ -75,18 +75,17 @@ def expressible(rows: Iterable[Row]) -> Iterator[tuple[Row, list[Request]]]:
 
 
 def _compared(row: Row, constants: Constants) -> Compared:
-    ran = None if row.outcome is None else row.outcome == "ok"
     head = row.id, row.system, row.source, row.gpu_short, row.has_pipeline, is_fitted(row.id)
     try:
         request, time = chosen(requests_of(row), constants)
     except (ConfigError, ScheduleError) as error:
-        published_s = row.published_s
-        return Compared(*head, published_s, published_memory_gib=row.memory_gib, ran=ran, refused=str(error))
-    published_s, size = row.published_s, memory_gib(request)
+        return Compared(*head, row.published_s(), published_memory_gib=row.memory_gib, ran=row.ran, refused=str(error))
+    peak = request.hardware.peak_flops[DTYPE]
+    published_s, size = row.published_s(peak), memory_gib(request)
     full, causal = (row.step_flops(causal=causal) for causal in (False, True))
     assert full is not None, "a row with a request has a model"
     assert causal is not None, "likewise"
-    a_second = PEAKS[row.gpu_short] * row.gpus
+    a_second = peak * row.gpus
     counted = (causal if row.counts_causal else full) * (4 / 3 if row.counts_recomputing else 1)
     how = "causal" if row.counts_causal else "full"
     mfu = lambda flops, seconds: None if seconds is None else flops / a_second / seconds  # noqa: E731
@@ -104,8 +103,8 @@ def _compared(row: Row, constants: Constants) -> Compared:
         time.overhead_s,
         size,
         row.memory_gib,
-        size <= row.device_gib,
-        ran,
+        size <= request.device_gib,
+        row.ran,
         layout_text(request),
         request.assumed,
     )

@@ -15,6 +15,8 @@ from ppctl.training.known_hardware import known
 
 HOST_DEVICES = 8  # of all machines in the rows
 GBIT_BYTES = 1e9 / 8
+DTYPE = "bfloat16"
+SLOWER_LINKS = {"A800": ("a100", 200e9), "H800": ("h100", 200e9)}  # data sheets: 400 GB/s both ways
 MOST_CHUNKS = 12  # stages a rank that are tried where the source does not say how many
 QUARTERS = 0.0, 0.25, 0.5, 0.75, 1.0  # of a rank's layers that may be recomputed where the source does not say
 MICRO_BATCHES = 1, 2, 4  # that are tried where the source does not say
@@ -45,6 +47,15 @@ class Request:
         return self.dp * self.row.cp
 
     @property
+    def device_gib(self) -> float:
+        """The memory of a device: as the source's words have it, else what conf/hardware has, before XLA takes 3/4."""
+        found = re.search(r"(\d+)\s?GB\b(?!/s)", self.row.gpu)
+        if found is not None:
+            return 0.99 * int(found[1])
+        assert self.hardware.memory_gib is not None, "GPUs have memory of their own"
+        return self.hardware.memory_gib * 4 / 3
+
+    @property
     def rank_layers(self) -> int:
         pp = self.row.pp
         return max(sum(self.sizes[rank::pp]) for rank in range(pp))
@@ -56,13 +67,12 @@ def requests_of(row: Row) -> list[Request]:
     ConfigError where there is none, with the reason.
     """
     if row.model is None:
-        raise ConfigError(row.why_no_model)
+        raise ConfigError(row.why_none)
     if row.ep > 1:
         raise ConfigError(f"ep={row.ep}: ppctl has no expert parallelism")
-    if row.dp is None:
-        raise ConfigError("the row does not say how many replicas there are (dp)")
-    if "bf16" not in row.precision and "fp16" not in row.precision:
-        raise ConfigError(f"{row.precision}: the planner knows peaks of bfloat16 and float32")
+    precision = row.precision.lower()
+    if not re.search("bf16|fp16|float16|half", precision) or re.search("fp4|fp8|float8|int8", precision):
+        raise ConfigError(f"{row.precision}: only bfloat16 and float16 are predicted")
     model, assumed = row.model, list[str]()
     if model.hidden % model.heads:
         raise ConfigError(f"hidden={model.hidden} is not a multiple of heads={model.heads}")
@@ -71,11 +81,18 @@ def requests_of(row: Row) -> list[Request]:
     dp, fsdp = _replicas(row)
     if dp * fsdp * row.pp * row.tp * row.cp != row.gpus:
         raise ConfigError(f"dp*fsdp*pp*tp*cp = {dp}*{fsdp}*{row.pp}*{row.tp}*{row.cp} is not gpus={row.gpus}")
-    micro = row.micro_batch
+    micro, number = row.micro_batch, row.num_microbatches
     examples = row.global_batch / (dp * fsdp)
+    if micro is None and fsdp == 1 and number is not None and examples % number == 0:
+        micro = int(examples // number)
     if examples < (micro or 1):
         raise ConfigError(
             f"global_batch={row.global_batch} is less than dp*fsdp*micro_batch = {dp}*{fsdp}*{micro or 1}"
+        )
+    if fsdp == 1 and micro and number and abs(examples / micro - number) >= 1:  # sources round
+        raise ConfigError(
+            f"global_batch/(dp*micro_batch) = {row.global_batch}/({dp}*{micro}) = {examples / micro:g} is not "
+            f"num_microbatches={number}"
         )
     if micro is None:
         assumed.append("the fastest size of microbatches that fits the memory")
@@ -106,16 +123,34 @@ def requests_of(row: Row) -> list[Request]:
         )
         for chunks, sizes in layouts
         for share in ([redone] if is_stated else QUARTERS)
-        for examples_each in ([micro] if micro else [size for size in MICRO_BATCHES if examples % size == 0])
+        for examples_each in ([micro] if micro else _micro_batches(examples, fsdp))
     ]
+
+
+def _micro_batches(examples: float, fsdp: int) -> list[int]:
+    """Return the sizes of microbatches to try where the source does not say; of FSDP all of a replica's examples first.
+
+    >>> _micro_batches(12, fsdp=8), _micro_batches(12, fsdp=1)
+    ([12, 6, 3, 1], [1, 2, 4])
+    """
+    if fsdp == 1 or examples != int(examples):
+        return [size for size in MICRO_BATCHES if examples % size == 0] or [1]
+    found = [int(examples)]
+    while found[-1] % 2 == 0:
+        found.append(found[-1] // 2)
+    return list(dict.fromkeys([*found, 1]))
 
 
 def hardware_of(row: Row) -> tuple[Hardware, list[str]]:
     """Return the GPU of a row with its network, and what is assumed of it."""
-    name, assumed = row.gpu_short.lower(), list[str]()
+    name, assumed = _described(row), list[str]()
     hardware = known().get(name)
     if hardware is None:
         raise ConfigError(f"gpu_short={row.gpu_short}: conf/hardware has no {name}")
+    if hardware.host_devices is None or hardware.network_bytes_per_s is None or DTYPE not in hardware.peak_flops:
+        raise ConfigError(f"gpu_short={row.gpu_short}: published steps are of GPUs in hosts")
+    if row.gpu_short.upper() in SLOWER_LINKS:
+        hardware = replace(hardware, link_bytes_per_s=SLOWER_LINKS[row.gpu_short.upper()][1])
     if "2.4 TB/s" in row.gpu and "500 W" in row.gpu:  # Meta's H100 with HBM2e
         share = (500 / 700) ** (1 / 2)
         hardware = replace(
@@ -130,17 +165,28 @@ def hardware_of(row: Row) -> tuple[Hardware, list[str]]:
     return hardware, assumed
 
 
+def _described(row: Row) -> str:
+    """Return the name in conf/hardware of a row's GPU."""
+    name = row.gpu_short.strip().upper()
+    name = (SLOWER_LINKS[name][0] if name in SLOWER_LINKS else name).lower()
+    for word in ("pcie", "40gb"):
+        if word in row.gpu.lower().replace(" ", "") and word not in name and f"{name}_{word}" in known():
+            name += f"_{word}"
+    return name
+
+
 def _network_bytes_per_s(text: str) -> float | None:
     """Return the bytes a second of a GPU's way to other hosts, from words such as 4x100 Gbit/s a node.
 
     >>> _network_bytes_per_s("8 GPUs a node, 4x100 Gbit/s Omni-Path"), _network_bytes_per_s("400 Gb/s RoCE a GPU")
     (6250000000.0, 50000000000.0)
     """
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+) Gb(?:it)?/s", text)
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([GT])b(?:it)?(?:/s|ps)", text)
     if found is None:
         return None
-    total = int(found[1] or 1) * int(found[2]) * GBIT_BYTES
-    return total if found[1] is None and "a GPU" in text else total / HOST_DEVICES
+    rate = float(found[2]) * GBIT_BYTES * (1000 if found[3] == "T" else 1)
+    is_of_host = found[1] is not None or re.search(r"\b(a|per) (node|host|machine)", text) is not None
+    return int(found[1] or 1) * rate / HOST_DEVICES if is_of_host else rate
 
 
 def _replicas(row: Row) -> tuple[int, int]:
@@ -153,13 +199,13 @@ def _replicas(row: Row) -> tuple[int, int]:
 
 def _redone(row: Row) -> tuple[float, bool]:
     """Return (the share of a forward that the backward runs again, whether the source says so)."""
-    word = re.split(r"[\s(]", row.remat)[0]
-    if word in ("full", "every_layer"):
+    word = re.split(r"[\s(]", row.remat.lower())[0]
+    if word in ("full", "every_layer", "uniform", "block"):
         return 1.0, True
     if word == "selective":  # of Megatron: scores of attention, which a flash kernel does not keep anyway
         return (SELECTIVE if system_of(row).shards == "parameters" else 0.0), True
-    if word in ("none", "", "not", "see"):
-        return 0.0, word == "none"
+    if word in ("none", "disabled", "", "not", "see"):
+        return 0.0, word in ("none", "disabled")
     raise ConfigError(f"remat={row.remat}: neither full nor selective nor none")
 
 
@@ -167,14 +213,22 @@ def _schedule(row: Row, model: Model) -> tuple[str, list[tuple[int, tuple[int, .
     """Return the family, and the numbers of stages a rank with the layers of each stage."""
     if not row.has_pipeline:
         return BASELINE, [(1, (model.layers,))]
-    word = row.schedule.split()[0] if row.schedule else ""
+    word = row.schedule.lower().split()[0] if row.schedule.strip() else ""
+    if word == BASELINE and (row.chunks or 1) > 1:
+        word = "interleaved"  # as Megatron calls it
     if word not in FAMILIES:
         raise ConfigError(f"schedule={row.schedule!r} is none of ppctl's ({', '.join(FAMILIES)})")
-    known_chunks = 1 if word == BASELINE else row.chunks
+    known_chunks, family = row.chunks, FAMILIES[word]
+    if not family.knobs_for(1):
+        known_chunks = family.num_chunks
+        if row.chunks not in (None, known_chunks):
+            raise ConfigError(f"vp={row.chunks}: schedule={word} has {known_chunks} stages a rank")
     if known_chunks is None:
         found = [(c, sizes) for c in range(1, MOST_CHUNKS + 1) for sizes in _even(model.layers, row.pp * c)]
     else:
         found = [(known_chunks, sizes) for sizes in _sizes(row, model, row.pp * known_chunks)]
+    if any(not all(sizes[1:-1]) for _, sizes in found):
+        raise ConfigError(f"layers={model.layers} are fewer than pp*vp = {row.pp}*{row.chunks or 1} stages")
     if not found:
         raise ConfigError(f"{model.layers} layers divide neither over {row.pp} ranks nor over several stages of each")
     return word, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from ppctl.planner.candidate import shorter
 from ppctl.planner.count import work_of
 from ppctl.planner.op_times import OpTimes, PieceTimes, StepTime, costs_of_stages, ticking_s
 from ppctl.planner.published.constants import Constants
-from ppctl.planner.published.request import HOST_DEVICES, Request
+from ppctl.planner.published.request import DTYPE, HOST_DEVICES, Request
 from ppctl.planner.published.rows import Model
 from ppctl.planner.published.systems import System
 from ppctl.planner.roofline import Link, ModelWork, Op, PieceWork
@@ -38,15 +39,23 @@ from ppctl.training.job import open_data, stack_for
 from ppctl.training.known_hardware import known
 from ppctl.training.request import divided_stack, shards_over_tp
 
-DTYPE = "bfloat16"
 FLOAT32 = 4
 UPDATE_BYTES = 36  # of the optimizer, a parameter: gradient, weight, moments read, three written, a norm, a copy
 UNFUSED_NORM = 15, 25  # passes over x, forward and backward, that a norm of several kernels takes more than one kernel
-# the speed of cuDNN's attention over that at 2,048 tokens, for which conf/hardware has it: FlashAttention-3 (Shah et
-# al. 2024), figure 5, causal, heads 128 wide, H100
-ATTENTION = {512: 0.65, 1024: 0.85, 2048: 1.0, 4096: 1.07, 8192: 1.09, 16384: 1.11}
+# cuDNN's attention on an H100, forward and backward, as shares of the peak by tokens, with all pairs counted and the
+# backward as two forwards: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608), figures 5 and 6, causal, heads 128
+# wide. Its backward is timed of all pairs only; of half of them it is taken to lose as much speed as the forward does.
+ATTENTION = {
+    512: (0.64, 0.33),
+    1024: (0.83, 0.47),
+    2048: (0.98, 0.59),
+    4096: (1.05, 0.69),
+    8192: (1.07, 0.74),
+    16384: (1.09, 0.76),
+}
 MEMORY_SHARE = 0.87  # of a data sheet's bandwidth: as measured on an H100 (conf/hardware/h100.yaml)
 LINK_SHARE = 0.8  # of NVLink's stated speed: rings of nccl-tests reach about 235 of 300 GB/s (A100), 360 of 450 (H100)
+TAKEN = 20 / 132  # of a device's cores, by collectives beside computing: DeepSeek-V3 (2024, arXiv 2412.19437), 3.2.2
 CONTEXT_GIB = 2.0  # CUDA's and NCCL's own memory
 GIB = 2**30
 
@@ -92,28 +101,44 @@ def device_work(model: Model, seq: int, tp: int, cp: int, rows: bool, flash: boo
 
 def work_of_request(request: Request) -> DeviceWork:
     row, system = request.row, request.system
-    gpu = row.gpu_short.lower()
     alone = replace(request.model, layers=1)  # whatever their number
-    return device_work(alone, row.seq, row.tp, row.cp, system.sequence_parallel, system.flash, gpu)
+    if system.flash:
+        alone = _with_heads_of_cudnn(alone, row.tp)
+    return device_work(alone, row.seq, row.tp, row.cp, system.sequence_parallel, system.flash, request.hardware.name)
+
+
+def _with_heads_of_cudnn(model: Model, tp: int) -> Model:
+    """Return the model with heads of 128 or 64 numbers, and as many in all, where the counted kernel has no others.
+
+    FlashAttention-2 has heads of up to 256; counts differ by the statistics of each row alone.
+    """
+    width = model.hidden // model.heads
+    if width <= 128 and width % 8 == 0:
+        return model
+    for wide in (128, 64):
+        if all(heads * width % (wide * tp) == 0 for heads in (model.heads, model.kv_heads)):
+            return replace(model, heads=model.heads * width // wide, kv_heads=model.kv_heads * width // wide)
+    return model
 
 
 def machine_of(request: Request, constants: Constants) -> Machine:
     """Return the devices of a row: as conf/hardware has them, with the fitted constants."""
     hardware = request.hardware
     speed = speed_of(hardware, hardware.peak_flops[DTYPE])
-    share = constants.sustained_a100 if request.row.gpu_short == "A100" else constants.sustained_h100
-    longer = ATTENTION[min(ATTENTION, key=lambda length: abs(math.log(length / request.row.seq)))]
+    share = constants.sustained_a100 if hardware.name.startswith("a100") else constants.sustained_h100
+    forward, backward = ATTENTION[min(ATTENTION, key=lambda length: abs(math.log(length / request.row.seq)))]
+    peak = hardware.peak_flops[DTYPE]
     speed = replace(
         speed,
         flops_per_s=speed.flops_per_s * share,
         bytes_per_s=hardware.memory_bytes_per_s * MEMORY_SHARE,
-        attention_forward=speed.attention_forward and speed.attention_forward * share * longer,
-        attention_backward=speed.attention_backward and speed.attention_backward * share * longer,
+        attention_forward=speed.attention_forward and peak * share * forward,
+        attention_backward=speed.attention_backward and peak * share * backward,
         adds=True,
     )
     assert hardware.network_bytes_per_s is not None, "GPUs have hosts"
     assert hardware.network_latency_s is not None, "likewise"
-    is_infiniband = re.search(r"InfiniBand|HDR", request.row.network) is not None
+    is_infiniband = re.search(r"InfiniBand|[HEN]DR", request.row.network) is not None
     reached = constants.infiniband_share if is_infiniband else constants.other_share
     network = Link(hardware.network_latency_s, hardware.network_bytes_per_s * reached)
     link = Link(hardware.link_latency_s, hardware.link_bytes_per_s * LINK_SHARE)
@@ -166,7 +191,7 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
         scatter_s = links["fsdp"].gather_s(found.layer_bytes * system.reduce_bytes / FLOAT32, request.fsdp)
         shard = found.layer_bytes * system.reduce_bytes / FLOAT32 / request.fsdp
         scatter_s += links["replicas"].sum_s(shard, request.replicas)
-        beside = max if system.hides_replicas else lambda *seconds: sum(seconds)
+        beside = _beside_s if system.hides_replicas else operator.add
         forward_s = beside(layer.forward_s, gather_s)
         backward_s = beside(layer.input_grad_s + layer.weight_grad_s, gather_s + scatter_s)
         layer = PieceTimes(forward_s, backward_s - layer.weight_grad_s, layer.weight_grad_s)
@@ -180,6 +205,15 @@ def op_times_of(request: Request, constants: Constants) -> OpTimes:
         hop_s = links["pp"].hop_s(x_bytes / layout.tp) + links["tp"].gather_s(x_bytes, layout.tp)
     overhead_s += _overhead_s(request, found, machine, layout, layer)
     return replace(op_times, layer=layer, head=head, hop_s=hop_s, overhead_s=overhead_s)
+
+
+def _beside_s(computing_s: float, sending_s: float) -> float:
+    """Return the seconds of work beside a collective, which takes some of its cores.
+
+    >>> round(_beside_s(10.0, 1.0), 3), _beside_s(1.0, 10.0)
+    (10.152, 10.0)
+    """
+    return max(computing_s + TAKEN * min(computing_s, sending_s), sending_s)
 
 
 def _run_by(system: System, found: DeviceWork) -> DeviceWork:
@@ -223,6 +257,7 @@ def _overhead_s(
             backward_s = (layer.input_grad_s + layer.weight_grad_s) * request.rank_layers
             forward_s = layer.forward_s * request.rank_layers
             exposed_s = max(share * scatter_s, scatter_s - backward_s) + max(share * gather_s, gather_s - forward_s)
+            exposed_s += TAKEN * (min(scatter_s, backward_s) + min(gather_s, forward_s))
         else:
             exposed_s = scatter_s + gather_s
     return exposed_s + updated / FLOAT32 * UPDATE_BYTES / machine.speed.bytes_per_s
@@ -291,7 +326,7 @@ def chosen(requests: Sequence[Request], constants: Constants) -> tuple[Request, 
     if len(requests) == 1:
         return requests[0], step_time(requests[0], constants)
     sizes = [memory_gib(request) for request in requests]
-    limit = requests[0].row.device_gib
+    limit = requests[0].device_gib
     fitting = [request for request, size in zip(requests, sizes, strict=True) if size <= limit]
     timed = [(request, step_time(request, constants)) for request in fitting or requests]
     return min(timed, key=lambda each: each[1].total_s)

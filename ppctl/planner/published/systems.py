@@ -53,6 +53,15 @@ SYSTEMS = (
         gradient_bytes=12,
         reduce_bytes=4,
     ),
+    # Reducing Activation Recomputation (Korthikanti et al. 2022): sequence parallelism, fused sums of gradients
+    System(
+        "Megatron-LM of 2022",
+        r"2205\.05198|Korthikanti",
+        flash=False,
+        shards="nothing",
+        hides_replicas=False,
+        reduce_bytes=4,
+    ),
     # BF16Optimizer.update_hp_grads: write 2; cast to float32 6, add 12, zero 2
     System(
         "Megatron-DeepSpeed",
@@ -86,9 +95,12 @@ SYSTEMS = (
     System("fms-fsdp", r"fms-fsdp", shards="parameters", element_wise=COMPILED),
     # XLA combines collectives of one kind up to gigabytes, so that they run before and after all layers
     System("PaxML", r"PaxML", shards="parameters", hides_replicas=False, reduce_bytes=4, logit_bytes=0),
-    System("Meta's trainer", r"Meta Llama", logit_bytes=0),
+    # The Llama 3 Herd of Models (2024, arXiv 2407.21783), 3.3.2: gradients are summed over replicas in float32
+    System("Meta's trainer", r"Meta Llama", logit_bytes=0, reduce_bytes=4),
     # userbuffers: gathers and scatters along tp in four pieces, of which all but the first run beside products
-    System("Megatron-Core", r"Megatron|NeMo", hides_tp=0.75, stored_gradient_bytes=2),
+    System("NeMo", r"NeMo|Megatron-Bridge", hides_tp=0.75, stored_gradient_bytes=2),  # grad_sync_dtype=bf16
+    # arguments.py: bf16 turns on accumulate_allreduce_grads_in_fp32
+    System("Megatron-Core", r"Megatron", hides_tp=0.75, reduce_bytes=4),
 )
 OTHER = System("another trainer", r"", element_wise=COMPILED)
 
