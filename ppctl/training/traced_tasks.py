@@ -1,8 +1,9 @@
 """The tasks of a profiler's trace by name (`2F0`), rank by rank: of executor=spmd, on CPUs, GPUs and TPUs.
 
-The compiled program says which instructions a tick runs for each kind of task, and which of them once a task; the
-schedule says in which ticks a rank has one. So the n-th event of such an instruction is the rank's n-th task of that
-kind, whatever else a trace tells: GPUs name kernels in CUDA graphs, but not their program or step.
+The compiled program says which instructions a tick runs for each kind of task (T: S and T of a part of the vocabulary),
+and which of them once a task; the schedule says in which ticks a rank has one. So the n-th event of such an instruction
+is the rank's n-th task of that kind, whatever else a trace tells: GPUs name kernels in CUDA graphs, but not their
+program or step.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from jax.sharding import Mesh
 
 from ppctl.executors.hlo import calls, computations, name_of, path_of
 from ppctl.executors.mesh import RANK_AXES
-from ppctl.executors.spmd.body import SCOPES
+from ppctl.executors.spmd.body import PART_SCOPES, SCOPES
 from ppctl.reports.timeline_io import TASKS_FILE
-from ppctl.schedule.ir import Task
+from ppctl.schedule.ir import Kind, Task
 from ppctl.schedule.ticks import Ticks
 
 DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
+PART_COLUMNS: dict[Kind, str] = {"E": "embedded", "T": "head", "G": "embedding_grad"}  # of ticks
 OPS_LINES = ("XLA Ops", "Stream ")  # of a device: its instructions on a TPU, its kernels on a GPU
 
 
@@ -100,6 +102,10 @@ def _task_spans(file: Path, compiled_text: str, ticks: Ticks, mesh: Mesh, num_st
 def _task(ticks: Ticks, tick: int, rank: int, scope: str) -> Task | None:
     """Return the task that a rank runs for a scope in a tick; None where it has none."""
     line = ticks.table[tick][rank]
+    for kind, column in PART_COLUMNS.items():
+        if PART_SCOPES[kind] == scope:
+            number = line[ticks.columns.index(column)]  # of the microbatch, from 1; 0: of none
+            return Task(rank, kind, number - 1) if number else None
     for task, column in zip(ticks.cells[tick][rank], ("f", "b"), strict=True):
         is_run = line[ticks.columns.index(column if ticks.program == "fb" else "kind")]
         if task is not None and SCOPES[task.kind] == scope and is_run:
@@ -164,7 +170,7 @@ def task_bodies(compiled_text: str) -> dict[str, list[TaskBody]]:
     found: dict[str, list[TaskBody]] = {}
     for line in chain.from_iterable(lines.values()):
         path = path_of(line)
-        for scope in SCOPES.values():
+        for scope in (*SCOPES.values(), *PART_SCOPES.values()):
             if path.endswith((f"/{scope}/cond", f"/{scope}/while")):
                 called = [call.computation for call in calls(line) if call.how in ("body", "branch")]
                 if called:  # the last: of a conditional the branch that is taken where its predicate is true

@@ -17,6 +17,7 @@ from ppctl.config import MLP, Config, Interleaved, Mesh, Regression, Schedule, S
 from ppctl.executors.spmd.body import Options
 from ppctl.reports.timeline_io import TASKS_FILE
 from ppctl.schedule import build
+from ppctl.schedule.ir import Task
 from ppctl.training import profiler
 from ppctl.training.engines import make
 from ppctl.training.job import assemble
@@ -45,6 +46,8 @@ def tasks(run_dir):
         pytest.param("1f1b", "mesh=1x2 executor.remat=full", 2, 4, 1, False, marks=pytest.mark.full),
         pytest.param("interleaved", "mesh=2x2x1", 2, 2, 2, True, marks=pytest.mark.full),
         pytest.param("zb_h1", "mesh=1x2 executor.remat=full", 2, 4, 1, False, marks=pytest.mark.full),
+        pytest.param("eager_1f1b", "mesh=1x2 schedule.vocab=parallel", 2, 4, 1, True, marks=pytest.mark.full),
+        pytest.param("zb_h1", "mesh=1x2 schedule.vocab=parallel", 2, 4, 1, True, marks=pytest.mark.full),
     ],
 )
 def test_each_task_of_each_traced_step_is_one_event(tmp_path, name, words, pp, microbatches, chunks, last_forward):
@@ -58,6 +61,8 @@ def test_each_task_of_each_traced_step_is_one_event(tmp_path, name, words, pp, m
         rank = int(names[device].split()[1])
         # with remat=full the last stage's forward runs inside its backward
         expected = [t for t in schedule.ranks[rank] if last_forward or t.kind != "F" or t.stage < stages - 1]
+        if "schedule.vocab=parallel" in words:
+            expected += [Task(rank, kind, m) for kind in "ETG" for m in range(microbatches)]
         num_tasks = len(expected)
         assert len(events) == 2 * num_tasks, names[device]
         for step in (events[:num_tasks], events[num_tasks:]):

@@ -26,7 +26,7 @@ MOST_PADDED = 4  # arrays; of more, XLA fuses concatenations as it does anything
 
 # names in the compiled program by which `profile` finds the operations of a tick's task
 SCOPES: dict[Kind, str] = {"F": "tick_forward", "B": "tick_backward", "I": "tick_input_grad", "W": "tick_weight_grad"}
-PART_SCOPES = {"E": "tick_embedding", "T": "tick_head", "G": "tick_embedding_grad"}  # "T": S and T
+PART_SCOPES: dict[Kind, str] = {"E": "tick_embedding", "T": "tick_head", "G": "tick_embedding_grad"}  # "T": S and T
 
 
 @dataclass(frozen=True)
