@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from math import inf
 
 from ppctl.errors import ScheduleError
@@ -63,6 +64,16 @@ def with_vocabulary(schedule: Schedule, delay: int | None = None, costs: Costs |
 def _delayed(schedule: Schedule, delay: int, costs: Costs) -> Schedule:
     ahead = tuple(_ahead(tasks, delay * len(of)) for tasks, of in zip(schedule.ranks, schedule.stages_of, strict=True))
     return validate(_Insertion(replace(schedule, ranks=ahead, divides_vocabulary=True), costs).run())
+
+
+def with_parts(schedule: Schedule) -> Schedule:
+    """Return `schedule` with the tasks of all parts behind the others: for what does not depend on their order.
+
+    That is how many tasks there are of each kind, and ticks, in which ranks meet wherever the parts are needed.
+    """
+    parts = (tuple(Task(r, kind, m) for kind in PART_KINDS for m in range(schedule.num_microbatches)) for r in count())
+    ranks = tuple((*tasks, *of_rank) for tasks, of_rank in zip(schedule.ranks, parts, strict=False))
+    return replace(schedule, ranks=ranks, divides_vocabulary=True)
 
 
 def without_vocabulary(schedule: Schedule) -> Schedule:
