@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ppctl.config.checks import above_zero, at_least, choice, tokens
+from ppctl.config.schedule import Schedule
 from ppctl.errors import ConfigError
 from ppctl.schedule.remat import Remat
 
@@ -21,6 +22,7 @@ class Tune:
     schedules: list[str] | None = None  # families to choose from; None: all that the executor runs
     remat: list[str] | None = None  # settings of executor.remat to choose from; None: all
     max_chunks: int = 4  # stages a rank, at most
+    vocab: list[str] | None = None  # settings of schedule.vocab to choose from; None: all that executor and model have
     tp: list[int] | None = None  # sizes of mesh.tp to choose from; None: those that suit the model, inside a host
     cp: list[int] | None = None  # sizes of mesh.cp to choose from; None: those that leave 4096 tokens a device
     best: int = 10  # how many layouts are shown
@@ -51,6 +53,10 @@ class Tune:
         for name in self.remat or ():
             if name not in self.REMAT:
                 raise ConfigError(f"tune.remat: {name} is not one of {', '.join(self.REMAT)}.")
+        if self.vocab == []:
+            raise ConfigError("tune.vocab=[] leaves nothing to choose from. Use null, [whole], or [whole,parallel].")
+        for name in self.vocab or ():
+            choice("tune.vocab", name, Schedule.VOCAB)
         if self.recipe is not None and re.fullmatch(r"[\w-]+", self.recipe) is None:
             raise ConfigError(
                 f"tune.recipe={self.recipe} is not a name. Use letters, digits, _ and -; the file is "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import inf, prod
 from typing import Any
 
@@ -20,13 +20,15 @@ from ppctl.schedule.activations import peak_activations
 from ppctl.schedule.bounds import makespan_bound_s
 from ppctl.schedule.costs import task_costs
 from ppctl.schedule.families.registry import FAMILIES, peak_formula
-from ppctl.schedule.ir import Schedule
+from ppctl.schedule.ir import PART_KINDS, Schedule
 from ppctl.schedule.lockstep import Counted, TickShape, rows_s
 from ppctl.schedule.partition.cut import divided_evenly as divided
 from ppctl.schedule.partition.partition import explicit, stage_costs
 from ppctl.schedule.remat import Remat
 from ppctl.schedule.ticks import TickPacking, fastest, in_shape, packings
+from ppctl.schedule.vocabulary import with_parts, with_vocabulary
 
+Key = tuple[str, int, int, int, str]  # of a schedule: family, ranks, microbatches, chunks; vocab: whole, ticks or free
 MOST_TASKS = 8_000  # of one simulation; longer schedules are extrapolated from two shorter ones
 FEW_RANKS = 16  # up to here two rounds of microbatches tell what one more takes, above one
 SAME = 1e-9  # relative
@@ -50,6 +52,7 @@ class Candidate:
     ideal_bubble: float | None = field(default=None, compare=False)  # 0..1: of the schedule alone, equal stages
     sent_fraction: float = field(default=0.0, compare=False)  # of the tasks' work: what devices along tp and cp send
     bubble: float | None = field(default=None, compare=False)  # once it is predicted as `ppctl plan` does
+    vocab: str = "whole"  # embedding and head, as schedule.vocab
 
     @property
     def total_bytes(self) -> int:
@@ -95,7 +98,8 @@ class LayoutPredictor:
         if peak is not None and not self.has_room(bounds.with_stashes(peak * share)):
             return None
         try:
-            placed = _built(family, pp, min(microbatch.number, 2 * pp + microbatch.number % pp), chunks)
+            parts = "whole" if not bounds.has_parts else "ticks" if is_spmd else "free"
+            placed = _built(family, pp, min(microbatch.number, 2 * pp + microbatch.number % pp), chunks, parts)
             sizes = sizes or _balanced(bounds, placed.rank_of)
         except (ScheduleError, ConfigError):
             return None
@@ -105,18 +109,20 @@ class LayoutPredictor:
         op_times = bounds.op_times_at(layout)
         relative = _relative_costs(sizes, bounds.space.layer_costs)
         keeps_input = Remat.of(microbatch.remat).keeps_input_only
-        costs = costs_of_stages(op_times, relative, keeps_input=keeps_input, split=placed.is_split)
+        num_parts, split = bounds.num_parts, placed.is_split
+        in_seconds = partial(costs_of_stages, sizes=relative, keeps_input=keeps_input, split=split, num_parts=num_parts)
+        costs = in_seconds(op_times)
         if makespan_bound_s(placed, costs, microbatch.number) + op_times.overhead_s > last_s:
             return None  # whatever the order of its tasks
-        keys = [(family, pp, number, chunks) for number in shorter(pp, microbatch.number, chunks)]
-        numbers = [number for _, _, number, _ in keys]
+        numbers = shorter(pp, microbatch.number, chunks)
+        keys = [(family, pp, number, chunks, parts) for number in numbers]
         try:
             schedules = [_built(*key) for key in keys]
         except ScheduleError:
             return None
 
         if is_spmd:
-            slots = along(numbers, [{"stash": share * _stashes(*key)} for key in keys], microbatch.number)
+            slots = along(numbers, [{"stash": share * _stashes(key)} for key in keys], microbatch.number)
             temporaries = _workspace(bounds, layout)
         else:
             slots, temporaries = _fullest(keys, sizes, bounds, layout)
@@ -126,7 +132,7 @@ class LayoutPredictor:
         self.num_simulated += 1
         times, lowered_for = list[dict[str, float]](), (microbatch.remat, bounds.space.trained)
         for key, schedule in zip(keys, schedules, strict=True):
-            rows = rows_s(_rows(*key)[_shape(*key, *lowered_for)], costs, chunks) if is_spmd else None
+            rows = rows_s(_rows(*key)[_shape(key, *lowered_for)], costs, chunks) if is_spmd else None
             times.append(vars(ticking_s(op_times, schedule, rows, costs, layout.rank_devices)))
         time = StepTime(**along(numbers, times, microbatch.number))
         again = Remat.of(microbatch.remat).recomputed_layers(sizes)
@@ -135,18 +141,21 @@ class LayoutPredictor:
             return None
         sent = 0.0
         if bounds.mesh.divides_stages:
-            how = {"keeps_input": keeps_input, "split": placed.is_split}
-            sends = costs_of_stages(bounds.sent_at(layout), relative, **how)
+            sends = in_seconds(bounds.sent_at(layout))
             each_s = sum(sends.seconds(kind, s, 1) for kind in "FIW" for s in range(len(sizes)))
+            each_s += sum(sends.seconds(kind, r, 1) for kind in PART_KINDS for r in range(num_parts))
             sent = each_s * microbatch.number * layout.rank_devices / time.tasks_s
         if is_spmd:
-            slots = along(numbers, [_slots(*key, *lowered_for) for key in keys], microbatch.number)
+            slots = along(numbers, [_slots(key, *lowered_for) for key in keys], microbatch.number)
             held |= bounds.held_bytes(layout, slots)
             if not self.has_room(held):
                 return None
         of_stages = tuple(tuple(costs.seconds(kind, s, 1) for kind in "FBIW") for s in range(len(sizes)))
         layout_of = bounds.mesh, family, chunks, microbatch.number, microbatch.remat, sizes
-        return Candidate(*layout_of, time, recomputed, held, tuple(placed.rank_of), of_stages, sent_fraction=sent)
+        vocab = "parallel" if bounds.has_parts else "whole"
+        return Candidate(
+            *layout_of, time, recomputed, held, tuple(placed.rank_of), of_stages, sent_fraction=sent, vocab=vocab
+        )
 
 
 def least_share(bounds: Bounds, family: str) -> float:
@@ -160,6 +169,8 @@ def least_share(bounds: Bounds, family: str) -> float:
 def _balanced(bounds: Bounds, rank_of: Sequence[int]) -> tuple[int, ...]:
     """Return the layers of each stage, with embedding and head counted in layers."""
     embed, head = (piece.all_s / bounds.op_times.layer.all_s for piece in (bounds.op_times.embed, bounds.op_times.head))
+    if bounds.has_parts:  # they are the same on every rank
+        embed = head = 0.0
     layers = bounds.space.layer_costs or (1.0,) * bounds.space.num_layers
     return _partition(layers, tuple(rank_of), round(embed, 3), round(head, 3))
 
@@ -179,38 +190,43 @@ def knobs_of(family: str, chunks: int) -> dict[str, int]:
 
 
 @cache
-def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """Return a schedule, not validated: the families are proved elsewhere, and a run validates its own."""
-    return FAMILIES[family].generate(num_ranks, num_microbatches, **knobs_of(family, chunks))
+def _built(family: str, num_ranks: int, num_microbatches: int, chunks: int, vocab: str) -> Schedule:
+    """Return a schedule, not validated: the families are proved elsewhere, and a run validates its own.
+
+    vocab: whole; or divided over the ranks, which run in ticks or free.
+    """
+    schedule = FAMILIES[family].generate(num_ranks, num_microbatches, **knobs_of(family, chunks))
+    if vocab == "whole":
+        return schedule
+    return with_parts(schedule) if vocab == "ticks" else with_vocabulary(schedule)
 
 
 @lru_cache(maxsize=8)  # the cells are many
-def _packings(family: str, pp: int, number: int, chunks: int) -> dict[TickShape, TickPacking]:
-    return packings(_built(family, pp, number, chunks))
+def _packings(family: str, pp: int, number: int, chunks: int, vocab: str) -> dict[TickShape, TickPacking]:
+    return packings(_built(family, pp, number, chunks, vocab))
 
 
 @cache
-def _rows(family: str, pp: int, number: int, chunks: int) -> dict[TickShape, Counted]:
-    return {shape: packing.counted for shape, packing in _packings(family, pp, number, chunks).items()}
+def _rows(*key: *Key) -> dict[TickShape, Counted]:
+    return {shape: packing.counted for shape, packing in _packings(*key).items()}
 
 
 @cache
-def _shape(family: str, pp: int, number: int, chunks: int, remat: str, trained: float) -> TickShape:
+def _shape(key: Key, remat: str, trained: float) -> TickShape:
     """Return the shape of the ticks that the executor lowers to."""
-    return fastest(_rows(family, pp, number, chunks), task_costs(remat, trained), chunks)
+    return fastest(_rows(*key), task_costs(remat, trained), key[3])
 
 
 @cache
-def _slots(family: str, pp: int, number: int, chunks: int, remat: str, trained: float) -> Mapping[str, int]:
+def _slots(key: Key, remat: str, trained: float) -> Mapping[str, int]:
     """Return the slots of the rank with most."""
-    key = family, pp, number, chunks
-    return in_shape(_built(*key), _packings(*key)[_shape(*key, remat, trained)], Remat.of(remat)).num_slots
+    return in_shape(_built(*key), _packings(*key)[_shape(key, remat, trained)], Remat.of(remat)).num_slots
 
 
 @cache
-def _stashes(family: str, pp: int, number: int, chunks: int) -> float:
+def _stashes(key: Key) -> float:
     """Return how many stashes the rank with most holds at the same time, by the order of its tasks."""
-    return max(peak_activations(_built(family, pp, number, chunks))) * chunks
+    return max(peak_activations(_built(*key))) * key[3]
 
 
 def _workspace(bounds: Bounds, layout: PlannedLayout) -> int:
@@ -220,7 +236,7 @@ def _workspace(bounds: Bounds, layout: PlannedLayout) -> int:
 
 
 def _fullest(
-    keys: Sequence[tuple[str, int, int, int]], sizes: Sequence[int], bounds: Bounds, layout: PlannedLayout
+    keys: Sequence[Key], sizes: Sequence[int], bounds: Bounds, layout: PlannedLayout
 ) -> tuple[Mapping[str, float], int]:
     """Return the slots and the temporaries of the fullest rank of executor=mpmd, where they are most.
 
@@ -232,14 +248,18 @@ def _fullest(
     stash_bytes, pending_bytes = work.stash_bytes[remat] * examples, work.pending_bytes[remat] * examples
     stacked = layout.chunk_layers * bounds.params.trained_layer
     most, fullest = float(stacked), (dict.fromkeys(("stash", "pending"), 0.0), stacked)
-    moments = [_moments(*key, tuple(sizes), stash_bytes, pending_bytes) for key in keys]
-    numbers = [number for _, _, number, _ in keys]
+    moments = [_moments(key, tuple(sizes), stash_bytes, pending_bytes) for key in keys]
+    numbers = [key[2] for key in keys]
     for kind, stage in moments[0]:
-        layers = sizes[stage]
-        of_stage = replace(layout, rank_layers=layers)
-        in_place = adds_in_place(of_stage, adds=bounds.machine.speed.adds, unroll=bounds.machine.unroll)
-        head = stage == len(sizes) - 1 and kind in ("BI" if remat.keeps_input_only else "F")
-        temporaries = task_bytes(work, bounds.params, kind, layers, examples, remat, head=head, adds=in_place)
+        if kind in PART_KINDS:
+            temporaries = round(max(0.0, work.head_bytes.of(examples))) if kind in "ST" else 0
+        else:
+            layers = sizes[stage]
+            of_stage = replace(layout, rank_layers=layers)
+            in_place = adds_in_place(of_stage, adds=bounds.machine.speed.adds, unroll=bounds.machine.unroll)
+            head = stage == len(sizes) - 1 and kind in ("BI" if remat.keeps_input_only else "F")
+            head = head and not bounds.has_parts
+            temporaries = task_bytes(work, bounds.params, kind, layers, examples, remat, head=head, adds=in_place)
         live = along(numbers, [each[kind, stage] for each in moments], microbatch.number)
         size = live["stash"] * stash_bytes + live["pending"] * pending_bytes + temporaries
         if size > most:
@@ -250,18 +270,18 @@ def _fullest(
 
 @lru_cache(maxsize=1024)
 def _moments(
-    family: str, pp: int, number: int, chunks: int, sizes: tuple[int, ...], stash_bytes: int, pending_bytes: int
+    key: Key, sizes: tuple[int, ...], stash_bytes: int, pending_bytes: int
 ) -> dict[tuple[str, int], dict[str, int]]:
     """Return by (kind, stage) what the stage's rank has in the task in which that is most, in layers of a microbatch.
 
-    A task has what it reads, and what it writes.
+    A task has what it reads, and what it writes; those of a part of the vocabulary nothing more than is there.
     """
     most = dict[tuple[str, int], dict[str, int]]()
     largest: dict[tuple[str, int], int] = {}
-    for tasks in _built(family, pp, number, chunks).ranks:
+    for tasks in _built(*key).ranks:
         stash = pending = 0
         for stage, kind, _ in tasks:
-            layers = sizes[stage]
+            layers = 0 if kind in PART_KINDS else sizes[stage]
             stash += layers if kind == "F" else 0
             pending += layers if kind == "I" else 0
             size = stash * stash_bytes + pending * pending_bytes

@@ -44,6 +44,19 @@ def work_of(model: Model) -> ModelWork:
     return _divided_evenly(work, model.axes.tp) if model.auto else work
 
 
+def with_ends_of(work: ModelWork, model: Model) -> ModelWork:
+    """Return `work` with the embedding and the head of `model`, whose layers are the same."""
+    few, many = CountedModel(model, FEW[0]), CountedModel(model, 2 * FEW[0])
+    return model.traced(
+        lambda: replace(
+            work,
+            embed=_piece(model, CountedModel.embed, few, many),
+            head=_piece(model, CountedModel.head, few, many),
+            head_bytes=_extent(few.head_bytes(), many.head_bytes()),
+        )
+    )
+
+
 def _divided_evenly(work: ModelWork, number: int) -> ModelWork:
     """Return the work of one of so many devices over which XLA divides a model: equal parts of each operation.
 

@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from ppctl.schedule.costs import Costs
+from ppctl.schedule.costs import OF_PARTS, Costs
 from ppctl.schedule.ir import Schedule
 from ppctl.schedule.lockstep import Rows, TickCell, rows_s
 from ppctl.schedule.shared_cores import free_running_s, together_s
@@ -122,8 +122,7 @@ def costs_of_stages(
 
     The last stage's head runs in its forward, forwards and backwards; with keeps_input (remat=full) its forward is left
     to its backward, and the first stage embeds again. split: W is a task of its own, not a part of B. num_parts: so
-    many ranks have a part of the vocabulary each, whose seconds op_times have. Of the head's three products S makes
-    one, T two; and each of its tasks sums an activation over the ranks, round the ring.
+    many ranks have a part of the vocabulary each (`seconds_of_part`).
 
     >>> one, free = PieceTimes(1.0, 1.0, 1.0), PieceTimes(0.0, 0.0, 0.0)
     >>> op_times = OpTimes(free, one, PieceTimes(2.0, 2.0, 2.0), task_s=0.0, hop_s=0.0, overhead_s=0.0)
@@ -149,14 +148,21 @@ def costs_of_stages(
     costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), transfer_s=op_times.hop_s)
     if not num_parts:
         return costs
+    return replace(costs, **{OF_PARTS[kind]: each_s for kind, each_s in seconds_of_part(op_times, num_parts).items()})
+
+
+def seconds_of_part(op_times: OpTimes, num_parts: int) -> dict[str, float]:
+    """Return the seconds of each kind of task of a part of the vocabulary, of which op_times have one.
+
+    Of the head's three products S makes one, T two; and each task sums an activation over the ranks, round the ring.
+    """
     embed, head, summed_s = op_times.embed, op_times.head, 2 * (num_parts - 1) / num_parts * op_times.hop_s
-    return replace(
-        costs,
-        embedding_s=embed.forward_s + summed_s,
-        logits_s=head.all_s / 3 + summed_s,
-        logits_grad_s=head.all_s * 2 / 3 + summed_s,
-        embedding_grad_s=embed.input_grad_s + embed.weight_grad_s + summed_s,
-    )
+    return {
+        "E": embed.forward_s + summed_s,
+        "S": head.all_s / 3 + summed_s,
+        "T": head.all_s * 2 / 3 + summed_s,
+        "G": embed.input_grad_s + embed.weight_grad_s + summed_s,
+    }
 
 
 def step_time(

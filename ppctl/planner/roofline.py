@@ -6,8 +6,8 @@ An operation takes as long as its arithmetic or its memory traffic, whichever is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -179,6 +179,15 @@ class PieceWork:
         """All operations where nothing is recomputed."""
         return self.forward + self.input_grad + self.weight_grad
 
+    def along(self, axes: Collection[str]) -> PieceWork:
+        """Return the piece without what devices send along other axes."""
+
+        def kept(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+            return tuple(op for op in ops if op.axis is None or op.axis in axes)
+
+        redo = None if self.redo is None else kept(self.redo)
+        return PieceWork(kept(self.forward), kept(self.input_grad), kept(self.weight_grad), redo)
+
 
 @dataclass(frozen=True)
 class ModelWork:
@@ -192,6 +201,11 @@ class ModelWork:
     pending_bytes: dict[str, int]  # what I hands to W of a layer, an example, by remat
     residual_bytes: float = 0.0  # what a backward reads of a forward that it has run again, of a layer, an example
     head_bytes: Extent = Extent()  # the most that the head has in memory at the same time
+
+    def along(self, *axes: str) -> ModelWork:
+        """Return the work without what devices send along other axes."""
+        pieces = {name: getattr(self, name).along(axes) for name in ("embed", "layer", "head")}
+        return replace(self, **pieces)
 
     def flops(self, num_layers: int) -> float:
         """Return the FLOPs of an example through the model and back, nothing recomputed."""

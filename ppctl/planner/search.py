@@ -7,7 +7,7 @@ until no bound is below the last of the best. Standard library only.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -49,27 +49,44 @@ class Found:
     smallest: Candidate | None  # the one that needs least, where none fits
     # by whether tp and cp divide stages: the best one; of both, or empty where there is no such choice
     by_division: Mapping[bool, Candidate | None] = field(default_factory=dict[bool, Candidate | None])
+    with_whole_vocabulary: Candidate | None = None  # the best one, where there is a choice
     refused: tuple[Layout, ...] = field(default=(), repr=False)  # for their memory alone, as far as they were looked at
 
 
 class LayoutSearch:
-    """A search. models: by tp and cp, for those of the space."""
+    """A search. models: by tp and cp, for those of the space.
 
-    def __init__(self, space: Space, models: Mapping[tuple[int, int], DeviceModel], machine: Machine):
-        self.space, self.models, self.machine = space, models, machine
+    by_parts: from tp, cp and pp to the model whose vocabulary is divided over the ranks too, where the space has that.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        models: Mapping[tuple[int, int], DeviceModel],
+        machine: Machine,
+        by_parts: Callable[[int, int, int], DeviceModel] | None = None,
+    ):
+        self.space, self.models, self.machine, self.by_parts = space, models, machine, by_parts
         self.predictor = LayoutPredictor()
 
-    def bounds(self, mesh: MeshSizes, microbatch: Microbatch) -> Bounds:
+    def bounds(self, mesh: MeshSizes, microbatch: Microbatch, vocab: str = "whole") -> Bounds:
         """Return the lower bounds of a mesh with microbatches."""
-        return Bounds(self.space, *self.models[mesh.tp, mesh.cp], self.machine, mesh, microbatch)
+        model, has_parts = self.models[mesh.tp, mesh.cp], vocab == "parallel"
+        if has_parts:
+            assert self.by_parts is not None, "the space says that the model can be divided so"
+            model = self.by_parts(mesh.tp, mesh.cp, mesh.pp)
+        return Bounds(self.space, *model, self.machine, mesh, microbatch, has_parts)
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield all. tp lies inside a host."""
+        """Yield all. tp lies inside a host; the vocabulary is divided where that may gain time or room."""
         for mesh, microbatch in self.space.microbatches:
             if self.machine.over(mesh._asdict())["tp"] > 1:
                 continue
-            bounds = self.bounds(mesh, microbatch)
-            yield from (Layout(bounds, *kind) for kind in self.space.kinds(mesh.pp))
+            whole = self.bounds(mesh, microbatch)
+            each = [whole] if "whole" in self.space.vocab or mesh.pp == 1 else []
+            if "parallel" in self.space.vocab and mesh.pp > 1 and (not each or whole.may_gain_by_parts):
+                each.append(self.bounds(mesh, microbatch, "parallel"))
+            yield from (Layout(bounds, *kind) for bounds in each for kind in self.space.kinds(mesh.pp))
 
     def run(self, keep: int = 10, *, room_bytes: float | None = None) -> Found:
         """Return the best `keep` layouts for devices with so much memory (None: as much as it takes)."""
@@ -87,7 +104,8 @@ class LayoutSearch:
         too_large = len(refused)
         best: list[Candidate] = []
         divisions = {tp * cp > 1 for tp, cp in self.space.divisions}
-        first: dict[str | bool, Candidate | None] = {"alone": None}  # of the layouts of each of these kinds
+        # of the layouts of each of these kinds: without a pipeline, with embedding and head whole, divided by tp and cp
+        first: dict[str | bool, Candidate | None] = {"alone": None, "whole": None}
         first |= dict.fromkeys(divisions if len(divisions) > 1 else ())
         for _, _, layout in sorted(opened, key=lambda each: each[:2]):
             last_s, bound_s, mesh = (
@@ -96,6 +114,7 @@ class LayoutSearch:
                 layout.bounds.mesh,
             )
             kinds = ["alone"] * (mesh.pp == 1) + [mesh.divides_stages] * (len(divisions) > 1)
+            kinds += ["whole"] * (len(self.space.vocab) > 1 and not layout.bounds.has_parts)
             before_s = {kind: inf if (found := first[kind]) is None else found.time.total_s for kind in kinds}
             may_be_first = [kind for kind in kinds if bound_s < before_s[kind]]
             if bound_s > last_s and not may_be_first:
@@ -104,15 +123,16 @@ class LayoutSearch:
             candidate = self.predictor.candidate(*layout, max([last_s, *(before_s[kind] for kind in may_be_first)]))
             if self.predictor.num_refused > before:
                 refused.append(layout)
-            if candidate is None or any(candidate.is_like(other) for other in best):
+            if candidate is None:
                 continue
-            best = sorted([*best, candidate], key=rank)[:keep]
             first |= {kind: candidate for kind in may_be_first if candidate.time.total_s < before_s[kind]}
-        alone = first.pop("alone")
-        smallest = None if best else LayoutSearch(self.space, self.models, self.machine)._smallest()
+            if not any(candidate.is_like(other) for other in best):
+                best = sorted([*best, candidate], key=rank)[:keep]
+        alone, whole = first.pop("alone"), first.pop("whole")
+        smallest = None if best else LayoutSearch(self.space, self.models, self.machine, self.by_parts)._smallest()
         counts = len(opened) + too_large, too_large, self.predictor.num_simulated
         by_division = {bool(kind): found for kind, found in first.items()}
-        return Found(tuple(best), alone, *counts, smallest, by_division, tuple(refused))
+        return Found(tuple(best), alone, *counts, smallest, by_division, whole, tuple(refused))
 
     def with_room(self, found: Found, room_bytes: float) -> Candidate | None:
         """Return the fastest of the layouts that were refused for their memory, on devices with so much of it.
@@ -136,11 +156,25 @@ class LayoutSearch:
             best = sorted(map(self._improved, found.best), key=rank)
         return replace(found, best=tuple(best))  # one stage has one partition
 
-    def _improved(self, candidate: Candidate) -> Candidate:
+    def with_whole_vocabulary(self, candidate: Candidate) -> Candidate | None:
+        """Return the same layout with the vocabulary whole, and the partition that then is the fastest.
+
+        None where that cannot be, as with more stages than layers; whether it fits is not asked.
+        """
+        self.predictor = LayoutPredictor()
+        with uncollected():
+            whole = self.predictor.candidate(
+                self._bounds_of(candidate, "whole"), candidate.family, candidate.num_chunks
+            )
+            return None if whole is None else self._improved(whole)
+
+    def _bounds_of(self, candidate: Candidate, vocab: str) -> Bounds:
         mesh, number, space = candidate.mesh, candidate.num_microbatches, self.space
         examples = space.batch_size // (mesh.dp * mesh.fsdp * number)
-        microbatch = Microbatch(examples, number, space.example_bytes, candidate.remat)
-        bounds = self.bounds(mesh, microbatch)
+        return self.bounds(mesh, Microbatch(examples, number, space.example_bytes, candidate.remat), vocab)
+
+    def _improved(self, candidate: Candidate) -> Candidate:
+        bounds, space = self._bounds_of(candidate, candidate.vocab), self.space
         found = {candidate.partition: candidate}
 
         def simulated_s(partition: Partition) -> float:
@@ -159,7 +193,7 @@ class LayoutSearch:
         """Return an estimate by the closed form for equal stages: simulating good layouts first rules out most."""
         bounds, family, chunks = layout
         op_times, pp, number = bounds.op_times, bounds.mesh.pp, bounds.microbatch.number
-        layers, embed_head_s = self.space.num_layers / pp, (op_times.embed.all_s + op_times.head.all_s) / pp
+        layers, embed_head_s = self.space.num_layers / pp, bounds.ends_s / pp
         kinds = (op_times.layer.forward_s, op_times.layer.input_grad_s, op_times.layer.weight_grad_s)
         costs = Costs(*(layers * each_s + embed_head_s / 3 for each_s in kinds), transfer_s=op_times.hop_s)
         formula_s = makespan_formula_s(family, pp, number, costs, **knobs_of(family, chunks))

@@ -40,9 +40,9 @@ def held_bytes(
     gather: as executor.gather. With executor=spmd all ranks are padded to the largest.
     """
     layers, examples, remat = layout.rank_layers * params.layer, microbatch.examples, microbatch.remat
-    state = layers / layout.fsdp + params.embed_head / (layout.fsdp * layout.pp)
+    state = layers / layout.fsdp + params.embed_head / layout.end_devices
     sums = layout.rank_layers * params.trained_layer, params.trained_embed_head
-    trained = sums[0] / layout.fsdp + sums[1] / (layout.fsdp * layout.pp)
+    trained = sums[0] / layout.fsdp + sums[1] / layout.end_devices
     stashes = 0 if Remat.of(remat).keeps_input_only else slots.get("stash", 0)
     stash = stashes * work.stash_bytes[remat] * layout.chunk_layers
     pending = slots.get("pending", 0) * work.pending_bytes[remat] * layout.chunk_layers

@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from ppctl.planner.analytic import Machine, ParamBytes, PlannedLayout, op_times
-from ppctl.planner.op_times import OpTimes
+from ppctl.planner.op_times import OpTimes, seconds_of_part
 from ppctl.planner.roofline import ModelWork, Speed
 from ppctl.planner.sizes import Microbatch, held_bytes
 from ppctl.schedule.families.registry import BASELINE, FAMILIES
@@ -18,6 +18,7 @@ from ppctl.schedule.remat import Remat
 
 PREFERRED = (BASELINE, *(name for name in FAMILIES if name != BASELINE))  # the order, where several are as good
 CHUNKS = (2, 4, 8)  # stages a rank, of the families that take a number of them
+LEAST_ENDS = 0.05  # of a rank's layers in time, or of its memory: where the vocabulary is divided over ranks at all
 
 
 class MeshSizes(NamedTuple):
@@ -57,6 +58,7 @@ class Space:
     layer_costs: tuple[float, ...] | None = None  # relative, in means of them; None: all layers are alike
     trained: float = 1.0  # share of the layers' weights
     divisions: tuple[tuple[int, int], ...] = ((1, 1),)  # tp and cp
+    vocab: tuple[str, ...] = ("whole",)  # embedding and head, as schedule.vocab
 
     @property
     def meshes(self) -> Sequence[MeshSizes]:
@@ -99,7 +101,10 @@ class Space:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of a mesh with microbatches, whatever its schedule and partition."""
+    """Lower bounds of a mesh with microbatches, whatever its schedule and partition.
+
+    has_parts: every rank has a part of the vocabulary, as work and params count it.
+    """
 
     space: Space
     work: ModelWork
@@ -107,10 +112,17 @@ class Bounds:
     machine: Machine
     mesh: MeshSizes
     microbatch: Microbatch
+    has_parts: bool = False
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts of the vocabulary; 0 where it is whole."""
+        return self.mesh.pp if self.has_parts else 0
 
     def layout(self, rank_layers: int, chunk_layers: int) -> PlannedLayout:
         """Return how the model lies on the mesh, with so many layers on its largest rank and in its largest chunk."""
-        return PlannedLayout(**self.mesh._asdict(), rank_layers=rank_layers, chunk_layers=chunk_layers)
+        sizes = {"rank_layers": rank_layers, "chunk_layers": chunk_layers}
+        return PlannedLayout(**self.mesh._asdict(), **sizes, has_parts=self.has_parts)
 
     @cached_property
     def op_times(self) -> OpTimes:
@@ -121,11 +133,13 @@ class Bounds:
     def sent_at(self, layout: PlannedLayout) -> OpTimes:
         """Return the op times of what devices along tp and cp send alone: as if computing took no time."""
         free = replace(self.machine, speed=Speed(inf, inf), task_s=0.0)
-        return replace(self.op_times_at(layout, free), task_s=0.0)
+        return replace(self.op_times_at(layout, free, self.work.along("tp", "cp")), task_s=0.0, hop_s=0.0)
 
-    def op_times_at(self, layout: PlannedLayout, machine: Machine | None = None) -> OpTimes:
+    def op_times_at(
+        self, layout: PlannedLayout, machine: Machine | None = None, work: ModelWork | None = None
+    ) -> OpTimes:
         return op_times(
-            self.work,
+            work or self.work,
             self.params,
             machine or self.machine,
             layout,
@@ -148,15 +162,34 @@ class Bounds:
         """Return the bytes by part on one device of a layout, without temporaries."""
         return held_bytes(self.work, self.params, layout, self.microbatch, slots, gather=self.space.gather)
 
+    @cached_property
+    def ends_s(self) -> float:
+        """Seconds of embedding and head of a microbatch, of all ranks together."""
+        if self.has_parts:
+            return self.num_parts * sum(seconds_of_part(self.op_times, self.num_parts).values())
+        return self.op_times.embed.all_s + self.op_times.head.all_s
+
+    @property
+    def may_gain_by_parts(self) -> bool:
+        """Return whether embedding and head, which are whole, take a share of a rank's time or memory that counts."""
+        layers_s, params, pp = self.space.num_layers * self.op_times.layer.all_s, self.params, self.mesh.pp
+        if self.ends_s * pp >= LEAST_ENDS * layers_s:
+            return True
+        ends, frozen = params.embed_head // pp, params.frozen_embed_head // pp
+        divided = replace(self, params=replace(params, embed_head=ends, frozen_embed_head=frozen), has_parts=True)
+        now, then = (sum(each.memory.values()) for each in (self, divided))
+        return now - then >= LEAST_ENDS * now
+
     def step_s(self, *, is_whole: bool = False) -> float:
         """Return a lower bound of the step time: its work, and the way to the ranks, with whole backwards also back.
 
         Whatever the partition, no rank is done before the mean of all: its work, and the middle stages before it, of a
-        layer each. With remat=full the last stage runs its forwards in its backwards, and may hold any layers.
+        layer each. With remat=full the last stage runs its forwards in its backwards, and may hold any layers; not
+        where the vocabulary is divided.
         """
         op_times, pp, number = self.op_times, self.mesh.pp, self.microbatch.number
-        layer, embed_head_s = op_times.layer, op_times.embed.all_s + op_times.head.all_s
-        is_left_to_backward = Remat.of(self.microbatch.remat).keeps_input_only
+        layer, embed_head_s = op_times.layer, self.ends_s
+        is_left_to_backward = Remat.of(self.microbatch.remat).keeps_input_only and not self.has_parts
         last_s = layer.all_s - (layer.forward_s if is_left_to_backward else 0.0)  # of a layer of that stage
         speed = (pp - 1) / layer.all_s + 1 / last_s  # layers a second, of all ranks
         rank_s = number * (self.space.num_layers + embed_head_s / layer.all_s) / speed

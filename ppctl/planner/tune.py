@@ -8,7 +8,7 @@ best ones here. Model, data, batch, executor and optimizer are those of the requ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from ppctl.model.stack import Stack, init
 from ppctl.model.trainable import trained_share
 from ppctl.planner.advise import LARGEST_RATIO
 from ppctl.planner.candidate import Candidate
-from ppctl.planner.device_models import device_models
+from ppctl.planner.device_models import device_models, models_by_parts
 from ppctl.planner.job_script import hosts_for
 from ppctl.planner.memory import GIB, DeviceLimit, device_limit
 from ppctl.planner.predict import predict_job
@@ -36,9 +36,11 @@ from ppctl.planner.space import PREFERRED, Space
 from ppctl.planner.step_runs import run_steps
 from ppctl.planner.step_time import machine_of
 from ppctl.planner.token_budget import check_tokens, token_budget
-from ppctl.planner.tune_terminal import RoomierLayout, Tuned
-from ppctl.schedule.families.registry import FAMILIES, ON_RING
+from ppctl.planner.tune_terminal import RoomierLayout, Tuned, VocabularyGain
+from ppctl.schedule.families.registry import BASELINE, FAMILIES, ON_RING, build
 from ppctl.schedule.remat import Remat
+from ppctl.schedule.vocabulary import with_vocabulary
+from ppctl.training.execution import Execution
 from ppctl.training.gpu_memory import check_memory_fraction
 from ppctl.training.job import (
     DEFAULT_DTYPE,
@@ -50,6 +52,7 @@ from ppctl.training.job import (
 )
 from ppctl.training.known_hardware import mfu_peak_flops, resolved
 from ppctl.training.optim import clipped
+from ppctl.training.request import divided_stack, with_vocabulary_of
 from ppctl.training.start import start_jax
 from ppctl.training.train_step import init_state
 
@@ -82,6 +85,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     example = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in batch.items()}
     machine = machine_of(config, device.device_kind, dtype_name)
     models = device_models(config, stack, state, batch, dtype, machine.host_devices or num_devices)
+    vocab = _vocab(config, stack, batch)
     recompute = Remat.of(config.executor.remat).recomputes
     space = Space(
         num_devices,
@@ -98,13 +102,14 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         divisions=tuple(
             (tp, cp) for tp, cp in models if tp in (config.tune.tp or [tp]) and cp in (config.tune.cp or [cp])
         ),
+        vocab=vocab,
     )
     limit = _limit(config, num_devices, device)
     tokens = None if data.vocab_size is None else data.batch_size * example["inputs"].shape[1]
     check_tokens("tune.tokens", config.tune.tokens, tokens)
     began = time.perf_counter()
-    search = LayoutSearch(space, models, machine)
-    found, configs, roomier = planned(config, stack, search, limit)
+    search = LayoutSearch(space, models, machine, models_by_parts(config, stack, state, batch, dtype, models))
+    found, configs, roomier, gain = planned(config, stack, search, limit)
     search_s = time.perf_counter() - began
     found, configs, measured_s = _measured(found, configs, config.tune.measure)
     peak = mfu_peak_flops(hardware, device.device_kind, dtype_name)
@@ -114,7 +119,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     devices = f"{num_devices} x {hardware.name}"
     peak = peak and peak * num_devices
     tuned = Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak, None, roomier, budget, hosts)
-    return tuned, configs
+    return replace(tuned, gain=gain), configs
 
 
 def _check(config: Config) -> None:
@@ -128,8 +133,8 @@ def _check(config: Config) -> None:
         )
     if config.schedule.vocab == "parallel":
         raise ConfigError(
-            "schedule.vocab=parallel: `ppctl tune` compares layouts with embedding and head whole. Use "
-            "schedule.vocab=whole; `ppctl plan schedule.vocab=parallel` says what it makes of the best."
+            "schedule.vocab=parallel is of one schedule, and `ppctl tune` chooses schedules. Leave it out: it is found "
+            "where it wins, and alone with tune.vocab=[parallel]."
         )
     if config.costs.name != "analytic":
         raise ConfigError(
@@ -140,6 +145,21 @@ def _check(config: Config) -> None:
     for family in config.tune.schedules or ():
         if family not in runs:
             raise ConfigError(f"tune.schedules: {family} is none that executor={name} runs ({', '.join(runs)}).")
+
+
+def _vocab(config: Config, stack: Stack, batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[str, ...]:
+    """Return the settings of schedule.vocab to choose from. ConfigError where tune.vocab has one that cannot be."""
+    executor, asked = config.executor, config.tune.vocab
+    assert isinstance(executor, Spmd | Mpmd), "others have one layout"
+    execution = Execution(executor.name, Remat.NONE, executor.unroll, "skip", executor.gather, False)
+    divided = with_vocabulary(build(BASELINE, 2, 1))
+    try:  # what a run would say
+        divided_stack(stack, with_vocabulary_of(divided, execution), batch)
+    except ConfigError:
+        if asked is not None and "parallel" in asked:
+            raise
+        return ("whole",)
+    return tuple(asked or settings.Schedule.VOCAB)
 
 
 def _limit(config: Config, num_devices: int, device: Any) -> DeviceLimit | None:
@@ -154,9 +174,9 @@ Planned = tuple[Candidate, Config]  # a layout predicted as by `ppctl plan`, and
 
 def planned(
     config: Config, stack: Stack, search: LayoutSearch, limit: DeviceLimit | None
-) -> tuple[Found, list[Config], RoomierLayout | None]:
+) -> tuple[Found, list[Config], RoomierLayout | None, VocabularyGain | None]:
     """Return the layouts that a search finds, fastest first, with the request of each, predicted as by `ppctl plan`;
-    and a faster one that needs more of the GPUs' memory.
+    a faster one that needs more of the GPUs' memory; and what the best gains by dividing the vocabulary.
 
     stack: the model as the hardware runs it. A search estimates layouts without building them. So it gets a little
     more room than there is, layouts that do not fit as they are planned are left out, and where none is left it gets as
@@ -188,14 +208,29 @@ def planned(
             before = of(search.run(1, room_bytes=_less_room(limit_bytes, [(row, before)])))
         return None
 
+    is_divided = bool(found.best) and found.best[0].vocab == "parallel"
     others = [each for each in found.by_division if found.best and each != found.best[0].mesh.divides_stages]
     found = replace(
         found,
         without_pipeline=first(lambda found: found.without_pipeline),
+        with_whole_vocabulary=first(lambda found: found.with_whole_vocabulary) if is_divided else None,
         by_division={each: first(lambda found, each=each: found.by_division[each]) for each in others},
         smallest=None if smallest is None else smallest[0],
     )
-    return found, [request for _, request in rows], roomier
+    gain = _gain(config, stack, search, found)
+    if is_divided and gain is not None and gain.whole is not None and fits((gain.whole, config)):
+        others = filter(None, (found.with_whole_vocabulary, gain.whole))  # the partition of the second is improved
+        found = replace(found, with_whole_vocabulary=min(others, key=rank))
+    return found, [request for _, request in rows], roomier, gain
+
+
+def _gain(config: Config, stack: Stack, search: LayoutSearch, found: Found) -> VocabularyGain | None:
+    """Return what the first layout with schedule.vocab=parallel gains over itself with embedding and head whole."""
+    divided = next((each for each in found.best if each.vocab == "parallel"), None)
+    if divided is None:
+        return None
+    whole = search.with_whole_vocabulary(divided)
+    return VocabularyGain(divided, None if whole is None else _as_planned(config, stack, whole)[0])
 
 
 def _as_planned(config: Config, stack: Stack, candidate: Candidate) -> Planned:
@@ -252,7 +287,9 @@ def request_of(config: Config, candidate: Candidate) -> Config:
     found = replace(
         config,
         mesh=settings.Mesh(*candidate.mesh, order=config.mesh.order),
-        schedule=named(candidate.family, candidate.num_microbatches, candidate.num_chunks),
+        schedule=replace(
+            named(candidate.family, candidate.num_microbatches, candidate.num_chunks), vocab=candidate.vocab
+        ),
         partition=Uniform() if is_uniform else Explicit(layers=sizes),
         executor=replace(config.executor, remat=candidate.remat),
         tune=settings.Tune(),

@@ -37,11 +37,46 @@ class RoomierLayout:
     def text(self) -> str:
         """The layout and what it gains, in a line."""
         found, limit = self.candidate, self.limit
-        schedule = "" if found.mesh.pp == 1 else f" {label(self.request.schedule)}"
+        schedule = "" if found.mesh.pp == 1 else f" {_schedule_text(self.request)}"
         layout = f"mesh={self.request.mesh.text}{schedule}, {found.num_microbatches} microbatches, remat={found.remat}"
         gain = "it fits" if self.speedup is None else f"{self.speedup - 1:.0%} faster"
         held = f"{found.time.total_s:.4g} s, {size_text(found.total_bytes)} of {size_text(limit.size_bytes)}"
         return f"with {limit.source}: {layout}: {gain} ({held})."
+
+
+@dataclass(frozen=True)
+class VocabularyGain:
+    """A layout with embedding and head on all ranks, and the same with both whole; None where that cannot be."""
+
+    divided: Candidate
+    whole: Candidate | None
+
+    def text(self, which: str, limit: DeviceLimit | None) -> str:
+        """What it gains, in a line; which: of the layouts."""
+        about = f"embedding and head on all ranks of {which}"
+        if self.whole is None:
+            return f"{about}: with both whole there is no such layout."
+        saved_s, saved_bytes = self.saved_s, self.saved_bytes
+        step = "shorter" if saved_s >= 0 else "longer"
+        memory = "less" if saved_bytes >= 0 else "more"
+        fits = limit is None or self.whole.total_bytes <= limit.size_bytes
+        return (
+            f"{about}: its step is {abs(saved_s):.4g} s ({abs(saved_s) / self.whole.time.total_s:.1%}) {step} than "
+            f"that of the same layout with both whole ({layout_text(self.whole.partition)}), and takes "
+            f"{size_text(abs(saved_bytes))} {memory} memory{'' if fits else ', which would not fit'}."
+        )
+
+    @property
+    def saved_s(self) -> float:
+        """The seconds by which the step is shorter."""
+        assert self.whole is not None, "there is something to compare with"
+        return self.whole.time.total_s - self.divided.time.total_s
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes that the fullest device has less."""
+        assert self.whole is not None, "there is something to compare with"
+        return self.whole.total_bytes - self.divided.total_bytes
 
 
 @dataclass(frozen=True)
@@ -62,6 +97,7 @@ class Tuned:
     hosts: Hosts | None = None  # of tune.launch
     job_script: str | None = None  # the file
     job_command: str | None = None  # that starts it
+    gain: VocabularyGain | None = None  # of the first layout with schedule.vocab=parallel
 
 
 def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
@@ -99,6 +135,11 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
     about_divisions = _about_divisions(tuned)
     if about_divisions is not None:
         say(about_divisions)
+    if tuned.gain is not None:
+        which = (
+            "the first" if tuned.gain.divided == found.best[0] else f"layout {found.best.index(tuned.gain.divided) + 1}"
+        )
+        say(tuned.gain.text(which, limit) + _best_with_whole_vocabulary(tuned))
     if tuned.roomier is not None:
         say(tuned.roomier.text)
     if tuned.token_budget is not None:
@@ -142,7 +183,7 @@ def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
     return [
         str(i + 1),
         config.mesh.text,
-        "none" if is_alone else label(config.schedule),
+        "none" if is_alone else _schedule_text(config),
         str(candidate.num_microbatches),
         candidate.remat,
         stages,
@@ -153,6 +194,12 @@ def _row(tuned: Tuned, i: int, config: Config) -> list[str]:
         f"{time.overhead_s / time.total_s:.1%}",
         size_text(candidate.total_bytes),
     ]
+
+
+def _schedule_text(config: Config) -> str:
+    """Return the schedule, its knobs, and where the vocabulary is divided."""
+    vocab = config.schedule.vocab
+    return label(config.schedule) + ("" if vocab == settings.Schedule().vocab else f", vocab={vocab}")
 
 
 def _about_pipelines(tuned: Tuned, best: Config) -> str:
@@ -185,9 +232,7 @@ def _about_divisions(tuned: Tuned) -> str | None:
     other = tuned.found.by_division[otherwise]
     if other is None:
         return f"{'without' if is_divided else 'with'} tp and cp nothing fits."
-    schedule = "" if other.mesh.pp == 1 else f" {other.family}"
-    layout = f"mesh={settings.Mesh(*other.mesh).text}{schedule}, {other.num_microbatches} microbatches"
-    slower = f"{layout}, remat={other.remat}: {_times(tuned, other):.2f} times as long"
+    slower = f"{_layout_text(other)}: {_times(tuned, other):.2f} times as long"
     if not is_divided:
         sent = f"its devices send to each other inside stages for {other.sent_share:.1%} of it"
         return f"no stage is divided: with tp or cp the best is {slower}; {sent}."
@@ -205,6 +250,25 @@ def _about_divisions(tuned: Tuned) -> str | None:
     )
 
 
+def _best_with_whole_vocabulary(tuned: Tuned) -> str:
+    """Return a sentence: how the best layout with embedding and head whole compares with the first, which divides them.
+
+    Nothing where the first has them whole, or nothing else was searched.
+    """
+    other = tuned.found.with_whole_vocabulary
+    return (
+        ""
+        if other is None
+        else f" With both whole the best is {_layout_text(other)}: {_times(tuned, other):.2f} times as long."
+    )
+
+
+def _layout_text(layout: Candidate) -> str:
+    schedule = "" if layout.mesh.pp == 1 else f" {layout.family}"
+    mesh = settings.Mesh(*layout.mesh).text
+    return f"mesh={mesh}{schedule}, {layout.num_microbatches} microbatches, remat={layout.remat}"
+
+
 def _times(tuned: Tuned, other: Candidate) -> float:
     """Return how many times as long as the first another layout takes: as measured, where both were."""
     first = tuned.found.best[0]
@@ -218,18 +282,20 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
     found = tuned.found
     best = [
         _plain(candidate)
-        | {"schedule": label(config.schedule), "overrides": _overrides(config), "measured_s": measured}
+        | {"schedule": _schedule_text(config), "overrides": _overrides(config), "measured_s": measured}
         for candidate, config, measured in zip(
             found.best, configs, [*tuned.measured_s, *[None] * (len(configs) - len(tuned.measured_s))], strict=True
         )
     ]
-    limit, roomier = tuned.limit, tuned.roomier
-    return {name: value for name, value in asdict(tuned).items() if name not in ("found", "limit", "roomier")} | {
+    limit, roomier, gain, apart = tuned.limit, tuned.roomier, tuned.gain, ("found", "limit", "roomier", "gain")
+    return {name: value for name, value in asdict(tuned).items() if name not in apart} | {
         "limit_bytes": None if limit is None else limit.size_bytes,
         "limit_source": None if limit is None else limit.source,
         "limit_fraction": None if limit is None else limit.fraction,
         "with_more_memory": None if roomier is None else _roomier(roomier),
         "best": best,
+        "with_whole_vocabulary": None if found.with_whole_vocabulary is None else _plain(found.with_whole_vocabulary),
+        "gain_of_divided_vocabulary": None if gain is None else _gain(gain),
         "with_stages_divided_otherwise": next(map(_plain, filter(None, found.by_division.values())), None),
         "without_pipeline": None if found.without_pipeline is None else _plain(found.without_pipeline),
         "num_layouts": found.num_layouts,
@@ -239,12 +305,21 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
     }
 
 
+def _gain(gain: VocabularyGain) -> dict[str, Any]:
+    divided, whole = gain.divided, gain.whole
+    found: dict[str, Any] = {"divided": _plain(divided), "whole": None if whole is None else _plain(whole)}
+    if whole is not None:
+        saved = gain.saved_s / whole.time.total_s
+        found |= {"saved_s": gain.saved_s, "saved_fraction": saved, "saved_bytes": gain.saved_bytes}
+    return found
+
+
 def _roomier(found: RoomierLayout) -> dict[str, Any]:
     return _plain(found.candidate) | {
         "memory_fraction": found.limit.fraction,
         "limit_bytes": found.limit.size_bytes,
         "speedup": found.speedup,
-        "schedule": label(found.request.schedule),
+        "schedule": _schedule_text(found.request),
         "overrides": [*_overrides(found.request), f"run.memory_fraction={found.limit.fraction}"],
     }
 
@@ -271,6 +346,8 @@ def _overrides(config: Config) -> list[str]:
     ]
     if "num_chunks" in (knobs := schedule.knobs()):
         overrides.append(f"schedule.num_chunks={knobs['num_chunks']}")
+    if schedule.vocab != settings.Schedule().vocab:
+        overrides.append(f"schedule.vocab={schedule.vocab}")
     overrides.append(f"executor.remat={config.executor.remat}")
     if isinstance(config.partition, Explicit):
         overrides += ["partition=explicit", f"partition.layers=[{','.join(map(str, config.partition.layers))}]"]

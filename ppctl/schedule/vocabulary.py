@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from math import inf
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.costs import Costs
 from ppctl.schedule.ir import ALL_KINDS, PART_KINDS, Kind, Schedule, Task, Value, writes
-from ppctl.schedule.simulate import simulate
 from ppctl.schedule.validate import validate
 
 DELAYS = (0, 1, 2)  # one hides the way to the sums, one that to the gradient of the last stage's output
 AHEAD = 2  # microbatches by which embeddings are looked up before the first stage needs them
 OF_ALL = ("embedded", "sums", "head_grad")  # values of which a task reads those of all parts
+Written = tuple[str, int, int]  # a `Value` of some microbatch, without the class: thousands a second are made
 _PRIORITY: tuple[Kind, ...] = ("T", "S", "E", "G")  # of several tasks of its part a rank runs the first
 
 
@@ -51,18 +51,29 @@ def with_vocabulary(schedule: Schedule, delay: int | None = None, costs: Costs |
         )
     costs = costs or Costs()
     if delay is not None:
-        return _delayed(schedule, delay, costs)
-    found: list[tuple[float, Schedule]] = []
-    for each in DELAYS:
-        with suppress(ScheduleError):  # ranks wait for each other
-            divided = _delayed(schedule, each, costs)
-            found.append((round(simulate(divided, costs).makespan_s, 9), divided))
-    return min(found, key=lambda each: each[0])[1]
+        return validate(_delayed(schedule, delay, costs)[1])
+    found = [_delayed(schedule, each, costs) for each in DELAYS]
+    return validate(min(found, key=lambda each: each[0])[1])
 
 
-def _delayed(schedule: Schedule, delay: int, costs: Costs) -> Schedule:
+def _delayed(schedule: Schedule, delay: int, costs: Costs) -> tuple[float, Schedule]:
+    """Return (makespan, the schedule): infinity where ranks wait for each other, whose tasks are then not all there."""
     ahead = tuple(_ahead(tasks, delay * len(of)) for tasks, of in zip(schedule.ranks, schedule.stages_of, strict=True))
-    return validate(_Insertion(replace(schedule, ranks=ahead, divides_vocabulary=True), costs).run())
+    insertion = _Insertion(replace(schedule, ranks=ahead, divides_vocabulary=True), costs)
+    divided = insertion.run()
+    tasks = sum(map(len, ahead)) + schedule.num_ranks * len(PART_KINDS) * schedule.num_microbatches
+    is_whole = sum(map(len, divided.ranks)) == tasks
+    return round(max(insertion.free_s), 9) if is_whole else inf, divided
+
+
+def with_parts(schedule: Schedule) -> Schedule:
+    """Return `schedule` with the tasks of all parts behind the others: for what does not depend on their order.
+
+    That is how many tasks there are of each kind, and ticks, in which ranks meet wherever the parts are needed.
+    """
+    parts = (tuple(Task(r, kind, m) for kind in PART_KINDS for m in range(schedule.num_microbatches)) for r in count())
+    ranks = tuple((*tasks, *of_rank) for tasks, of_rank in zip(schedule.ranks, parts, strict=False))
+    return replace(schedule, ranks=ranks, divides_vocabulary=True)
 
 
 def without_vocabulary(schedule: Schedule) -> Schedule:
@@ -115,9 +126,9 @@ class _Insertion:
         self.at = [0] * schedule.num_ranks
         self.free_s = [0.0] * schedule.num_ranks
         self.found: list[list[Task]] = [[] for _ in ranks]
-        self.written_s: dict[Value, float] = {}
-        self.parts_left: dict[Value, int] = {}  # of what all parts write
-        self.waiting: dict[Value, set[int]] = {}  # ranks that may go on once a value is there
+        self.written_s: dict[Written, float] = {}
+        self.parts_left: dict[Written, int] = {}  # of what all parts write
+        self.waiting: dict[Written, set[int]] = {}  # ranks that may go on once a value is there
         self.queue: list[tuple[float, int]] = []
         self.queued_s: list[float] = [inf] * schedule.num_ranks  # the entry of each rank that counts
 
@@ -156,7 +167,7 @@ class _Insertion:
     def _write(self, value: Value, microbatch: int, end_s: float) -> set[int]:
         """Write a value of a microbatch, and return the ranks that waited for it."""
         name, place, _ = value
-        key = Value(name, 0 if name in OF_ALL else place, microbatch)
+        key = name, 0 if name in OF_ALL else place, microbatch
         if name in OF_ALL:
             left = self.parts_left.get(key, self.schedule.num_parts) - 1
             self.parts_left[key] = left
@@ -196,14 +207,15 @@ class _Insertion:
     def _ready_s(self, rank: int, task: Task) -> float:
         """Return when a rank can run a task; infinity while that is not known: the rank is queued again once it is."""
         stage, kind, m = task
-        needs = [(value._replace(microbatch=m), after_s) for value, after_s in self.reads[kind, stage]]
+        needs = [((name, place, m), after_s) for (name, place, _), after_s in self.reads[kind, stage]]
         if kind == "E" and m in self.released_by:
-            needs.append((Value("act", 0, self.released_by[m]), 0.0))
+            needs.append((("act", 0, self.released_by[m]), 0.0))
         ready_s = self.free_s[rank]
         for value, after_s in needs:
             written_s = self.written_s.get(value)
             if written_s is None:
                 self.waiting.setdefault(value, set()).add(rank)
                 return inf
-            ready_s = max(ready_s, written_s + after_s)
+            if written_s + after_s > ready_s:
+                ready_s = written_s + after_s
         return ready_s

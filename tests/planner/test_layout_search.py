@@ -24,9 +24,10 @@ EPSILON = 1 + 1e-9
 
 
 def some(seed):
-    """(space, models, machine) of a small search; of every second one the devices share cores.
+    """(space, models, machine, by_parts) of a small search; of every second one the devices share cores.
 
-    Every third may divide stages over tp and cp: then a device has its part of the work, and sends.
+    Every third may divide stages over tp and cp: then a device has its part of the work, and sends. Of every odd one
+    the vocabulary may be divided over ranks.
     """
     choose = random.Random(seed)
 
@@ -60,8 +61,10 @@ def some(seed):
     if seed % 3 == 0:
         models |= {axes: divided(models[1, 1], *axes) for axes in ((2, 1), (1, 2), (4, 2))}
     gather = "step" if seed % 2 else "layer" if executor == "mpmd" or seed % 4 else "tick"
-    space = replace(space, divisions=tuple(models), gather=gather)
-    return space, models, machine
+    space = replace(
+        space, divisions=tuple(models), gather=gather, vocab=("whole", "parallel") if seed % 2 else ("whole",)
+    )
+    return space, models, machine, lambda tp, cp, pp: in_parts(models[tp, cp], pp)
 
 
 def divided(model, tp, cp):
@@ -81,6 +84,21 @@ def divided(model, tp, cp):
     }
     params = replace(model.params, layer=model.params.layer // tp, embed_head=model.params.embed_head // tp)
     return DeviceModel(replace(work, **pieces, x_bytes=work.x_bytes // cp), params)
+
+
+def in_parts(model, ranks):
+    """The model as a rank has it that holds its part of embedding and head."""
+
+    def part(piece):
+        return PieceWork(
+            *(
+                tuple(replace(op, flops=op.flops / ranks, bytes=op.bytes / ranks) for op in ops)
+                for ops in (piece.forward, piece.input_grad, piece.weight_grad)
+            )
+        )
+
+    work = replace(model.work, embed=part(model.work.embed), head=part(model.work.head))
+    return DeviceModel(work, replace(model.params, embed_head=-(-model.params.embed_head // ranks)))
 
 
 @cache
@@ -108,6 +126,10 @@ def assert_none_is_missed(found, layouts, keep=10):
         if candidate.time.total_s < last_s:
             assert candidate in best or any(candidate.is_like(other) for other in best)
     alone = [c.time.total_s for c in layouts if c.mesh.pp == 1]
+    whole = [c.time.total_s for c in layouts if c.vocab == "whole"]
+    if len(whole) < len(layouts):
+        first = found.with_whole_vocabulary
+        assert (first and first.time.total_s) == min(whole, default=None)
     assert (found.without_pipeline and found.without_pipeline.time.total_s) == min(alone, default=None)
     for is_divided, first in found.by_division.items():
         of_kind = [c.time.total_s for c in layouts if c.mesh.divides_stages == is_divided]
@@ -180,7 +202,7 @@ def test_bounds_are_not_above_what_they_bound(seed):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_split(family, monkeypatch):
-    space, models, machine = some(0)
+    space, models, machine, _ = some(0)
     space = replace(space, num_layers=16, in_ticks=False, families=(family,))
     microbatch = Microbatch(1, 8, space.example_bytes, "layer")
     bounds = LayoutSearch(space, models, machine).bounds(MeshSizes(1, 4, 1), microbatch)
@@ -203,7 +225,8 @@ def test_a_family_is_predicted_with_split_backwards_exactly_where_its_tasks_are_
 
 def what(candidate):
     """All of a candidate but its partition and what follows from it."""
-    return (candidate.mesh, candidate.family, candidate.num_chunks, candidate.num_microbatches, candidate.remat)
+    how = candidate.num_microbatches, candidate.remat, candidate.vocab
+    return (candidate.mesh, candidate.family, candidate.num_chunks, *how)
 
 
 @seeds
@@ -254,13 +277,16 @@ EXTRAPOLATED = ["1f1b", "interleaved", "zb_v", "gpipe", "looped_bfs", "zb_h2", "
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 @pytest.mark.parametrize("family", few(EXTRAPOLATED, 3))
 def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, monkeypatch):
-    space, models, machine = some({"spmd": 4, "mpmd": 1}[executor])
+    space, models, machine, by_parts = some({"spmd": 4, "mpmd": 1}[executor])
     space = replace(space, num_devices=4, num_layers=9, batch_size=256, in_ticks=executor == "spmd", families=(family,))
-    search = LayoutSearch(space, models, machine)
+    search = LayoutSearch(space, models, machine, by_parts)
     layouts = [(mesh, m) for mesh, m in space.microbatches if mesh.pp > 1 and m.number > 6 * mesh.pp]
     assert {m.remat for _, m in layouts} == set(space.remats)
-    for mesh, microbatch in layouts:
-        bounds = search.bounds(mesh, microbatch)
+    for number, (mesh, microbatch) in enumerate(layouts):
+        vocab = ("whole", "parallel")[number % 2]
+        bounds = search.bounds(mesh, microbatch, vocab)
+        # how far forwards go ahead of their backwards, free-running ranks choose for each length anew
+        near = 0.1 if (vocab, executor) == ("parallel", "mpmd") else 0.01
         for _, chunks in space.kinds(mesh.pp):
             monkeypatch.setattr(candidates, "MOST_TASKS", inf)
             whole = LayoutPredictor().candidate(bounds, family, chunks)
@@ -271,7 +297,7 @@ def test_a_long_schedule_is_extrapolated_from_shorter_ones(family, executor, mon
             if whole is not None:
                 assert short is not None
                 assert short.time.total_s == pytest.approx(whole.time.total_s, rel=0.01)
-                assert short.total_bytes == pytest.approx(whole.total_bytes, rel=0.01)
+                assert short.total_bytes == pytest.approx(whole.total_bytes, rel=near)
 
 
 def test_what_grows_by_equal_steps_is_continued():

@@ -35,7 +35,7 @@ PROBED_TASKS = 1_000_000  # of building blocks squeezed with few microbatches: a
 SQUEEZED_TASKS = 3_000_000  # of the best of them, squeezed in full: about 15 s
 FILLED_TASKS = 3_000_000  # of one round of greedy runs: about 12 s
 NUM_SQUEEZED, NUM_FILLED, NUM_CLIMBED = 32, 12, 6  # of the best so far: blocks squeezed in full, greedy runs, climbs
-CLIMBED_TASKS = 4_000_000  # simulated by one climb, about 1 s
+CLIMBED_TASKS = 2_000_000  # run by one climb, about 1 s
 SQUEEZE_PATIENCE = (0.0, 0.35, 0.5, 0.75)
 GREEDY_PATIENCE = (0.0, 0.5, 1.0)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ppctl.schedule.search.orders import Jobs, Orders, TimedOrders
+from ppctl.schedule.search.trial import Trials
 
 AHEAD = (1, 2, 3, 4, 6, 9)  # steps by which the second task of a pair moves ahead
 BACK = (2, 3, 4, 6, 9, 14)  # steps by which the first one moves back (1 is the second one's 1)
@@ -57,9 +58,14 @@ def _first_better(
         if jobs.rank[a] == jobs.rank[b] and step[b] == step[a] + 1
     ]
     choose.shuffle(neighbours)
+    trials = None if by_period or jobs.hops is not None else Trials(jobs, orders, run)
     for rank, i in neighbours:
-        for order in _moves(orders[rank], i):
+        for order, first, last in _moves(orders[rank], i):
             if not jobs.fits(order, cap):
+                continue
+            if trials is not None and not trials.may_be_shorter(rank, order, first, last, limit_s):
+                if jobs.spent >= until:
+                    return None
                 continue
             moved = [*orders[:rank], order, *orders[rank + 1 :]]
             found = jobs.run(moved) if by_period else jobs.run(moved, limit_s)
@@ -70,12 +76,12 @@ def _first_better(
     return None
 
 
-def _moves(order: list[int], i: int) -> Iterator[list[int]]:
-    """The orders in which the task at i+1 has moved ahead, or the one at i back."""
+def _moves(order: list[int], i: int) -> Iterator[tuple[list[int], int, int]]:
+    """The orders in which the task at i+1 has moved ahead, or the one at i back; from where to where they differ."""
     for by in AHEAD:
         to = i + 1 - by
         if to >= 0:
-            yield [*order[:to], order[i + 1], *order[to : i + 1], *order[i + 2 :]]
+            yield [*order[:to], order[i + 1], *order[to : i + 1], *order[i + 2 :]], to, i + 1
     for by in BACK:
         if i + by < len(order):
-            yield [*order[:i], *order[i + 1 : i + by + 1], order[i], *order[i + by + 1 :]]
+            yield [*order[:i], *order[i + 1 : i + by + 1], order[i], *order[i + by + 1 :]], i, i + by
