@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from ppctl.schedule.costs import OF_PARTS, Costs
-from ppctl.schedule.ir import Schedule
+from ppctl.schedule.ir import Kind, Schedule
 from ppctl.schedule.lockstep import Rows, TickCell, rows_s
 from ppctl.schedule.shared_cores import free_running_s, together_s
 from ppctl.schedule.simulate import duration_s
@@ -151,7 +151,7 @@ def costs_of_stages(
     return replace(costs, **{OF_PARTS[kind]: each_s for kind, each_s in seconds_of_part(op_times, num_parts).items()})
 
 
-def seconds_of_part(op_times: OpTimes, num_parts: int) -> dict[str, float]:
+def seconds_of_part(op_times: OpTimes, num_parts: int) -> dict[Kind, float]:
     """Return the seconds of each kind of task of a part of the vocabulary, of which op_times have one.
 
     Of the head's three products S makes one, T two; and each task sums an activation over the ranks, round the ring.
