@@ -68,9 +68,12 @@ def run_alone(case, rank):
     return *program(own, batch, *rank_arrays(layout, lowered, rank)), program.as_text()
 
 
-@pytest.mark.parametrize(("remat", "loops"), few([("full", True), ("none", False)], 1))
-def test_the_only_rank_of_a_pipeline_has_the_gradients_of_the_reference(remat, loops):
-    case = Case("gpipe", (1, 1, 1), num_layers=4, remat=remat, loops=loops)
+@pytest.mark.parametrize(
+    ("remat", "loops", "model"),
+    few([("full", True, "mlp"), ("none", False, "untied gelu"), ("full", True, "untied gelu")], 1),
+)
+def test_the_only_rank_of_a_pipeline_has_the_gradients_of_the_reference(remat, loops, model):
+    case = Case("gpipe", (1, 1, 1), num_layers=4, model=model, remat=remat, loops=loops)
     loss, number, grads, _ = run_alone(case, 0)
     _, _, expected_loss, expected = run_reference(case.model, case.num_layers, case.batch_size)
     np.testing.assert_allclose(loss / number, expected_loss, rtol=1e-12)
