@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.files import write
+from support.selection import few
 
 from ppctl import cli
 
@@ -95,7 +96,7 @@ def test_a_job_that_is_refused_does_not_stop_the_others(jobs_environment):
 
 
 @pytest.mark.parametrize(
-    ("command", "seeds"), [("train", [1, 2]), ("verify", [1, 2]), ("train hydra.launcher.jobs=2", [2, 1])]
+    ("command", "seeds"), few([("verify", [1, 2]), ("train hydra.launcher.jobs=2", [2, 1]), ("train", [1, 2])], 2)
 )
 def test_a_sweep_is_composed_and_checked_before_anything_runs(command, seeds, served, monkeypatch, in_empty_directory):
     sweeps = []

@@ -416,7 +416,7 @@ def test_bash_completes(line, expected, capsys, monkeypatch):
 
 
 def test_a_page_of_many_steps_is_small_and_starts_no_jax():
-    make("long", [record(1 + step, loss=1 / (1 + step % 977)) for step in range(30_000)], num_steps=30_000)
+    make("long", [record(1 + step, loss=1 / (1 + step % 977)) for step in range(10_000)], num_steps=10_000)
     code = "import sys; from ppctl import cli; code = cli.main(sys.argv[1:]); print(code, 'jax' in sys.modules)"
     words = [sys.executable, "-c", code, "report", "long"]
     done = subprocess.run(words, env=BY_PATH, capture_output=True, text=True, check=True)

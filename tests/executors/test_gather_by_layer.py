@@ -12,6 +12,7 @@ from support.cuda_plugin import needs_cuda_plugin
 from support.mpmd_cases import MpmdCase, make_engine
 from support.mpmd_cases import check as check_mpmd
 from support.mpmd_cases import name_of as name_of_mpmd
+from support.selection import few
 from support.spmd_cases import check as check_spmd
 from support.spmd_cases import name_of as name_of_spmd
 
@@ -117,7 +118,7 @@ def request(executor, gather, **changes):
     )
 
 
-@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+@pytest.mark.parametrize("executor", few(["spmd", "mpmd"], 1))
 def test_two_of_eight_layers_are_whole_in_memory_and_the_plan_says_so(executor):
     compiled, planned = {}, {}
     for gather in ("step", "layer"):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from support.selection import every_other
+from support.selection import one_in
 
 from ppctl import cli
 from ppctl.cli.compose import compose
@@ -56,7 +56,7 @@ def alone(text):
     return [text]
 
 
-@pytest.mark.parametrize("words", every_other(CASES.values()), ids=CASES)
+@pytest.mark.parametrize("words", one_in(3, CASES.values()), ids=CASES)
 def test_a_layer_is_on_the_devices_that_hold_its_numbers(words):
     job = job_of(words)
     trees = job.pipe.engine.parameters(job.pipe.engine.from_natural(numbered(job)))

@@ -15,7 +15,6 @@ from support.spmd_cases import (
     TOLERANCE,
     case_of,
     check,
-    compile_cost,
     covering_array,
     name_of,
     pairs,
@@ -26,15 +25,13 @@ from ppctl.schedule import ON_RING
 
 DEFAULT = [
     Case("gpipe", (2, 4, 1), remat="none", model="mlp"),
-    Case("1f1b", (1, 3, 1), 6, num_layers=7, batch_size=60, model="mlp", skip_idle=False),
     Case("eager_1f1b", (1, 2, 4), remat="layer", model="mlp", unroll=0, gather="tick"),
-    Case("interleaved", (2, 2, 2), num_chunks=2, remat="full", model="tied swiglu"),
+    Case("interleaved", (2, 2, 2), num_chunks=2, num_layers=4, remat="full", model="tied swiglu"),
     Case("interleaved", (1, 4, 1), num_chunks=2, num_layers=9, remat="none", model="untied swiglu grouped", unroll=0),
-    Case("1f1b", (8, 1, 1), remat="layer", model="mlp"),
     Case("gpipe", (1, 4, 1), 5, num_layers=7, batch_size=60, model="tied gelu grouped"),
     Case("interleaved", (1, 8, 1), num_chunks=4, num_layers=33, remat="full", model="mlp"),
 ]
-COVERING = [case_of(values) for values in covering_array(FEW, FEW_PAIRS, compile_cost)]
+COVERING = [case_of(values) for values in covering_array(FEW, FEW_PAIRS)]
 PAIRWISE = [case_of(values) for values in covering_array()]
 
 
@@ -51,7 +48,7 @@ def test_loss_and_gradients_equal_the_reference_for_every_pair_of_settings(case)
 
 def test_every_family_on_the_ring_occurs_in_the_covering_cases():
     assert {case.schedule for case in COVERING} == set(ON_RING)
-    assert 25 <= len(DEFAULT) + len(COVERING) <= 30  # each compiles for some seconds
+    assert 20 <= len(DEFAULT) + len(COVERING) <= 30  # each compiles for some seconds
 
 
 def test_every_pair_of_settings_occurs_in_the_full_cases():

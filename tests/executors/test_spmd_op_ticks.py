@@ -51,7 +51,7 @@ def test_each_family_that_does_not_run_in_pairs_is_here():
     assert all(case(name, (1, 4, 1)).program().num_chunks == V for name, V in SINGLE_OP.items())
 
 
-@pytest.mark.parametrize("one", few([*DEFAULT, *MORE], 5), ids=name_of)
+@pytest.mark.parametrize("one", few([*DEFAULT, *MORE], 2), ids=name_of)
 def test_loss_and_gradients_equal_the_reference(one):
     check(one)
 
@@ -66,7 +66,7 @@ def test_forwards_alone_give_the_loss_of_the_reference(name, remat):
     assert abs(found - loss) <= TOLERANCE * abs(loss)
 
 
-@pytest.mark.parametrize(("name", "remat"), [("dualpipe_v", "none"), ("zb_v", "full"), ("zb_h1", "layer")])
+@pytest.mark.parametrize(("name", "remat"), few([("dualpipe_v", "none"), ("zb_h1", "layer"), ("zb_v", "full")], 2))
 def test_nan_of_empty_slots_and_padding_goes_nowhere(name, remat):
     num_layers = 4 * SINGLE_OP[name] + 1  # one rank of the first chunk has two, the others padding
     one = case(name, (1, 4, 1), 4, num_layers=num_layers, batch_size=8, remat=remat)
@@ -117,7 +117,7 @@ def test_no_tick_copies_the_slots(remat):
     assert not [line for line in lines for shape in shapes if re.search(rf"= {re.escape(shape)}\S* copy\(", line)]
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "dualpipe_v"])
+@pytest.mark.parametrize("name", few(["dualpipe_v", "zb_h1"], 1))
 def test_program_size_does_not_depend_on_the_number_of_microbatches(name):
     few, many = (sizes(case(name, (1, 4, 1), m, batch_size=2 * m)) for m in (16, 64))
     assert few == many

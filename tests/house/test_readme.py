@@ -24,6 +24,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OTHER_COMMANDS = {  # they compose no whole config
     *("schedule", "tokenize", "import", "export", "generate", "evaluate", "runs", "report", "examples", "init"),
 }
+SLOW = ("docs/models.md", "docs/quickstart.md")  # what they show, README.md, docs/api.md and other tests run too
 NEEDS_A_RUN = ("docs/runs.md",)  # its Python reads what `ppctl train recipes=tiny` left
 
 
@@ -112,7 +113,7 @@ def test_charts_are_as_drawn(capsys):
 
 @pytest.mark.parametrize(
     "page",
-    [full(page) if page in NEEDS_A_RUN else page for page, text in TEXTS.items() if blocks(text, "python")],
+    [full(page) if page in (*NEEDS_A_RUN, *SLOW) else page for page, text in TEXTS.items() if blocks(text, "python")],
 )
 def test_python_runs(page, tmp_path):
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

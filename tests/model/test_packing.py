@@ -96,7 +96,7 @@ def test_without_the_starts_documents_would_not_be_told_apart(documents, expecte
 @pytest.mark.parametrize(
     ("executor", "schedule", "remat", "axes"),
     [
-        ("spmd", "1f1b", "none", {"pp": 2}),
+        full(("spmd", "1f1b", "none", {"pp": 2})),
         ("mpmd", "zb_h1", "full", {"pp": 2}),
         full(("spmd", "zb_h1", "layer", {"pp": 2})),
         full(("spmd", "eager_1f1b", "full", {"dp": 2, "pp": 2})),

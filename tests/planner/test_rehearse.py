@@ -63,7 +63,7 @@ def times(request, forward_s, backward_s, busy=MANY_CORES):
     return rehearse.Simulated(job, FREE, ran, list(ranks))
 
 
-@pytest.mark.parametrize("name", few(REQUESTS, 3))
+@pytest.mark.parametrize("name", few(REQUESTS, 2))
 def test_the_tasks_of_a_rank_are_those_that_the_engine_dispatches(name):
     job = assemble(REQUESTS[name], on_one_device=True)
     entries, _ = job.pipe.engine.plan("step")

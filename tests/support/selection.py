@@ -10,7 +10,12 @@ def few(cases, number):
 
 def every_other(cases):
     """Every other case, and the others marked `full`."""
-    return [case if i % 2 else full(case) for i, case in enumerate(cases)]
+    return one_in(2, cases)
+
+
+def one_in(number, cases):
+    """The last of every `number` cases, and the others marked `full`."""
+    return [case if i % number == number - 1 else full(case) for i, case in enumerate(cases)]
 
 
 def full(case):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from support.selection import few
 
 from ppctl import config as c
 from ppctl.errors import ConfigError, ScheduleError
@@ -53,7 +54,7 @@ def test_in_lockstep_bytes_are_exactly_those_of_the_program():
     assert costs_of(job).in_ticks_bytes(job.pipe.ticks) == sum(job.pipe.memory()[0].values())
 
 
-@pytest.mark.parametrize("remat", Remat)
+@pytest.mark.parametrize("remat", few([*Remat], 1))
 def test_relative_costs_of_stages_are_the_planners_for_such_pieces(remat):
     job = planned(request(c.Schedule("1f1b", 4), c.Mpmd(remat=remat)))
     pipe, again = job.pipe, remat.recompute_forwards

@@ -67,7 +67,7 @@ def losses_of(pipe, state, batch):
     ("executor", "schedule", "axes", "how"),
     [
         ("spmd", "1f1b", {"dp": 2, "pp": 2}, {}),
-        ("mpmd", "zb_h1", {"pp": 2}, {}),
+        full(("mpmd", "zb_h1", {"pp": 2}, {})),
         full(("reference", "gpipe", {}, {})),
         full(("mpmd", "1f1b", {"dp": 2, "pp": 2}, {"post_validation": True, "clip_norm": 1.0})),
     ],

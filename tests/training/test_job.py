@@ -60,7 +60,7 @@ def mlp_config(**parts):
 
 
 @pytest.mark.parametrize(
-    ("activation", "num_kv_heads", "mlp_ratio"), [("gelu", None, 4.0), ("gelu", 1, 2.0), ("swiglu", 2, 3.0)]
+    ("activation", "num_kv_heads", "mlp_ratio"), few([("swiglu", 2, 3.0), ("gelu", None, 4.0), ("gelu", 1, 2.0)], 2)
 )
 def test_flops_of_a_transformer_are_six_a_weight_and_token_plus_attention(activation, num_kv_heads, mlp_ratio):
     model = small(num_kv_heads=num_kv_heads, mlp_ratio=mlp_ratio, activation=activation)
