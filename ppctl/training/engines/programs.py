@@ -18,6 +18,7 @@ from ppctl.executors.mpmd.plan import Key, PlanEntry, last_uses
 from ppctl.executors.mpmd.runtime import Runtime
 from ppctl.executors.placement import runs_text
 from ppctl.executors.spmd.memory import shard_bytes
+from ppctl.schedule.ir import PART_KINDS
 from ppctl.schedule.text import WORDS
 
 FORMS = ("jaxpr", "stablehlo", "hlo")
@@ -136,7 +137,8 @@ def _name(ops: Sequence[PlanEntry]) -> str:
     assert op.program is not None, "a move has no program"
     if op.task is not None:
         stages = sorted({each.task.stage for each in ops if each.task is not None})
-        return f"{WORDS[op.task.kind]} of stage {runs_text(stages)}"
+        place = "part" if op.task.kind in PART_KINDS else "stage"
+        return f"{WORDS[op.task.kind]} of {place} {runs_text(stages)}"
     if op.program.kind == "reduce":
         return f"reduce of stage {runs_text(sorted({stage for each in ops for _, stage in each.reads}))}"
     return f"{op.program.kind} of rank {runs_text(sorted({each.rank for each in ops}))}"
