@@ -19,7 +19,7 @@ class Tune:
     devices: int | None = None  # how many; None: those of the mesh
     memory_gib: float | None = None  # of a device; None: that of the hardware
     tokens: float | None = None  # to train on: shows days, device-hours and energy of the best; None: only a step
-    schedules: list[str] | None = None  # families to choose from; None: all that the executor runs
+    schedules: list[str] | None = None  # families to choose from, and auto (a search); None: all that the executor runs
     remat: list[str] | None = None  # settings of executor.remat to choose from; None: all
     max_chunks: int = 4  # stages a rank, at most
     vocab: list[str] | None = None  # settings of schedule.vocab to choose from; None: all that executor and model have

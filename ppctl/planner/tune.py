@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ppctl import config as settings
-from ppctl.config import Config, Explicit, Mpmd, Spmd, Uniform
-from ppctl.config.schedule_from_config import named
+from ppctl.config import Config, Mpmd, Spmd
 from ppctl.errors import ConfigError
 from ppctl.executors.mesh import all_devices
 from ppctl.executors.spmd.memory import tree_bytes
@@ -26,16 +25,18 @@ from ppctl.executors.stage.flops import relative_costs
 from ppctl.model.stack import Stack, init
 from ppctl.model.trainable import trained_share
 from ppctl.planner.advise import LARGEST_RATIO
+from ppctl.planner.as_planned import Planned, as_planned
 from ppctl.planner.candidate import Candidate
 from ppctl.planner.device_models import device_models, models_by_parts
 from ppctl.planner.job_script import hosts_for
 from ppctl.planner.memory import GIB, DeviceLimit, device_limit
-from ppctl.planner.predict import predict_job
 from ppctl.planner.search import Found, LayoutSearch, rank
+from ppctl.planner.searched_schedule import SearchedSchedule
 from ppctl.planner.space import PREFERRED, Space
 from ppctl.planner.step_runs import run_steps
 from ppctl.planner.step_time import machine_of
 from ppctl.planner.token_budget import check_tokens, token_budget
+from ppctl.planner.tune_auto import AUTO, with_searched
 from ppctl.planner.tune_terminal import RoomierLayout, Tuned, VocabularyGain
 from ppctl.schedule.families.registry import BASELINE, FAMILIES, ON_RING, build
 from ppctl.schedule.remat import Remat
@@ -94,7 +95,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         example_bytes=tree_bytes(example),
         in_ticks=config.executor.IN_TICKS,
         gather=config.executor.gather if isinstance(config.executor, Spmd | Mpmd) else "step",
-        families=tuple(config.tune.schedules or PREFERRED),
+        families=tuple(name for name in config.tune.schedules or () if name != AUTO) or PREFERRED,
         remats=tuple(config.tune.remat or config.tune.REMAT),
         max_chunks=config.tune.max_chunks,
         layer_costs=None if stack.are_alike else relative_costs(stack, batch, dtype, recompute=recompute).layers,
@@ -105,11 +106,16 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
         vocab=vocab,
     )
     limit = _limit(config, num_devices, device)
+    if limit is None and AUTO in (config.tune.schedules or ()):
+        raise ConfigError(
+            f"tune.schedules: {AUTO} is searched for the memory of a device, which is not known of {hardware.name}. "
+            "Use tune.memory_gib."
+        )
     tokens = None if data.vocab_size is None else data.batch_size * example["inputs"].shape[1]
     check_tokens("tune.tokens", config.tune.tokens, tokens)
     began = time.perf_counter()
     search = LayoutSearch(space, models, machine, models_by_parts(config, stack, state, batch, dtype, models))
-    found, configs, roomier, gain = planned(config, stack, search, limit)
+    found, configs, roomier, gain, searched = planned(config, stack, search, limit)
     search_s = time.perf_counter() - began
     found, configs, measured_s = _measured(found, configs, config.tune.measure)
     peak = mfu_peak_flops(hardware, device.device_kind, dtype_name)
@@ -119,7 +125,7 @@ def tune_layouts(config: Config) -> tuple[Tuned, list[Config]]:
     devices = f"{num_devices} x {hardware.name}"
     peak = peak and peak * num_devices
     tuned = Tuned(found, measured_s, search_s, devices, limit, tokens, flops, peak, None, roomier, budget, hosts)
-    return replace(tuned, gain=gain), configs
+    return replace(tuned, gain=gain, searched=searched), configs
 
 
 def _check(config: Config) -> None:
@@ -143,8 +149,10 @@ def _check(config: Config) -> None:
         )
     runs = ON_RING if config.executor.IN_TICKS else tuple(FAMILIES)
     for family in config.tune.schedules or ():
-        if family not in runs:
-            raise ConfigError(f"tune.schedules: {family} is none that executor={name} runs ({', '.join(runs)}).")
+        if family not in (*runs, AUTO):
+            raise ConfigError(
+                f"tune.schedules: {family} is none that executor={name} runs ({', '.join(runs)}, {AUTO})."
+            )
 
 
 def _vocab(config: Config, stack: Stack, batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[str, ...]:
@@ -169,32 +177,34 @@ def _limit(config: Config, num_devices: int, device: Any) -> DeviceLimit | None:
     return device_limit(replace(config, mesh=settings.Mesh(dp=num_devices)), device)
 
 
-Planned = tuple[Candidate, Config]  # a layout predicted as by `ppctl plan`, and its request
-
-
 def planned(
     config: Config, stack: Stack, search: LayoutSearch, limit: DeviceLimit | None
-) -> tuple[Found, list[Config], RoomierLayout | None, VocabularyGain | None]:
+) -> tuple[Found, list[Config], RoomierLayout | None, VocabularyGain | None, tuple[SearchedSchedule, ...] | None]:
     """Return the layouts that a search finds, fastest first, with the request of each, predicted as by `ppctl plan`;
-    a faster one that needs more of the GPUs' memory; and what the best gains by dividing the vocabulary.
+    a faster one that needs more of the GPUs' memory; what the best gains by dividing the vocabulary; and what
+    schedule=auto finds for the best, where it was asked.
 
     stack: the model as the hardware runs it. A search estimates layouts without building them. So it gets a little
     more room than there is, layouts that do not fit as they are planned are left out, and where none is left it gets as
     much less room as it had estimated too little.
     """
     limit_bytes = None if limit is None else limit.size_bytes
-    as_planned = partial(_as_planned, config, stack)
+    predicted = partial(as_planned, config, stack)
     fits = lambda row: limit_bytes is None or row[0].total_bytes <= limit_bytes  # noqa: E731
     room = None if limit_bytes is None else limit_bytes * SLACK
     while True:
         found = search.improved(search.run(config.tune.best, room_bytes=room))
-        rows = [as_planned(candidate) for candidate in found.best]
+        rows = [predicted(candidate) for candidate in found.best]
         if limit_bytes is None or not rows or any(map(fits, rows)):
             break
         room = _less_room(limit_bytes, zip(rows, found.best, strict=True))
-    smallest = None if found.smallest is None else as_planned(found.smallest)
+    smallest = None if found.smallest is None else predicted(found.smallest)
     too_large = [row for row in rows if not fits(row)]
     rows = sorted(filter(fits, rows or filter(None, [smallest])), key=lambda row: rank(row[0]))
+    searched: tuple[SearchedSchedule, ...] | None = None
+    if limit_bytes is not None and AUTO in (config.tune.schedules or ()):
+        more, searched = with_searched(config, stack, rows, limit_bytes)
+        rows = sorted([*rows, *more], key=lambda row: rank(row[0]))
     found = replace(found, best=tuple(row for row, _ in rows))
     roomier = _roomier(found, config, stack, search, limit, too_large)
 
@@ -202,7 +212,7 @@ def planned(
         """Return the best layout of a kind, one that fits as it is planned."""
         before = of(found)
         while before is not None:
-            row = as_planned(before)
+            row = predicted(before)
             if limit_bytes is None or fits(row):
                 return row[0]
             before = of(search.run(1, room_bytes=_less_room(limit_bytes, [(row, before)])))
@@ -221,27 +231,16 @@ def planned(
     if is_divided and gain is not None and gain.whole is not None and fits((gain.whole, config)):
         others = filter(None, (found.with_whole_vocabulary, gain.whole))  # the partition of the second is improved
         found = replace(found, with_whole_vocabulary=min(others, key=rank))
-    return found, [request for _, request in rows], roomier, gain
+    return found, [request for _, request in rows], roomier, gain, searched
 
 
 def _gain(config: Config, stack: Stack, search: LayoutSearch, found: Found) -> VocabularyGain | None:
     """Return what the first layout with schedule.vocab=parallel gains over itself with embedding and head whole."""
-    divided = next((each for each in found.best if each.vocab == "parallel"), None)
+    divided = next((each for each in found.best if each.vocab == "parallel" and each.family != AUTO), None)
     if divided is None:
         return None
     whole = search.with_whole_vocabulary(divided)
-    return VocabularyGain(divided, None if whole is None else _as_planned(config, stack, whole)[0])
-
-
-def _as_planned(config: Config, stack: Stack, candidate: Candidate) -> Planned:
-    """Return a layout with what `ppctl plan` predicts of it."""
-    request = request_of(config, candidate)
-    job = assemble(request, on_one_device=True, only_planned=True)
-    found = predict_job(replace(job, counted_stack=stack))
-    assert found.time is not None, "of hardware that is not known nothing is tuned"
-    memory = max(found.memory, key=lambda of_rank: sum(of_rank.values()))
-    bubbles = {"ideal_bubble": found.ideal_bubble, "bubble": found.bubble}
-    return replace(candidate, time=found.time, memory=memory, **bubbles), request
+    return VocabularyGain(divided, None if whole is None else as_planned(config, stack, whole)[0])
 
 
 def _less_room(limit_bytes: int, too_little: Iterable[tuple[Planned, Candidate]]) -> float:
@@ -269,7 +268,7 @@ def _roomier(
     rows = [(row, replace(request, run=config.run)) for row, request in too_large]
     room = most.size_bytes * SLACK
     while (candidate := search.with_room(found, room)) is not None:
-        rows.append(_as_planned(config, stack, candidate))
+        rows.append(as_planned(config, stack, candidate))
         if fits(rows[-1]):
             break
         room = _less_room(most.size_bytes, [(rows[-1], candidate)])
@@ -278,24 +277,6 @@ def _roomier(
     if row is None or (first_s is not None and row.time.total_s > LARGEST_RATIO * first_s):
         return None
     return RoomierLayout(row, request, most, None if first_s is None else first_s / row.time.total_s)
-
-
-def request_of(config: Config, candidate: Candidate) -> Config:
-    """Return the request of a layout."""
-    sizes = list(candidate.partition)
-    is_uniform = sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
-    found = replace(
-        config,
-        mesh=settings.Mesh(*candidate.mesh, order=config.mesh.order),
-        schedule=replace(
-            named(candidate.family, candidate.num_microbatches, candidate.num_chunks), vocab=candidate.vocab
-        ),
-        partition=Uniform() if is_uniform else Explicit(layers=sizes),
-        executor=replace(config.executor, remat=candidate.remat),
-        tune=settings.Tune(),
-    )
-    settings.check(found)
-    return found
 
 
 def _measured(found: Found, configs: list[Config], count: int) -> tuple[Found, list[Config], tuple[float, ...]]:

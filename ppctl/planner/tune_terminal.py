@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl import config as settings
-from ppctl.config import Config, Explicit
+from ppctl.config import Auto, Balanced, Config, Explicit
 from ppctl.config.schedule_from_config import label
 from ppctl.planner.candidate import Candidate
 from ppctl.planner.job_script import Hosts
@@ -19,6 +19,7 @@ from ppctl.planner.plan_terminal import show_stages
 from ppctl.planner.prediction import StagePart
 from ppctl.planner.recipe import command_of
 from ppctl.planner.search import Found
+from ppctl.planner.searched_schedule import SearchedSchedule, words_of
 from ppctl.planner.token_budget import TokenBudget
 from ppctl.reports.terminal import OutputConsole, show_json, show_table, size_text
 from ppctl.schedule.partition.partition import LETTERS, layout_text
@@ -98,6 +99,7 @@ class Tuned:
     job_script: str | None = None  # the file
     job_command: str | None = None  # that starts it
     gain: VocabularyGain | None = None  # of the first layout with schedule.vocab=parallel
+    searched: tuple[SearchedSchedule, ...] | None = None  # None: tune.schedules has no auto
 
 
 def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> None:
@@ -140,6 +142,10 @@ def show_tuned(tuned: Tuned, configs: Sequence[Config], *, as_json: bool) -> Non
             "the first" if tuned.gain.divided == found.best[0] else f"layout {found.best.index(tuned.gain.divided) + 1}"
         )
         say(tuned.gain.text(which, limit) + _best_with_whole_vocabulary(tuned))
+    if tuned.searched == ():
+        say("schedule=auto: none of these layouts has a pipeline.")
+    for searched in tuned.searched or ():
+        say(searched.text)
     if tuned.roomier is not None:
         say(tuned.roomier.text)
     if tuned.token_budget is not None:
@@ -232,7 +238,7 @@ def _about_divisions(tuned: Tuned) -> str | None:
     other = tuned.found.by_division[otherwise]
     if other is None:
         return f"{'without' if is_divided else 'with'} tp and cp nothing fits."
-    slower = f"{_layout_text(other)}: {_times(tuned, other):.2f} times as long"
+    slower = f"{words_of(other)}: {_times(tuned, other):.2f} times as long"
     if not is_divided:
         sent = f"its devices send to each other inside stages for {other.sent_share:.1%} of it"
         return f"no stage is divided: with tp or cp the best is {slower}; {sent}."
@@ -259,14 +265,8 @@ def _best_with_whole_vocabulary(tuned: Tuned) -> str:
     return (
         ""
         if other is None
-        else f" With both whole the best is {_layout_text(other)}: {_times(tuned, other):.2f} times as long."
+        else f" With both whole the best is {words_of(other)}: {_times(tuned, other):.2f} times as long."
     )
-
-
-def _layout_text(layout: Candidate) -> str:
-    schedule = "" if layout.mesh.pp == 1 else f" {layout.family}"
-    mesh = settings.Mesh(*layout.mesh).text
-    return f"mesh={mesh}{schedule}, {layout.num_microbatches} microbatches, remat={layout.remat}"
 
 
 def _times(tuned: Tuned, other: Candidate) -> float:
@@ -287,7 +287,8 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
             found.best, configs, [*tuned.measured_s, *[None] * (len(configs) - len(tuned.measured_s))], strict=True
         )
     ]
-    limit, roomier, gain, apart = tuned.limit, tuned.roomier, tuned.gain, ("found", "limit", "roomier", "gain")
+    limit, roomier, gain = tuned.limit, tuned.roomier, tuned.gain
+    apart = ("found", "limit", "roomier", "gain", "searched")
     return {name: value for name, value in asdict(tuned).items() if name not in apart} | {
         "limit_bytes": None if limit is None else limit.size_bytes,
         "limit_source": None if limit is None else limit.source,
@@ -296,6 +297,7 @@ def _document(tuned: Tuned, configs: Sequence[Config]) -> dict[str, Any]:
         "best": best,
         "with_whole_vocabulary": None if found.with_whole_vocabulary is None else _plain(found.with_whole_vocabulary),
         "gain_of_divided_vocabulary": None if gain is None else _gain(gain),
+        "searched_schedules": None if tuned.searched is None else [*map(_searched, tuned.searched)],
         "with_stages_divided_otherwise": next(map(_plain, filter(None, found.by_division.values())), None),
         "without_pipeline": None if found.without_pipeline is None else _plain(found.without_pipeline),
         "num_layouts": found.num_layouts,
@@ -312,6 +314,15 @@ def _gain(gain: VocabularyGain) -> dict[str, Any]:
         saved = gain.saved_s / whole.time.total_s
         found |= {"saved_s": gain.saved_s, "saved_fraction": saved, "saved_bytes": gain.saved_bytes}
     return found
+
+
+def _searched(searched: SearchedSchedule) -> dict[str, Any]:
+    found, choice = searched.found, searched.choice
+    document: dict[str, Any] = {"layout": _plain(searched.layout), "found": None, "why_not": searched.why_not}
+    if found is not None and choice is not None:
+        document |= {"found": _plain(found), "auto": choice.summary, "gap_fraction": choice.gap_fraction}
+        document |= {"saved_s": searched.saved_s, "saved_fraction": searched.saved_fraction}
+    return document
 
 
 def _roomier(found: RoomierLayout) -> dict[str, Any]:
@@ -348,7 +359,12 @@ def _overrides(config: Config) -> list[str]:
         overrides.append(f"schedule.num_chunks={knobs['num_chunks']}")
     if schedule.vocab != settings.Schedule().vocab:
         overrides.append(f"schedule.vocab={schedule.vocab}")
+    if isinstance(schedule, Auto):
+        overrides.append(f"schedule.max_memory_gib={schedule.max_memory_gib}")
+        overrides.append(f"schedule.max_chunks={schedule.max_chunks}")
     overrides.append(f"executor.remat={config.executor.remat}")
+    if isinstance(config.partition, Balanced):
+        overrides.append("partition=balanced")
     if isinstance(config.partition, Explicit):
         overrides += ["partition=explicit", f"partition.layers=[{','.join(map(str, config.partition.layers))}]"]
     return overrides
