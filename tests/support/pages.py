@@ -84,7 +84,9 @@ def rehearsal() -> str:
     schedule = drawing("1f1b", 4, 8)
     memory = {"parameters": 3 * GIB, "optimizer": 6 * GIB, "activations": GIB, "temporaries": GIB // 3}
     ranks = tuple(
-        RehearsedRank(r, min(r, 1), 0.123456, 0.01, None, (r,), (0.0123,), (0.0246,), memory, sum(memory.values()))
+        RehearsedRank(
+            r, min(r, 1), 0.123456, 0.01, None, (r,), (0.0123,), (0.0246,), None, memory, sum(memory.values())
+        )
         for r in range(4)
     )
     found = Rehearsal(

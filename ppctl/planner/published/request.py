@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ppctl.config import Hardware
+from ppctl.config import Hardware, Interleaved
 from ppctl.errors import ConfigError
 from ppctl.planner.published.rows import Model, Row
 from ppctl.planner.published.systems import System, system_of
@@ -215,7 +215,7 @@ def _schedule(row: Row, model: Model) -> tuple[str, list[tuple[int, tuple[int, .
         return BASELINE, [(1, (model.layers,))]
     word = row.schedule.lower().split()[0] if row.schedule.strip() else ""
     if word == BASELINE and (row.chunks or 1) > 1:
-        word = "interleaved"  # as Megatron calls it
+        word = Interleaved().name  # Megatron calls it 1F1B too
     if word not in FAMILIES:
         raise ConfigError(f"schedule={row.schedule!r} is none of ppctl's ({', '.join(FAMILIES)})")
     known_chunks, family = row.chunks, FAMILIES[word]
