@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from support.selection import few
@@ -11,6 +12,8 @@ from ppctl.cli.compose import compose
 from ppctl.planner import tune_auto
 from ppctl.planner.as_planned import predicted_of
 from ppctl.planner.memory import GIB
+from ppctl.schedule.text import from_csv
+from ppctl.training.job import assemble
 
 WORDS = (  # a batch that leaves no layout without a pipeline
     "model=mlp model.num_layers=4 model.d_model=512 data=regression data.batch_size=315 data.num_rows=4096 "
@@ -103,11 +106,14 @@ def test_a_schedule_too_large_to_search_is_left_out_with_the_reason(executor, tu
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_the_recipe_trains(tuned, capsys):
+def test_the_recipe_trains_and_the_run_keeps_its_schedule(tuned, capsys):
     words = ["tune.schedules=[gpipe,auto]", "tune.memory_gib=1", "executor=spmd", "run.num_steps=2"]
     assert tuned(*words, "run.tensorboard=false")[0] == 0
     assert cli.main(["train", "--config-dir", ".", "recipes=tuned"]) == 0
     assert "finished at step 2" in capsys.readouterr().out
+    (kept,) = Path().glob("runs/**/schedule.csv")
+    planned = assemble(compose(["recipes=tuned"], ["--config-dir", "."], ["train"])).pipe.schedule
+    assert from_csv(kept.read_text(), "kept").ranks == planned.ranks
 
 
 @pytest.mark.full
