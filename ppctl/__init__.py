@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ppctl.model import parallel
     from ppctl.model.lora import Lora
     from ppctl.model.network import Network, stage_boundary
-    from ppctl.model.stack import Stack
+    from ppctl.model.stack import Stack, VocabularyParts
     from ppctl.reports.charts.draw import draw
     from ppctl.schedule.costs import Costs
     from ppctl.schedule.families.registry import build as build_schedule
@@ -38,6 +38,7 @@ __all__ = [
     "Stack",
     "Task",
     "Timeline",
+    "VocabularyParts",
     "build_schedule",
     "draw",
     "load_run",
@@ -61,6 +62,7 @@ _HOMES = {
     "Stack": "model.stack",
     "Task": "schedule.ir",
     "Timeline": "schedule.simulate",
+    "VocabularyParts": "model.stack",
     "build_schedule": "schedule.families.registry:build",
     "draw": "reports.charts.draw",
     "load_run": "training.saved_run",

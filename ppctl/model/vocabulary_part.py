@@ -1,6 +1,6 @@
 """A rank's part of a vocabulary that is divided over the ranks of a pipeline: logits first, gradients later.
 
-Of each token a rank knows the sum over its own ids; for loss and gradient it must be told that over all. Logits are
+Of each token a rank knows the sum over its own ids; loss and gradient need that over all. Logits are
 kept until then where they are few, and else computed again, chunk by chunk. Shape suffixes: M tokens, K chunks, C
 tokens of a chunk, D d_model, V this device's ids.
 """
@@ -51,7 +51,7 @@ def part_cross_entropy(
     vocabulary: Vocabulary,
     cap: float | None,
 ) -> jax.Array:
-    """Return this device's part of `cross_entropy`, of all of whose ids log_sums are known.
+    """Return this device's part of `cross_entropy`; log_sums: [M], over all ids.
 
     logits: as `part_log_sums` has kept them. The gradient is that of the whole loss, in x this device's summand.
     """

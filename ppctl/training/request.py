@@ -169,6 +169,12 @@ def divided_stack(stack: Stack, axes: StageAxes, shapes: Mapping[str, jax.ShapeD
             "model=transformer has one; this model does not say that it has (Stack.has_vocabulary). Use "
             "schedule.vocab=whole."
         )
+    if axes.vocab_ranks > 1 and (stack.divided is None or _divided(stack, axes).parts is None):
+        raise ConfigError(
+            f"schedule.vocab=parallel divides embedding and head over {axes.vocab_ranks} ranks, and this model says "
+            "that it has a vocabulary, but gives no parts: Stack.divided(axes) returns a stack without them. Give it "
+            "parts (ppctl.VocabularyParts), or use schedule.vocab=whole."
+        )
     if stack.divided is None and stack.sharding is None:
         raise ConfigError(
             f"mesh.tp={axes.tp} mesh.cp={axes.cp} divide the stages of models that say how (Stack.divided, or "

@@ -1,6 +1,7 @@
 """Embedding and head on all ranks (schedule.vocab=parallel): the reference's loss and gradients, in float64."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,9 @@ def test_what_has_no_vocabulary_is_refused_and_who_has_it_whole():
     mlp = ppctl.mlp(num_layers=4, d_model=4, activation="relu", input_dim=4, target_dim=4, dtype=jnp.float64)
     with pytest.raises(ConfigError, match=r"over 2 ranks by their vocabulary, .* \(Stack.has_vocabulary\). Use sched"):
         make_pipe(mlp, rows, {"pp": 2}, vocab="parallel")
+    for said in (replace(mlp, has_vocabulary=True), replace(mlp, has_vocabulary=True, divided=None)):
+        with pytest.raises(ConfigError, match=r"over 2 ranks, .* says that it has a vocabulary, but gives no parts"):
+            make_pipe(said, rows, {"pp": 2}, vocab="parallel")
 
 
 @pytest.mark.full
