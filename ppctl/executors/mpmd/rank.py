@@ -218,8 +218,15 @@ def _stacked(model: Model, num_layer_slots: int, acc: Any) -> Tree:
 class GradientPrograms:
     """The function, the PartitionSpecs and the donated arguments of every program up to the gradients."""
 
-    def __init__(self, model: Model, param_specs: dict[RankRole, Tree], sum_axes: tuple[str, ...] = RANK_AXES):
-        self.model, self.param_specs, self.sum_axes = model, param_specs, sum_axes
+    def __init__(
+        self,
+        model: Model,
+        param_specs: dict[RankRole, Tree],
+        sum_axes: tuple[str, ...] = RANK_AXES,
+        *,
+        is_one_device: bool = False,  # whether a rank is
+    ):
+        self.model, self.param_specs, self.sum_axes, self.is_one_device = model, param_specs, sum_axes, is_one_device
         self.device_axes = tuple(axis for axis in RANK_AXES if axis not in model.auto)
 
     def specs(self, program: ProgramId, name: str) -> Tree:
@@ -314,14 +321,28 @@ class GradientPrograms:
 
     def donated(self, program: ProgramId) -> tuple[str, ...]:
         """Return the values read whose memory a value written takes over."""
-        if program.kind in ("prepare", "reduce", "finish"):
+        if program.kind in ("prepare", "reduce"):
             return ()
+        if program.kind == "finish":
+            return self._passed_on(program)
         replaced = [name for name in program.reads if name in program.writes]
         if program.kind == "F":
             replaced += ["x"] * ("x" in program.reads)
         elif program.kind in ("B", "I"):
             replaced += ["gy"] * ("gy" in program.reads and "gx" in program.writes)
         return tuple(replaced)
+
+    def _passed_on(self, program: ProgramId) -> tuple[str, ...]:
+        """Return the sums that become gradients as they are: otherwise `finish` would copy them.
+
+        Those of several chunks are stacked, those of several devices added up, and so are two of a tied leaf.
+        """
+        names = ["sum"] if program.reads.count("sum") == 1 else []
+        if self.is_one_device:
+            tied = any(a and b for a, b in zip(*self.model.uses, strict=True))
+            ends = [name for name in ("acc_in", "acc_out", "acc_ends") if name in program.reads]
+            names += ends[:1] if tied else ends
+        return tuple(names)
 
     def preset(self, program: ProgramId) -> CompilerPreset:
         """Return the compiler's preset for a program, on CPU."""

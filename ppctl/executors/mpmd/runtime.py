@@ -376,6 +376,8 @@ class Runtime:
         where: dict[Key, int] = {}
         size = {key: shard_bytes(tree) for key, tree in shapes.items()}
         for entry, drop, temp in zip(entries, freed, temps, strict=True):
+            for key in self._passed_on(entry, drop):
+                live[where.pop(key)][key[0]] -= size[key]
             for key in entry.writes:
                 if key not in where and key not in given:
                     where[key] = entry.rank
@@ -386,6 +388,13 @@ class Runtime:
                 if key in where:
                     live[where.pop(key)][key[0]] -= size[key]
         return tuple(dict(held) if mine else {} for held, mine in zip(peak, self.is_mine, strict=True))
+
+    def _passed_on(self, entry: PlanEntry, freed: Sequence[Key]) -> list[Key]:
+        """Return what a rank's program reads for the last time, and whose memory it writes to."""
+        if entry.program is None or entry.task is not None:
+            return []
+        donated = self.programs.donated(entry.program)
+        return [key for key in freed if key in entry.reads and key[0] in donated]
 
 
 def _move(there: Tree, value: Tree) -> tuple[Tree]:

@@ -275,7 +275,8 @@ class _Programs:
         }
         self.axes, self.auto = engine.layout.manual(RANK_AXES), engine.layout.auto
         param_specs = {here: specs["params"] for here, specs in self.of_state.items()}
-        self.library = GradientPrograms(engine.model, param_specs, self.axes)
+        is_one_device = engine.division.submeshes[0].size == 1
+        self.library = GradientPrograms(engine.model, param_specs, self.axes, is_one_device=is_one_device)
         self.functions = {
             "mean": self._mean,
             "divide": self._divide,
