@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.mpmd.tasks import Model
-from ppctl.executors.spmd.body import add_trees
 from ppctl.executors.spmd.memory import tree_bytes
-from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
+from ppctl.executors.stage.embedding_head import add_embedding_grad, add_head_grads
+from ppctl.executors.stage.layers import add_trees
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack as ModelStack
 from ppctl.model.trainable import trained_flags
@@ -175,7 +175,7 @@ class CountedModel:
         return sum(bytes_of[layer] for layer in layers) // len(layers)
 
     def head_bytes(self) -> int:
-        return peak_bytes(self._head_grads, self._computed(self._held(1)), self.model.x, self._targets)
+        return peak_bytes(*self._head_grads)
 
     def layer(self, l: int = 0) -> tuple[list[Op], ...]:
         stage, w, x = self.stages[Remat.NONE], self.weights, self.model.x
@@ -203,23 +203,16 @@ class CountedModel:
         return ops_of(embed, ends, inputs), [], ops_of(embed_grad, ends, inputs, model.x, acc)
 
     def head(self) -> tuple[list[Op], ...]:
-        acc = self.model.trained_ends(self._held(1))
-
-        def head(ends: Tree, y: jax.Array, targets: Any, acc: Tree) -> Tree:
-            gy, grads = self._head_grads(ends, y, targets)
-            return gy, add_trees(acc, grads)
-
-        return [], ops_of(head, self._computed(self._held(1)), self.model.x, self._targets, acc), []
+        return [], ops_of(*self._head_grads), []
 
     @property
-    def _targets(self) -> Any:
-        return self.model.microbatch["targets"]
-
-    def _head_grads(self, ends: Tree, y: jax.Array, targets: Any) -> Tree:
-        model = self.model
+    def _head_grads(self) -> tuple[Any, ...]:
+        """(function to the gradients of the head's input and the sum of its own, shapes of its arguments)."""
+        model, held = self.model, self._held(1)
         head = lambda e, y, t: model.stack.head(model.fill(e), y, t)  # noqa: E731
-        gy, grads, *_ = head_grads(head, ends, y, targets, model.stack.trains("ends"))
-        return gy, grads
+        of_ends = model.stack.trains("ends")
+        run = lambda ends, y, targets, acc: add_head_grads(head, ends, y, targets, acc, of_ends)[:2]  # noqa: E731
+        return run, self._computed(held), model.x, model.microbatch["targets"], model.trained_ends(held)
 
     def _held(self, end: int) -> Tree:
         """Return the shapes of the parameters of the embedding (0) or of the head (1)."""

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from ppctl.executors.layout import Layout, gather_shards, scatter_sums
 from ppctl.executors.mesh import AXES, RANK_AXES
 from ppctl.executors.mpmd.tasks import Model
-from ppctl.executors.spmd.body import add_trees, read_slot, write_arrival, write_slot
-from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
+from ppctl.executors.spmd.body import read_slot, write_arrival, write_slot
+from ppctl.executors.stage.embedding_head import add_embedding_grad, add_head_grads
 from ppctl.model.stack import VocabularyParts
 from ppctl.model.trainable import trained_part
 
@@ -140,15 +140,15 @@ def layer_bodies(model: Model, *, split: bool) -> dict[str, tuple[Body, Tree, Tr
         return y, goes[1] if stage.keeps_input else write_slot(goes[1], i % SLOTS, stash)
 
     def backward(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
-        gx, dw, _ = stage.backward(stays[0], None, read_slot(stays[1], i % SLOTS), lambda y: (goes[0], None))
-        return gx, add_trees(goes[1], dw)
+        stash = read_slot(stays[1], i % SLOTS)
+        return stage.backward(stays[0], None, stash, lambda y: (goes[0], None), goes[1])[:2]
 
     def input_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         gx, pending, _ = stage.input_grad(stays[0], None, read_slot(stays[1], i % SLOTS), lambda y: (goes[0], None))
         return gx, write_slot(goes[1], i % SLOTS, pending)
 
     def weight_grad(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
-        return add_trees(goes, stage.weight_grad(stays[0], None, read_slot(stays[1], i % SLOTS)))
+        return stage.weight_grad(stays[0], None, read_slot(stays[1], i % SLOTS), goes)
 
     stashes = slots(stash)
     bodies: dict[str, tuple[Body, Tree, Tree]] = {"F": (forward, weights, (x, stashes))}
@@ -182,8 +182,7 @@ def embed_head_bodies(model: Model, examples: Mapping[str, Any]) -> dict[str, tu
 
     def head(i: jax.Array, stays: Tree, goes: Tree) -> Tree:
         targets = read_slot(stays[1]["targets"], i % SLOTS)
-        gy, ends, *_ = head_grads(plain_head, stays[0], goes[0], targets, stack.trains("ends"))
-        return gy, add_trees(goes[1], ends)
+        return add_head_grads(plain_head, stays[0], goes[0], targets, goes[1], stack.trains("ends"))[:2]
 
     return {
         "embed": (embed, (ends, slots), x),

@@ -18,7 +18,7 @@ import jax
 from jax.extend import core
 
 from ppctl.executors.stage.flops import PALLAS, PRODUCTS, equation_flops
-from ppctl.executors.stage.jaxprs import demand, flatten, is_literal, is_scan
+from ppctl.executors.stage.jaxprs import ADDITIONS, carry_place, demand, extents, flatten, is_literal, is_scan
 from ppctl.model import cudnn_attention
 from ppctl.planner.roofline import Collective, Extent, Kernel, Op, ProductShape
 
@@ -27,7 +27,6 @@ SPLASH = "splash_"  # begins the names of JAX's Pallas kernels of attention, suc
 VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "name", "reduce_precision", "copy", "optimization_barrier")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
 SCATTER = "scatter"  # begins the names of operations that write whole arrays, and then some places again
-ADDITIONS = ("add", "add_any")
 COLLECTIVES: dict[str, Collective] = {
     **dict.fromkeys(("all_gather", "reduce_scatter"), "gather"),
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax"), "sum"),
@@ -139,7 +138,10 @@ class Program:
 
     def peak_bytes(self) -> int:
         made = {
-            id(self.root(v)): (i, v) for i, eqn in enumerate(self.eqns) for v in eqn.outvars if self.is_in_memory(v)
+            id(self.root(v)): (i, v)
+            for i, eqn in enumerate(self.eqns)
+            for v in eqn.outvars
+            if self.is_in_memory(v) and not self.is_sum(eqn, v)
         }
         last = {key: len(self.eqns) if key in self.returned else i for key, (i, _) in made.items()}
         for i, eqn in enumerate(self.eqns):
@@ -196,6 +198,14 @@ class Program:
             return False
         ways = eqn.invars, eqn.invars[::-1]
         return any(self.is_given(total) and self.is_product_alone(addend) for total, addend in ways)
+
+    def is_sum(self, eqn: core.JaxprEqn, v: Any) -> bool:
+        """Return whether v is returned, and a given value with something added: it takes that one's place."""
+        if id(v) not in self.returned:
+            return False
+        if not is_scan(eqn):
+            return eqn.primitive.name in ADDITIONS and any(map(self.is_given, eqn.invars))
+        return eqn.outvars.index(v) < extents(eqn)[1] and self.is_given(eqn.invars[carry_place(eqn, v)])
 
     def is_given(self, v: Any) -> bool:
         return not is_literal(v) and id(self.root(v)) not in self.maker

@@ -14,7 +14,7 @@ from support.selection import few
 import ppctl
 from ppctl.errors import ConfigError
 from ppctl.executors.reference import reference
-from ppctl.executors.stage.embedding_head import head_grads
+from ppctl.executors.stage.embedding_head import add_head_grads
 from ppctl.executors.stage.flops import matmul_flops
 from ppctl.executors.stage.layers import LayerPrograms
 from ppctl.model import cross_entropy
@@ -169,7 +169,10 @@ def test_a_frozen_head_makes_no_gradient_of_its_matrix(few_logits, monkeypatch):
     y = jax.ShapeDtypeStruct((3, 8, TRANSFORMER["d_model"]), jnp.float64)
     targets = jax.ShapeDtypeStruct((3, 8), jnp.int32)
     flops = [
-        matmul_flops(lambda e, y, t, which=which: head_grads(stack.head, e, y, t, which)[:2], ends, y, targets)
+        matmul_flops(
+            lambda e, y, t, sums, which=which: add_head_grads(stack.head, e, y, t, sums, which)[:2],
+            *(ends, y, targets, trained_part(ends, which)),
+        )
         for which in (False, True)
     ]
     product = 2 * tokens * TRANSFORMER["d_model"] * TRANSFORMER["vocab_size"]

@@ -9,7 +9,9 @@ from support.cuda_plugin import needs_cuda_plugin
 from ppctl import config
 from ppctl.errors import ConfigError
 from ppctl.executors import xla_flags
+from ppctl.executors.compiler_preset import total_bytes
 from ppctl.executors.xla_flags import GPU_FLAGS, flags_for, text_of
+from ppctl.planner.memory import predicted_memory
 from ppctl.training.job import assemble
 
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
@@ -132,3 +134,25 @@ def test_what_weight_gradients_gather_over_tp_travels_beside_products():
                 open_gathers = dict.fromkeys(open_gathers, True)
         most = max(most, beside)
     assert most >= 2  # a layer has two such gathers, the inputs of its columns
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 1), ("zb_h1", 2)])
+def test_one_layer_is_recomputed_at_a_time_and_cublas_adds_the_gradients_of_all_matrices(schedule, ranks):
+    tokens, vocab_size = 4096, 16384  # of a microbatch
+    request = config.Config(
+        model=config.Transformer(num_layers=8, d_model=1024, num_heads=8, seq_len=tokens // 2),
+        mesh=config.Mesh(1, ranks, 1),
+        schedule=config.Schedule(schedule, 4),
+        executor=config.Spmd(remat="layer"),
+        data=config.Synthetic(vocab_size=vocab_size, batch_size=8),
+        run=config.Run(dtype="bfloat16"),
+        plan=config.Plan(compile=True, topology=f"h100:1x{ranks}"),
+    )
+    job = assemble(request)
+    compiled = job.pipe.engine.compile_program(job.pipe.engine.lower_train_step())
+    assert sum(predicted_memory(job)[0].values()) == pytest.approx(total_bytes(compiled), rel=0.05)
+    products = [line for line in compiled.as_text().splitlines() if "cublas" in line and " = (f32[" in line]
+    assert any(f" = (f32[1024,{vocab_size}]" in line for line in products)  # the gradient of the head
+    alone = [line for line in products if "output_to_operand_aliasing={{0}: (2, {})}" not in line]
+    assert all(f" = (f32[{tokens},{vocab_size}]" in line for line in alone)  # the logits

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ppctl.executors.mpmd.task_plan import TOTAL
 from ppctl.executors.mpmd.tasks import Model, add_device_dim, add_to_sums, drop_device_dim
-from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
+from ppctl.executors.stage.embedding_head import add_embedding_grad, add_head_grads
 from ppctl.model.stack import log_sums_of_parts
 
 Tree = Any
@@ -32,9 +32,10 @@ def run_part(model: Model, kind: str, v: dict[str, Any]) -> dict[str, Any]:
     head = lambda ends, y, targets: parts.head(ends, y, targets, *known)  # noqa: E731
     if "acc_ends" not in v:
         return {"losses": add_to_sums(v["losses"], head(ends, v["last_y"], targets))}
-    gy, grads, loss, number = head_grads(head, ends, v["last_y"], targets, of_ends)
-    sums = {"losses": add_to_sums(v["losses"], (loss, number)), "acc_ends": add_to_sums(v["acc_ends"], grads)}
-    return {"own_gy": gy} | sums
+    total = drop_device_dim(v["acc_ends"])
+    gy, total, loss, number = add_head_grads(head, ends, v["last_y"], targets, total, of_ends)
+    losses = add_to_sums(v["losses"], (loss, number))
+    return {"own_gy": gy, "losses": losses, "acc_ends": add_device_dim(total)}
 
 
 def joined(kind: str, *parts: jax.Array) -> tuple[jax.Array]:

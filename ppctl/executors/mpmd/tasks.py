@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ppctl.executors.auto_axes import dim_of, is_spec, shards_by
 from ppctl.executors.layout import gather_shards
 from ppctl.executors.mpmd.task_plan import FORWARD, Role
-from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
+from ppctl.executors.stage.embedding_head import add_embedding_grad, add_head_grads
 from ppctl.executors.stage.layers import DividedWeights
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.parallel import WHOLE, StageAxes
@@ -53,6 +53,7 @@ class Model:
     own_ends: tuple[bool, ...] | None = None  # where ranks have parts of embedding and head: which leaves are divided
     layer_specs: Tree = None  # PartitionSpecs of a layer that tasks gather over fsdp; None: they are given it whole
     auto_specs: Tree = None  # where XLA divides what is whole here: specs over tp of {"ends", "layers"}, of one layer
+    in_order: bool = False  # as of a `Stage`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", Remat.of(self.remat))  # may be given by its name
@@ -87,6 +88,7 @@ class Model:
         return Stage(
             *(self.stack.layer, self.remat, self.computed(self.layer), self.x, gather, self.divided),
             trainable=self.stack.trains("layers"),
+            in_order=self.in_order,
         )
 
     @cached_property
@@ -187,8 +189,9 @@ class Model:
         """Return (gradient of y, (losses with the loss of y added, acc_out with the head's gradient added))."""
         targets = self.microbatch_of(v["targets"], v["m"])
         head = lambda ends, y, targets: self.stack.head(self.fill(ends), y, targets)  # noqa: E731
-        gy, ends, loss, number = head_grads(head, v["ends_out"], y, targets, self.stack.trains("ends"))
-        return gy, (add_to_sums(v["losses"], (loss, number)), add_to_sums(v["acc_out"], ends))
+        total, which = drop_device_dim(v["acc_out"]), self.stack.trains("ends")
+        gy, ends, loss, number = add_head_grads(head, v["ends_out"], y, targets, total, which)
+        return gy, (add_to_sums(v["losses"], (loss, number)), add_device_dim(ends))
 
 
 def add_to_sums(total: Tree, update: Tree) -> Tree:
@@ -220,14 +223,14 @@ def run_task(model: Model, kind: str, role: Role, v: dict[str, Any]) -> dict[str
             out["losses"] = model.loss(v, out["y"])
         return out
     if kind == "W":
-        out["acc"] = add_to_sums(v["acc"], stage.weight_grad(v["w"], layer_slots, drop_device_dim(v["pending"])))
+        out["acc"] = stage.weight_grad(v["w"], layer_slots, drop_device_dim(v["pending"]), v["acc"])
         return out
     recomputed = lambda: model.embed(v) if role.is_first else v["x"]  # noqa: E731
     stash = recomputed() if stage.keeps_input else drop_device_dim(v["stash"])
     cotangent = lambda y: model.head(v, y) if stage.keeps_input and role.is_last else (v["gy"], (None, None))  # noqa: E731
     if kind == "B":
-        out["gx"], dw, (out["losses"], out["acc_out"]) = stage.backward(v["w"], layer_slots, stash, cotangent)
-        out["acc"] = add_to_sums(v["acc"], dw)
+        found = stage.backward(v["w"], layer_slots, stash, cotangent, v["acc"])
+        out["gx"], out["acc"], (out["losses"], out["acc_out"]) = found
     else:
         out["gx"], pending, (out["losses"], out["acc_out"]) = stage.input_grad(v["w"], layer_slots, stash, cotangent)
         out["pending"] = add_device_dim(pending)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ppctl.executors.auto_axes import in_manual
 from ppctl.executors.layout import gather_shards, layer_specs
-from ppctl.executors.stage.embedding_head import add_embedding_grad, head_grads
+from ppctl.executors.stage.embedding_head import add_embedding_grad, add_head_grads
 from ppctl.executors.stage.layers import DividedWeights, zeros_like
 from ppctl.executors.stage.stage import LayerSlots, Stage
 from ppctl.model.stack import Stack
@@ -94,7 +94,8 @@ class Device:
         w = self.whole[0]
         w0 = w[0] if isinstance(w, list) else jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w)
         gather = partial(gather_shards, specs=layer_specs(specs["layers"])) if by_layer else None
-        self.stage = Stage(stack.layer, options.remat, w0, self.x, gather, divided, stack.trains("layers"))
+        layer = stack.layer, options.remat, w0, self.x, gather, divided, stack.trains("layers")
+        self.stage = Stage(*layer, in_order=options.loops)
 
     # parameters and data
 
@@ -237,10 +238,9 @@ class Device:
 
         def run(sums: Tree) -> tuple[jax.Array, Tree]:
             targets = self.microbatch("targets", place.microbatch)
-            y_grad, ends_grad, loss, number = head_grads(
-                self.stack.head, self.ends, y, targets, self.stack.trains("ends")
-            )
-            return y_grad, (sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad))
+            of_ends = self.stack.trains("ends")
+            gy, ends, loss, number = add_head_grads(self.stack.head, self.ends, y, targets, sums[2], of_ends)
+            return gy, (sums[0] + loss, sums[1] + number, ends)
 
         own, layers = sums[:3], sums[3:]
         gy, own = run(own) if otherwise is None else self.run_if(place.last, run, otherwise, own)
@@ -294,8 +294,8 @@ class Device:
                 loss, number = self.stack.head(self.ends, whole, targets)
                 return y, (sums[0] + loss, sums[1] + number, *sums[2:])
             of_ends = self.stack.trains("ends")
-            gy, ends_grad, loss, number = head_grads(self.stack.head, self.ends, whole, targets, of_ends)
-            own = sums[0] + loss, sums[1] + number, add_trees(sums[2], ends_grad)
+            gy, ends, loss, number = add_head_grads(self.stack.head, self.ends, whole, targets, sums[2], of_ends)
+            own = sums[0] + loss, sums[1] + number, ends
             return jax.lax.psum(gy, "pp"), (*own, *sums[3:])
 
         return self.run_if(at["head"] > 0, run, lambda: y, sums)
@@ -340,13 +340,13 @@ class Device:
         stash: Tree,
         cotangent: Callable[[Tree], Callable],
         sums: Tree,
-        masked: Callable[[Tree], Tree] = lambda dw: dw,
+        masked: Callable[[Tree, Tree], Tree] = lambda new, old: new,
     ) -> tuple[jax.Array, Tree]:
-        """(gradient of the input, sums with the gradients of a whole backward added, `masked` by the caller)."""
+        """(gradient of the input, sums with the gradients of a whole backward added; those of layers `masked`)."""
 
         def run(v: int, sums: Tree) -> tuple[jax.Array, Tree]:
-            gx, dw, own = self.stage.backward(*self.chunk(v), stash, cotangent(sums))
-            return gx, add_layers(with_own(sums, own), v, masked(dw))
+            gx, layers, own = self.stage.backward(*self.chunk(v), stash, cotangent(sums), sums[3][v])
+            return gx, with_layers(with_own(sums, own), v, masked(layers, sums[3][v]))
 
         gx, sums = self.add_on_chunk(place.chunk, run, zeros_like(self.x), sums)
         return gx, self.embedded(place, gx, sums)
@@ -361,9 +361,9 @@ def with_own(sums: Tree, own: Tree) -> Tree:
     return (*own, *sums[len(own) :])
 
 
-def add_layers(sums: Tree, v: int, dw: Tree) -> Tree:
-    """Return the sums with the gradients of chunk v's layers added."""
-    return (*sums[:3], [add_trees(total, dw) if i == v else total for i, total in enumerate(sums[3])])
+def with_layers(sums: Tree, v: int, layers: Tree) -> Tree:
+    """Return the sums with these of chunk v's layers."""
+    return (*sums[:3], [layers if i == v else total for i, total in enumerate(sums[3])])
 
 
 def _slots(count: int, tree: Tree) -> Tree:
@@ -392,7 +392,3 @@ def write_slot(slots: Tree, slot: jax.Array, value: Tree) -> Tree:
 def write_arrival(slots: jax.Array, slot: jax.Array, value: jax.Array, arrives: jax.Array) -> jax.Array:
     """Return the slots with `value` written where `arrives`."""
     return write_slot(slots, slot, jnp.where(arrives, value, read_slot(slots, slot)))
-
-
-def add_trees(total: Tree, update: Tree) -> Tree:
-    return jax.tree.map(lambda t, u: t + u.astype(t.dtype), total, update)

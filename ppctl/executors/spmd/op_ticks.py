@@ -22,8 +22,8 @@ from ppctl.executors.spmd.body import (
     Device,
     Kept,
     Place,
-    add_layers,
     read_slot,
+    with_layers,
     with_own,
     write_arrival,
     write_slot,
@@ -122,9 +122,15 @@ class _SingleOpTicks:
     def input_grad(self, at: dict, out: jax.Array, carry: Tree) -> tuple[jax.Array, Tree]:
         carry, device, place = dict(carry), self.device, _place(at)
         stash, cotangent = self._stash_and_cotangent(at, carry)
-        run = lambda v: self.stage.input_grad(*device.chunk(v), stash, cotangent(carry["sums"]))  # noqa: E731
-        gx, pending, own = device.on_chunk(place.chunk, run)
-        carry["pending"] = write_slot(carry["pending"], at["pending"], pending)
+        keep = lambda slots, pending: write_slot(slots, at["pending"], pending)  # noqa: E731
+
+        def run(v: int, held: tuple) -> tuple[jax.Array, tuple]:
+            slots, own = held
+            gx, slots, new = self.stage.input_grad(*device.chunk(v), stash, cotangent(own), slots, keep)
+            return gx, (slots, with_own(own, new))
+
+        held = carry["pending"], carry["sums"][:3]
+        gx, (carry["pending"], own) = device.add_on_chunk(place.chunk, run, zeros_like(device.x), held)
         carry["sums"] = device.embedded(place, gx, with_own(carry["sums"], own))
         return gx, carry
 
@@ -133,7 +139,7 @@ class _SingleOpTicks:
         pending = read_slot(carry["pending"], at["pending"])
 
         def run(v: int, sums: Tree) -> tuple[None, Tree]:
-            return None, add_layers(sums, v, self.stage.weight_grad(*device.chunk(v), pending))
+            return None, with_layers(sums, v, self.stage.weight_grad(*device.chunk(v), pending, sums[3][v]))
 
         _, carry["sums"] = device.add_on_chunk(place.chunk, run, None, carry["sums"])
         return out, carry

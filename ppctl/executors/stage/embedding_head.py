@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from ppctl.executors.stage.jaxprs import add_outputs, flatten
 from ppctl.model.trainable import trained_part, with_trained
@@ -39,18 +39,28 @@ def add_embedding_grad(
     return jax.tree.unflatten(treedef, add_outputs(program, jax.tree.leaves((ends, inputs, gx)), sums))
 
 
-def head_grads(
+def add_head_grads(
     head: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
     ends: Tree,
     y: jax.Array,
     targets: jax.Array,
+    total: Tree,
     trainable: Tree = True,
 ) -> tuple[jax.Array, Tree, jax.Array, jax.Array]:
-    """Return (gradient of y, gradient of `ends`, sum of losses, number of losses) of head(ends, y, targets).
+    """Return (gradient of y, `total` with that of `ends` added, sum of losses, their number) of head(ends, y, targets).
 
-    trainable: which of `ends` have gradients, as of a `Stack`; those of all others are None.
+    The gradient of the head's matrix goes into the sum product by product: see `add_outputs`. trainable: which of
+    `ends` have gradients, as of a `Stack`; sums of all others are None.
     """
-    run = lambda trained, y: head(with_trained(trained, ends), y, targets)  # noqa: E731
-    loss, pull, number = jax.vjp(run, trained_part(ends, trainable), y, has_aux=True)
-    ends_grad, y_grad = pull(jnp.ones_like(loss))
-    return y_grad, ends_grad, loss, number
+
+    def grads(ends: Tree, y: jax.Array, targets: jax.Array) -> tuple[Any, Tree]:
+        run = lambda trained, y: head(with_trained(trained, ends), y, targets)  # noqa: E731
+        loss, pull, number = jax.vjp(run, trained_part(ends, trainable), y, has_aux=True)
+        ends_grad, y_grad = pull(np.ones(loss.shape, loss.dtype))  # known when it is traced
+        return (y_grad, loss, number), ends_grad
+
+    closed, (own, _) = jax.make_jaxpr(grads, return_shape=True)(ends, y, targets)
+    others, (sums, treedef) = jax.tree.leaves(own), jax.tree.flatten(total)
+    found = add_outputs(flatten(closed), jax.tree.leaves((ends, y, targets)), [*[None] * len(others), *sums])
+    y_grad, loss, number = jax.tree.unflatten(jax.tree.structure(own), found[: len(others)])
+    return y_grad, jax.tree.unflatten(treedef, found[len(others) :]), loss, number

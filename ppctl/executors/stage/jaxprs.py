@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ CALLS = (  # primitive -> the parameter that holds what it calls
 )
 SCATTER_HINTS = ("indices_are_sorted", "unique_indices", "mode")
 BARRIER = "optimization_barrier"
+VIEWS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type")
+ADDITIONS = ("add", "add_any")
+DTYPE_OF_RESULT = {"dot_general": "preferred_element_type", "convert_element_type": "new_dtype"}  # parameters
 
 
 def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
@@ -55,35 +59,109 @@ def run_jaxpr(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> li
     return [env_value(env, v) if w else None for v, w in zip(jaxpr.outvars, wanted, strict=True)]
 
 
-def add_outputs(closed: core.ClosedJaxpr, args: Sequence[Any], totals: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return each of `totals` with the output in its place added.
+def add_outputs(closed: core.ClosedJaxpr, args: Sequence[Any], totals: Sequence[jax.Array | None]) -> list[Any]:
+    """Return each of `totals` with the output in its place added; None: the output. A total may have dims of 1 besides.
 
-    What the program scatters into zeros is scattered into the total: no array of that size is made, read and added.
+    No array of a total's size is made, read and added where the program can begin with the total: where it scatters
+    into zeros, or sums up from zeros in a scan. A product is made in the dtype of its total, so that it is rounded
+    once only, and XLA lets cuBLAS add it, whoever reads the sum.
     """
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    find, outvars = Origins(jaxpr), list[Any](jaxpr.outvars)
+    begins: dict[core.Var, jax.Array] = {}  # sums that begin with a total
+    dtypes: dict[core.Var, Any] = {}  # products and views of them in a total's dtype
+    for k, (total, v) in enumerate(zip(totals, jaxpr.outvars, strict=True)):
+        if total is None:
+            continue
+        *_, last = find.path(v, _changes_no_value)
+        if total.shape == v.aval.shape and find.is_sum_from_zeros(last, total.dtype):
+            begins[last], outvars[k] = total, last
+            continue
+        *_, last = path = find.path(v, lambda eqn: eqn.primitive.name in VIEWS)
+        if find.is_product(last) and _can_hold(total.dtype, last.aval.dtype):
+            dtypes |= dict.fromkeys(path, total.dtype)
     for eqn in jaxpr.eqns:
-        env |= dict(zip(eqn.outvars, bind_eqn(eqn, [env_value(env, v) for v in eqn.invars]), strict=True))
+        values, changes = [env_value(env, v) for v in eqn.invars], {}
+        for v in eqn.outvars:
+            if v in begins and not is_scan(eqn):  # what it calls is of the program's dtype
+                how = {name: eqn.params[name] for name in ("dimension_numbers", *SCATTER_HINTS)}
+                env[v] = jax.lax.scatter_add(begins[v], values[1], values[2].astype(begins[v].dtype), **how)
+            elif v in begins:
+                values[carry_place(eqn, v)] = begins[v]
+            elif v in dtypes and eqn.primitive.name in DTYPE_OF_RESULT:
+                changes[DTYPE_OF_RESULT[eqn.primitive.name]] = jnp.dtype(dtypes[v])
+        if not all(v in env for v in eqn.outvars):
+            env |= dict(zip(eqn.outvars, bind_eqn(eqn, values, **changes), strict=True))
 
-    def added(total: jax.Array, v: Any) -> jax.Array:
-        eqn = None if is_literal(v) else made_by.get(v)
-        if eqn is None or not _scatters_into_zeros(eqn, made_by):
-            return total + env_value(env, v).astype(total.dtype)
-        _, indices, updates = (env_value(env, each) for each in eqn.invars)
-        how = {name: eqn.params[name] for name in ("dimension_numbers", *SCATTER_HINTS)}
-        return jax.lax.scatter_add(total, indices, updates.astype(total.dtype), **how)
+    def added(total: jax.Array | None, v: Any) -> Any:
+        value = env_value(env, v)
+        return value if total is None or v in begins else total + value.astype(total.dtype).reshape(total.shape)
 
-    return [added(*each) for each in zip(totals, jaxpr.outvars, strict=True)]
+    return [added(*each) for each in zip(totals, outvars, strict=True)]
 
 
-def _scatters_into_zeros(eqn: core.JaxprEqn, made_by: dict[core.Var, core.JaxprEqn]) -> bool:
-    table: Any = eqn.invars[0] if eqn.primitive.name == "scatter-add" else None
-    if table is None or is_literal(table) or table not in made_by:
-        return False
-    filled = made_by[table]
-    value: Any = filled.invars[0] if filled.primitive.name == "broadcast_in_dim" else None
-    return value is not None and is_literal(value) and not value.val
+class Origins:
+    """Where the values of a program come from, as far as nothing else reads them on the way."""
+
+    def __init__(self, jaxpr: core.Jaxpr):
+        self.made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        read = (*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars))
+        self.uses = Counter(v for v in read if not is_literal(v))
+
+    def path(self, v: Any, passes: Callable[[core.JaxprEqn], bool]) -> list[Any]:
+        """Return v, then of what it is made by an equation that `passes`, and so on."""
+        path = [v]
+        while self.is_own(v) and passes(self.made_by[v]):
+            v = next(a for a in self.made_by[v].invars if not is_literal(a))
+            path.append(v)
+        return path
+
+    def is_own(self, v: Any) -> bool:
+        """Return whether an equation makes v for one reader alone."""
+        return not is_literal(v) and v in self.made_by and self.uses[v] == 1
+
+    def is_product(self, v: Any) -> bool:
+        return self.is_own(v) and self.made_by[v].primitive.name == "dot_general"
+
+    def is_sum_from_zeros(self, v: Any, dtype: Any) -> bool:
+        """Return whether v could begin with a total of this dtype: scattered into zeros, or summed up by a scan."""
+        if not self.is_own(v):
+            return False
+        eqn = self.made_by[v]
+        if eqn.primitive.name == "scatter-add":
+            return self.is_zeros(eqn.invars[0])
+        if not is_scan(eqn) or eqn.outvars.index(v) >= extents(eqn)[1] or v.aval.dtype != dtype:
+            return False
+        place, body = carry_place(eqn, v), eqn.params["jaxpr"].jaxpr
+        before, after, inside = body.invars[place], body.outvars[eqn.outvars.index(v)], Origins(body)
+        adds = inside.is_own(after) and inside.made_by[after].primitive.name in ADDITIONS
+        return (
+            adds
+            and before in inside.made_by[after].invars
+            and inside.uses[before] == 1
+            and self.is_zeros(eqn.invars[place])
+        )
+
+    def is_zeros(self, v: Any) -> bool:
+        if is_literal(v) or v not in self.made_by:
+            return False
+        filled = self.made_by[v]
+        value: Any = filled.invars[0] if filled.primitive.name == "broadcast_in_dim" else None
+        return value is not None and is_literal(value) and not value.val
+
+
+def _changes_no_value(eqn: core.JaxprEqn) -> bool:
+    """Return whether an equation returns its operand, rounded at most."""
+    operands: Any = eqn.invars
+    if eqn.primitive.name == "mul":
+        return any(is_literal(v) and v.val == 1 for v in operands)
+    return eqn.primitive.name == "convert_element_type"
+
+
+def _can_hold(dtype: Any, other: Any) -> bool:
+    """Return whether a floating dtype is no narrower than another one."""
+    return jnp.issubdtype(other, jnp.floating) and jnp.promote_types(dtype, other) == dtype
 
 
 def bind_eqn(eqn: core.JaxprEqn, values: Sequence[Any], **changes: Any) -> list[Any]:
@@ -153,6 +231,11 @@ def extents(eqn: core.JaxprEqn) -> tuple[int, int]:
         consts, carry, _ = (len(list(part)) for part in params["ft_in"].update(eqn.invars).unpack())
         return consts, carry
     return params["num_consts"], params["num_carry"]
+
+
+def carry_place(eqn: core.JaxprEqn, v: core.Var) -> int:
+    """Return which input of a scan is the beginning of the carry that it returns as v."""
+    return extents(eqn)[0] + eqn.outvars.index(v)
 
 
 def _changes_nothing(eqn: core.JaxprEqn) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ppctl.executors.stage.divided_dims import divided_dims
-from ppctl.executors.stage.jaxprs import depending_only, flatten, is_literal, run_jaxpr
+from ppctl.executors.stage.jaxprs import add_outputs, depending_only, flatten, is_literal, run_jaxpr
 from ppctl.executors.stage.split import Split, split
 from ppctl.model.trainable import trained_part, with_trained
 from ppctl.schedule.remat import Remat
@@ -23,6 +23,7 @@ from ppctl.schedule.remat import Remat
 Tree = Any
 Shape = jax.ShapeDtypeStruct
 Layer = Callable[[Tree, jax.Array], jax.Array]
+Backward = Literal["redo", "pull", "weight_grad"]  # from the input, from residuals, from what I hands on
 
 _policies = jax.checkpoint_policies
 KEEP_PRODUCTS = _policies.save_from_both_policies(
@@ -32,6 +33,10 @@ KEEP_PRODUCTS = _policies.save_from_both_policies(
 
 def zeros_like(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+
+
+def add_trees(total: Tree, update: Tree) -> Tree:
+    return jax.tree.map(lambda t, u: t + u.astype(t.dtype).reshape(t.shape), total, update)
 
 
 class Residuals:
@@ -109,6 +114,7 @@ class LayerPrograms:
         trainable: Tree = True,
     ):
         self.run, self.remat, self._shapes, self.divided, self.trainable = function, remat, (w, x), divided, trainable
+        self._flat: dict[Backward, Any] = {}  # (program, shapes of its results)
 
     @cached_property
     def residuals(self) -> Residuals:
@@ -176,6 +182,17 @@ class LayerPrograms:
     def weight_grad(self, w: Tree, pending: list[jax.Array]) -> Tree:
         """Return the gradient of w."""
         return self.split.weight_grad(w, pending)
+
+    def add_grads(self, how: Backward, args: tuple, sums: Tree) -> tuple[Any, Tree]:
+        """Return (gx, sums with dw added) where gx, dw = grads_of(self, how)(*args); see `add_outputs`."""
+        if how not in self._flat:
+            closed, shapes = jax.make_jaxpr(grads_of(self, how), return_shape=True)(*args)
+            self._flat[how] = flatten(closed), shapes
+        closed, (gx, _) = self._flat[how]
+        others, (totals, treedef) = [None] * len(jax.tree.leaves(gx)), jax.tree.flatten(sums)
+        found = add_outputs(closed, jax.tree.leaves(args), [*others, *totals])
+        gx = jax.tree.unflatten(jax.tree.structure(gx), found[: len(others)])
+        return gx, jax.tree.unflatten(treedef, found[len(others) :])
 
 
 class SwitchPackings:
@@ -254,6 +271,13 @@ class LayerSwitch:
         place = np.zeros(max(self.place_of) + 1, np.int32)
         place[list(self.place_of)] = list(self.place_of.values())
         return jax.lax.switch(jnp.asarray(place)[self.number], [partial(run, layer) for layer in self.layers], *args)
+
+
+def grads_of(layer: LayerPrograms | LayerSwitch, how: Backward) -> Callable[..., tuple[Any, Tree]]:
+    """Return a backward of a layer as a function to (gradient of the input, gradient of w); of W the first is None."""
+    if how == "weight_grad":
+        return lambda w, pending: (None, layer.weight_grad(w, pending))
+    return layer.redo if how == "redo" else layer.pull
 
 
 class FlatPacking:

@@ -24,13 +24,22 @@ import jax
 import jax.numpy as jnp
 
 from ppctl.executors.stage.gathered import Gather, fold_gathered
-from ppctl.executors.stage.layers import DividedWeights, Layer, LayerPrograms, LayerSwitch, SwitchPackings, zeros_like
+from ppctl.executors.stage.layers import (
+    Backward,
+    DividedWeights,
+    Layer,
+    LayerPrograms,
+    LayerSwitch,
+    SwitchPackings,
+    add_trees,
+    grads_of,
+    zeros_like,
+)
 from ppctl.model.trainable import trained_part
 from ppctl.schedule.remat import Remat
 
 Tree = Any
 Cotangent = Callable[[jax.Array | None], tuple[jax.Array, Any]]  # from a stage's output, or None, to (gy, aux)
-Backward = tuple[jax.Array, Any, Any]
 
 
 def fold(body: Callable, carry: Tree, xs: Any, *, reverse: bool = False) -> tuple[Tree, Any]:
@@ -87,7 +96,9 @@ class Stage:
     layers: the function that all layers are, or those of the model's layers in order; then every method needs to be
     given the `slots` that it has. None: layers that are all alike. gather: from a layer's shards, of which `w` then is
     made, to the layer; None: `w` is of whole layers. Gradients are whole. divided: where XLA divides a layer's
-    parameters. trainable: which of them have gradients, as of a `Stack`; those of all others are None.
+    parameters. trainable: which of them have gradients, as of a `Stack`; those of all others are None. in_order: a
+    layer is recomputed (remat=layer) when the backward of the layer behind it is done. It needs nothing of that one,
+    so that XLA for GPUs runs the forwards of all layers first, and what they keep is there at the same time.
     """
 
     def __init__(
@@ -99,10 +110,11 @@ class Stage:
         gather: Gather | None = None,
         divided: DividedWeights | None = None,
         trainable: Tree = True,
+        in_order: bool = False,
     ):
         functions = (layers,) if callable(layers) else layers
         self.remat, self.are_alike, self.w0, self.x, self.gather = remat, callable(layers), w0, x, gather
-        self.trainable = trainable
+        self.trainable, self.in_order = trainable, in_order and remat.keeps_layer_inputs
         programs = {id(each): LayerPrograms(each, remat, w0, x, divided, trainable) for each in functions}
         self.layers = [programs[id(function)] for function in functions]
         self.packings = SwitchPackings(self.layers)
@@ -182,63 +194,71 @@ class Stage:
         return y, inputs if self.remat.keeps_layer_inputs else x
 
     def backward(
-        self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable
+        self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable, sums: Any = None
     ) -> tuple[jax.Array, Any, Any]:
         """Return (gradient of the input, gradients of w, aux) where gy, aux = cotangent(y).
 
-        y is the stage's output where the backward recomputes all of it (remat=full), else None.
+        y is the stage's output where the backward recomputes all of it (remat=full), else None. sums: of gradients of
+        w, in the form of w, to which they are added; then these are the second result.
         """
         if self.remat.keeps_input_only:
             y, saved, last = self._save(w, slots, stash)
             gy, aux = cotangent(y)
-            gx, dw = self._pull(w, slots, saved, gy, last)
-            return gx, dw, aux
+            return *self._pull(w, slots, saved, gy, sums, last), aux
         gy, aux = cotangent(None)
-        if self.remat.keeps_residuals:
-            gx, dw = self._pull(w, slots, stash, gy)
-            return gx, dw, aux
-
-        def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
-            k, layer_w, x = item
-            redo = self.layer(slots, k).redo
-            return where_layer(slots, k, redo, lambda w, x, gy: (gy, self._no_grads(w)), layer_w, x, gy)
-
-        gx, dw, _ = self._fold(body, gy, w, stash, reverse=True)
-        return gx, dw, aux
+        return *self._pull(w, slots, stash, gy, sums), aux
 
     def input_grad(
-        self, w: Any, slots: LayerSlots | None, stash: Tree, cotangent: Callable
+        self,
+        w: Any,
+        slots: LayerSlots | None,
+        stash: Tree,
+        cotangent: Callable,
+        kept: Any = None,
+        keep: Callable[[Tree, Tree], Tree] = lambda _, pending: pending,
     ) -> tuple[jax.Array, Any, Any]:
-        """Return (gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`."""
-        y, kept, last = self._save(w, slots, stash) if self.remat.keeps_input_only else (None, stash, None)
-        gy, aux = cotangent(y)
+        """Return (gradient of the input, pending, aux) where gy, aux = cotangent(y), with y as in `backward`.
 
-        def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, list[jax.Array]]:
-            k, layer_w, layer_kept = item
+        kept: where arrays like pending are kept; then keep(kept, pending), of each layer, is the second result.
+        """
+        y, read, last = self._save(w, slots, stash) if self.remat.keeps_input_only else (None, stash, None)
+        gy, aux = cotangent(y)
+        in_order = self.in_order and isinstance(w, list)  # a scan is
+
+        def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Any]:
+            k, layer_w, layer_read, *layer_kept = item
             layer = self.layer(slots, k)
 
-            def run(w: Tree, kept: Any, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-                saved = layer.save(w, kept)[1] if self.remat.keeps_layer_inputs else kept
+            def run(w: Tree, read: Any, gy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+                saved = layer.save(w, read)[1] if self.remat.keeps_layer_inputs else read
                 return layer.input_grad(w, saved, gy)
 
-            skip = lambda w, kept, gy: (gy, zeros_like(layer.pending))  # noqa: E731
-            return where_layer(slots, k, run, skip, layer_w, layer_kept, gy)
+            skip = lambda w, read, gy: (gy, zeros_like(layer.pending))  # noqa: E731
+            if in_order:
+                layer_read, gy = jax.lax.optimization_barrier((layer_read, gy))
+            gx, pending = where_layer(slots, k, run, skip, layer_w, layer_read, gy)
+            found = gx, keep(layer_kept[0], pending) if layer_kept else pending
+            return jax.lax.optimization_barrier(found) if in_order else found
 
-        gx, pending, _ = self._fold(body, gy, w, kept, reverse=True, first=last)
-        return gx, pending, aux
+        in_turn = self._in_turn(w, kept)
+        gx, pending, _ = self._fold(body, gy, w, read, *in_turn, reverse=True, first=last)
+        return gx, pending if kept is None or in_turn else keep(kept, pending), aux
 
-    def weight_grad(self, w: Any, slots: LayerSlots | None, pending: Any) -> Any:
-        """Return the gradients of w, from the arrays that `input_grad` handed on."""
+    def weight_grad(self, w: Any, slots: LayerSlots | None, pending: Any, sums: Any = None) -> Any:
+        """Return the gradients of w, from the arrays that `input_grad` handed on; sums: as of `backward`."""
 
         def body(_: None, item: tuple) -> tuple[None, Tree]:
-            k, layer_w, layer_pending = item
-            skip = lambda w, pending: self._no_grads(w)  # noqa: E731
-            return None, where_layer(slots, k, self.layer(slots, k).weight_grad, skip, layer_w, layer_pending)
+            k, layer_w, layer_pending, *total = item
+            skip = lambda w, pending: (None, self._no_grads(w))  # noqa: E731
+            return self._added(slots, k, "weight_grad", skip, (layer_w, layer_pending), *total)
 
+        others = pending, *self._in_turn(w, sums)
         if self.gather is None or self._weight_grad_reads(slots):
-            return self._fold(body, None, w, pending)[1]
-        unread = lambda carry, item: body(carry, (item[0], zeros_like(self.w0), item[2]))  # noqa: E731
-        return fold(unread, None, numbered(w, pending))[1]
+            dw = self._fold(body, None, w, *others)[1]
+        else:
+            unread = lambda carry, item: body(carry, (item[0], zeros_like(self.w0), *item[2:]))  # noqa: E731
+            dw = fold(unread, None, numbered(w, *others))[1]
+        return self._all_added(w, sums, dw)
 
     def _weight_grad_reads(self, slots: LayerSlots | None) -> bool:
         """Return whether W reads parameters of any layer that the slots may hold."""
@@ -256,13 +276,40 @@ class Stage:
         return self._fold(body, x, w)
 
     def _pull(
-        self, w: Any, slots: LayerSlots | None, saved: Any, gy: jax.Array, last: Tree = None
+        self, w: Any, slots: LayerSlots | None, kept: Any, gy: jax.Array, sums: Any, last: Tree = None
     ) -> tuple[jax.Array, Any]:
-        """Return the gradients of the stage's input and of w. last: the last layer, where it is gathered already."""
+        """Return the gradients of the stage's input and of w, or the sums with the latter added.
+
+        kept: residuals, or with remat=layer the input of each layer. last: the last layer, where it is gathered.
+        """
+        how: Backward = "redo" if self.remat.keeps_layer_inputs else "pull"
+        in_order = self.in_order and isinstance(w, list)  # a scan is
 
         def body(gy: jax.Array, item: tuple) -> tuple[jax.Array, Tree]:
-            k, layer_w, layer_saved = item
-            skip = lambda w, saved, gy: (gy, self._no_grads(w))  # noqa: E731
-            return where_layer(slots, k, self.layer(slots, k).pull, skip, layer_w, layer_saved, gy)
+            k, layer_w, layer_kept, *total = item
+            skip = lambda w, kept, gy: (gy, self._no_grads(w))  # noqa: E731
+            if in_order:
+                layer_kept, gy = jax.lax.optimization_barrier((layer_kept, gy))
+            found = self._added(slots, k, how, skip, (layer_w, layer_kept, gy), *total)
+            return jax.lax.optimization_barrier(found) if in_order else found
 
-        return self._fold(body, gy, w, saved, reverse=True, first=last)[:2]
+        gx, dw, _ = self._fold(body, gy, w, kept, *self._in_turn(w, sums), reverse=True, first=last)
+        return gx, self._all_added(w, sums, dw)
+
+    def _added(
+        self, slots: LayerSlots | None, k: Any, how: Backward, skip: Callable, args: tuple, total: Tree = None
+    ) -> tuple[Any, Tree]:
+        """Return (gx, dw) of slot k, or (gx, total with dw added)."""
+        layer = self.layer(slots, k)
+        if total is not None and isinstance(layer, LayerPrograms) and (slots is None or slots.count is None):
+            return layer.add_grads(how, args, total)
+        gx, dw = where_layer(slots, k, grads_of(layer, how), skip, *args)
+        return gx, dw if total is None else add_trees(total, dw)
+
+    def _in_turn(self, w: Any, held: Any) -> tuple[Any, ...]:
+        """Return sums or what else is held, if any, where each layer's is written when it is made: if unrolled."""
+        return (held,) if held is not None and isinstance(w, list) else ()
+
+    def _all_added(self, w: Any, sums: Any, dw: Any) -> Any:
+        """Return the gradients of all layers, added if there are sums."""
+        return dw if sums is None or self._in_turn(w, sums) else add_trees(sums, dw)

@@ -87,7 +87,8 @@ def model_of(
         specs = layer_specs(states.layout.staged_specs(states.staged["params"])["layers"])
     auto_specs = layout.auto_specs({"ends": params["ends"], "layers": layer}) if layout.auto else None
     sizes = num_microbatches, execution.remat, execution.unroll, dtype, axes
-    return Model(stack, params["ends"], layer, microbatch, *sizes, layout.own_ends(params["ends"]), specs, auto_specs)
+    divided = layout.own_ends(params["ends"]), specs, auto_specs
+    return Model(stack, params["ends"], layer, microbatch, *sizes, *divided, in_order=_is_gpu(layout))
 
 
 def _by_reference(stack: Stack, model: Model, layout: Layout, execution: Execution) -> tuple[LossAndGrads, Loss]:
@@ -128,8 +129,12 @@ def tick_options(layout: Layout, execution: Execution, dtype: jnp.dtype) -> Opti
         gather=execution.gather if layout.mesh.shape["fsdp"] > 1 else "step",  # nothing is gathered
         unroll=execution.unroll,
         dtype=dtype,
-        loops=layout.mesh.devices.flat[0].platform in ("gpu", "cuda"),
+        loops=_is_gpu(layout),
     )
+
+
+def _is_gpu(layout: Layout) -> bool:
+    return layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 def dispatch_order(schedule: Schedule, costs: Costs) -> list[Task]:

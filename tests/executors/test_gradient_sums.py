@@ -1,0 +1,147 @@
+"""Gradients added to their sums as they are made: equal to autodiff's, no arrays besides, and layer after layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import cases
+from support.mpmd_cases import MpmdCase, make_engine
+
+from ppctl.executors.stage.embedding_head import add_head_grads
+from ppctl.executors.stage.jaxprs import add_outputs, demand, depending_only, flatten
+from ppctl.executors.stage.stage import Stage
+from ppctl.model import cross_entropy as module
+from ppctl.schedule.remat import Remat
+
+TOKENS, WIDTH, VOCAB_SIZE = 12, 6, 11
+
+
+# --- the head --------------------------------------------------------------------------------------------------------
+
+
+def head(is_tied):
+    def run(ends, y, targets):
+        x = y * ends["scale"]
+        return module.cross_entropy(x, ends["matrix"], targets, is_tied=is_tied), jnp.float32(TOKENS)
+
+    return run
+
+
+def arrays(is_tied, dtype="float64"):
+    draw = np.random.default_rng(0)
+    some = lambda *shape: jnp.asarray(draw.standard_normal(shape), dtype)  # noqa: E731
+    ends = {"matrix": some(*(VOCAB_SIZE, WIDTH)[:: 1 if is_tied else -1]), "scale": some(WIDTH)}
+    return ends, some(TOKENS, WIDTH), jnp.asarray(draw.integers(VOCAB_SIZE, size=TOKENS))
+
+
+@pytest.fixture(params=[1, 3], ids=["one chunk", "three chunks"])
+def chunks(request, monkeypatch):
+    for name, size in {"LEAST_TOKENS": TOKENS // request.param, "MOST_LOGITS": 1, "FEW_LOGITS": 1}.items():
+        monkeypatch.setattr(module, name, size)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_sums_with_the_gradients_of_a_head_by_chunks_are_those_of_autodiff(is_tied, chunks):
+    with jax.enable_x64(True):
+        ends, y, targets = arrays(is_tied)
+        total = jax.tree.map(jnp.cos, ends)
+        loss, pull, number = jax.vjp(lambda ends, y: head(is_tied)(ends, y, targets), ends, y, has_aux=True)
+        ends_grad, y_grad = pull(jnp.ones_like(loss))
+        wanted = y_grad, jax.tree.map(jnp.add, total, ends_grad), loss, number
+        found = jax.jit(lambda *args: add_head_grads(head(is_tied), *args))(ends, y, targets, total)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13), found, wanted)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_gradient_of_a_head_by_chunks_is_no_array_by_itself(is_tied, chunks):
+    """Before the chunks, or behind them: the sum goes through their loop, in its own precision."""
+    ends, y, targets = arrays(is_tied, "bfloat16")
+    total = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), ends)
+    jaxpr = jax.make_jaxpr(lambda *args: add_head_grads(head(is_tied), *args))(ends, y, targets, total).jaxpr
+    needed, _ = demand(jaxpr, [True] * len(jaxpr.outvars))
+    shape = ends["matrix"].shape
+    made = [
+        eqn.primitive.name
+        for i, eqn in enumerate(jaxpr.eqns)
+        if i in needed
+        for v in eqn.outvars
+        if v.aval.shape == shape
+    ]
+    assert made == ["scan"]
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def test_a_product_is_rounded_as_its_sum_is():
+    g, x = jnp.full((64, 3), 1 + 2**-7, jnp.bfloat16), jnp.ones((64, 5), jnp.bfloat16)
+    program = flatten(jax.make_jaxpr(lambda g, x: ((g.T @ x).T, g @ (g.T @ x)))(g, x))
+    total = jnp.full((5, 3), 2.0**-10, jnp.float32)
+    found, other = add_outputs(program, (g, x), (total, None))
+    assert other.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, np.full((5, 3), 64 * (1 + 2**-7) + 2**-10, np.float32))
+
+
+def test_a_product_that_something_else_reads_stays_as_it_is():
+    g, x = jnp.ones((4, 3), jnp.bfloat16), jnp.ones((4, 5), jnp.bfloat16)
+
+    def program(g, x):
+        product = g.T @ x
+        return product, jnp.tanh(product)
+
+    jaxpr = jax.make_jaxpr(
+        lambda *args: add_outputs(flatten(jax.make_jaxpr(program)(g, x)), args, (jnp.zeros((3, 5)), None))
+    )
+    dots = [eqn for eqn in jaxpr(g, x).jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert [eqn.outvars[0].aval.dtype for eqn in dots] == [jnp.bfloat16]
+
+
+# --- the order of layers ---------------------------------------------------------------------------------------------
+
+
+def block(w, x):
+    return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+
+def backward_of(num_layers, remat):
+    """(jaxpr of the backward of a stage with sums, its inputs by name)."""
+    w0 = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}
+    x = jnp.ones((2, 4))
+    stage, w = Stage(block, Remat.of(remat), w0, x, in_order=True), [w0] * num_layers
+    stash = stage.stash_shapes(w)
+    args = {"w": w, "stash": jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), stash), "gy": x, "sums": w}
+
+    def run(args):
+        return stage.backward(args["w"], None, args["stash"], lambda _: (args["gy"], ()), args["sums"])
+
+    jaxpr = jax.make_jaxpr(run)(args).jaxpr
+    names = [
+        path[0].key + str(path[1].idx if len(path) > 1 else "") for path, _ in jax.tree_util.tree_leaves_with_path(args)
+    ]
+    return jaxpr, names
+
+
+@pytest.mark.parametrize("absent", ["gy", "sums2", "sums1"])
+def test_a_layer_is_recomputed_when_the_layers_behind_it_are_done(absent):
+    """Else XLA for GPUs recomputes all layers of a stage before the backward of the last one."""
+    jaxpr, names = backward_of(3, "layer")
+    before = depending_only(jaxpr, [name != absent for name in names])
+    products = [eqn.outvars[0] in before for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    of_layer = len(products) // 3
+    done = {"gy": 0, "sums2": of_layer, "sums1": 2 * of_layer}[absent]
+    assert products == [True] * done + [False] * (len(products) - done)
+
+
+# --- after the tasks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["untied gelu", "tied swiglu"])
+def test_what_finishes_the_gradients_of_a_rank_copies_none_of_them(model):
+    engine, _ = make_engine(MpmdCase("1f1b", (1, 2, 1), model=model, num_layers=4))
+    found = engine.programs(lambda ops: [op for op in ops if op.program and op.program.kind == "finish"])
+    for program in found.programs:
+        leaves = jax.tree.leaves(program.traced.out_info[1:])
+        if model == "tied swiglu" and 0 in program.ranks:  # the sum of both ranks' embeddings is a result once more
+            leaves.remove(next(a for a in leaves if a.shape == (cases.VOCAB_SIZE, cases.TRANSFORMER["d_model"])))
+        aliased = program.compiled.memory_analysis().alias_size_in_bytes
+        assert aliased >= sum(a.size * a.dtype.itemsize for a in leaves)
