@@ -19,7 +19,7 @@ from pathlib import Path
 MODEL = (  # 0.94 B parameters; 197.6 TFLOP in a step of 16 sequences, full attention counted
     "model.num_layers=16 model.d_model=2048 model.num_heads=16 model.mlp_ratio=4 model.seq_len=2048 run.dtype=bfloat16"
 )
-TINY = "model.num_layers=8 model.d_model=32 model.num_heads=4 model.seq_len=32 run.dtype=bfloat16 run.platform=cpu"
+TINY = "model.num_layers=16 model.d_model=32 model.num_heads=4 model.seq_len=32 run.dtype=bfloat16 run.platform=cpu"
 DATA, TINY_DATA = "data=synthetic data.vocab_size=32000", "data=synthetic data.vocab_size=64"
 MICROBATCHES = 8
 STEPS, WARM_UP = 14, 4
