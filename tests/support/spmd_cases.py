@@ -74,8 +74,7 @@ FEW_PAIRS = {
     pair
     for pair in ALL_PAIRS
     if all(name not in ("schedule", "mesh") and value in FEW[name] for name, value in pair)
-    or (pair[0][0], pair[1][0]) == ("layers", "mesh")
-    and pair[1][1] in FEW["mesh"]
+    or ((pair[0][0], pair[1][0]) == ("layers", "mesh") and pair[1][1] in FEW["mesh"])
 } | {(("remat", FEW["remat"][i % 3]), ("schedule", schedule)) for i, schedule in enumerate(FEW["schedule"])}
 
 
