@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from support.selection import every_other, few
+from support.selection import every_other, few, full
 
 from ppctl.errors import ConfigError
 from ppctl.schedule import build
@@ -132,7 +132,9 @@ def test_many_layers_take_few_states():
 
 
 @pytest.mark.parametrize(
-    "rank_of", few([loop(4, 2), v_shape(16), waves(4, 2), loop(16, 2), loop(8, 2), loop(8, 4)], 3), ids=len
+    "rank_of",
+    [loop(4, 2), v_shape(16), waves(4, 2), *(full((each,)) for each in (loop(16, 2), loop(8, 2), loop(8, 4)))],
+    ids=len,
 )
 def test_a_limit_three_percent_above_what_is_needed_is_met_in_few_states(rank_of):
     """Twin layers, every second with 4 times the bytes, more in flight on the first ranks."""
