@@ -15,7 +15,7 @@ import pytest
 import yaml
 from jax import monitoring
 from orbax.checkpoint import v1 as ocp
-from support.selection import every_other, few
+from support.selection import few, one_in
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ppctl import cli
@@ -182,7 +182,8 @@ def test_the_second_train_step_compiles_nothing(train, tmp_path):
 
 @pytest.mark.parametrize(
     ("step", "words", "message"),
-    every_other(
+    one_in(
+        3,
         [
             (
                 6,
@@ -221,7 +222,7 @@ def test_the_second_train_step_compiles_nothing(train, tmp_path):
             ),
             (0, "run.resume=must", r"run.resume=must, but there is no checkpoint in .*Use run.resume=auto\."),
             (0, "run.eval_every=1 run.eval_batches=9", r"run.eval_batches\*data.batch_size = 9\*16 = 144 is more than"),
-        ]
+        ],
     ),
 )
 def test_a_resume_that_cannot_be_is_refused_before_compiling(train, copy, step, words, message):
