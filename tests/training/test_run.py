@@ -1,4 +1,4 @@
-"""The training loop: what a run leaves behind, how it goes on, and how numbers that are not finite or signals end it."""
+"""The training loop: what a run leaves behind, how it goes on, and how signals or numbers not finite end it."""
 
 import contextlib
 import itertools
