@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden bench bench-plan bench-published bench-vocabulary clean
+.PHONY: help setup train test test-full check lint smoke docs exhaustive chaos fuzz soak golden bench bench-gpu bench-plan bench-published bench-vocabulary clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,6 +57,9 @@ golden: $(INSTALLED) ## rewrite the golden schedules and show what changed; then
 
 bench: $(INSTALLED) ## CPU seconds of a pipelined step compared with the un-pipelined one, compile time, memory
 	$(BIN)/ppctl bench recipes=bench
+
+bench-gpu: $(INSTALLED) ## on one accelerator: steps, predictions, ranks, traces and kernels next to their bars; half an hour
+	$(BIN)/python tests/support/accelerator.py
 
 bench-plan: $(INSTALLED) ## predicted and measured steps of 28 layouts: errors, ranking, regret; about 10 minutes
 	$(BIN)/python tests/support/bench_plan.py

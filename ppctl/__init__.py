@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ppctl.schedule.families.registry import build as build_schedule
     from ppctl.schedule.ir import Schedule, Task
     from ppctl.schedule.simulate import Timeline, simulate
-    from ppctl.training.models import mlp, transformer
+    from ppctl.training.models import attention, mlp, transformer
     from ppctl.training.pipeline import Pipeline, pipeline
     from ppctl.training.saved_run import SavedRun, load_run
     from ppctl.training.start import mesh
@@ -39,6 +39,7 @@ __all__ = [
     "Task",
     "Timeline",
     "VocabularyParts",
+    "attention",
     "build_schedule",
     "draw",
     "load_run",
@@ -63,6 +64,7 @@ _HOMES = {
     "Task": "schedule.ir",
     "Timeline": "schedule.simulate",
     "VocabularyParts": "model.stack",
+    "attention": "training.models",
     "build_schedule": "schedule.families.registry:build",
     "draw": "reports.charts.draw",
     "load_run": "training.saved_run",

@@ -1,6 +1,7 @@
 """Eight simulated CPU devices, float64, and a cache of compiled programs, set before JAX starts."""
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ FLAGS = [
     "--xla_cpu_collective_timeout_seconds=600",
     # the same programs in slower machine code: most of the time of tests is compiling
     "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",  # the modules are too small to be worth dividing
 ]
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12):  # which has MLIR's emitters alone
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
@@ -45,5 +47,14 @@ def set_environment() -> None:
 
 if not IS_WORKER:
     set_environment()
+
+
+def pytest_collection_finish():
+    """Look for garbage seldom, and only in what tests make: modules and collected tests are many objects that stay."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 collect_ignore = ["support/mpmd_worker.py"]  # a program; the search for doctests would import it
 collect_ignore_glob = ["*conftest.py"]  # the search for doctests would import each as the one module `conftest`

@@ -206,7 +206,7 @@ class MLP:
 class CustomModel:
     """A model of one's own: a function that returns a ppctl.Stack, or a ppctl.Network, which is cut into layers.
 
-    The function takes (num_layers, dtype, data, **options).
+    The function takes (num_layers, dtype, data, **options), and device if it names it.
     """
 
     name: str = "custom"

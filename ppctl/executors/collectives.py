@@ -24,6 +24,11 @@ KINDS = (
 COLLECTIVE = re.compile(rf"^\s+(?:ROOT )?%?[\w.\-]+ = (.+?) ({'|'.join(KINDS)})(-start)?\(")
 GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# a mesh, its devices where they are not in order, and the axes, or parts of axes, that make a group
+MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.+?)\))? \{([^}]*)\}")
+MESH_AXIS = re.compile(r"([^,=]+)=(\d+)")
+GROUP_AXIS = re.compile(r"([^,:]+)(?::\((\d+)\)(\d+))?(?:,|$)")
+MESH_IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+)")
 ARRAY = re.compile(r"([a-z]+\d*\w*)\[([\d,<=]*)\]")
 
 
@@ -112,11 +117,39 @@ def _groups(line: str, num_devices: int) -> Iterator[list[int]]:
         numbers = np.arange(prod(dims)).reshape(dims)
         yield from (numbers.transpose(order) if order else numbers).reshape(shape).reshape(-1, shape[-1]).tolist()
         return
+    if (named := MESH.search(line)) is not None:
+        yield from _groups_of_mesh(*named.groups())
+        return
     listed = GROUPS.search(line)
     groups = [] if listed is None else re.findall(r"\{([\d,]*)\}", listed[1])
     yield from ([int(n) for n in group.split(",")] for group in groups if group)
     if not groups:
         yield list(range(num_devices))
+
+
+def _groups_of_mesh(mesh: str, ids: str | None, axes: str) -> Iterator[list[int]]:
+    """Yield groups that are written as a mesh and some of its axes, as XLA of jaxlib 0.12 does.
+
+    `x:(a)b` is the part of axis x that b is the size of, between a part of size a before it and the rest behind it.
+
+    >>> list(_groups_of_mesh("'x'=2,'y'=4", None, "'x','y':(2)2"))
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
+    >>> list(_groups_of_mesh("x=2,y=2", "[2,2]T(1,0)", "y")), list(_groups_of_mesh("x=2,y=2", "3,1,2,0", "y"))
+    ([[0, 2], [1, 3]], [[3, 1], [2, 0]])
+    """
+    sizes = {name: int(size) for name, size in MESH_AXIS.findall(mesh)}
+    devices = np.arange(prod(sizes.values()))
+    if ids is not None and (listed := MESH_IDS.match(ids)) is not None:
+        dims, order, each = ([int(n) for n in (part or "").split(",") if n] for part in listed.groups())
+        devices = np.array(each) if each else devices.reshape(dims).transpose(order or None)
+    parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in GROUP_AXIS.findall(axes)}
+    shape, of_group = list[int](), list[int]()
+    for name, whole in sizes.items():
+        before, size = parts.get(name, (whole, 1))
+        of_group += [len(shape) + 1] if name in parts else []
+        shape += [before, size, whole // (before * size)]
+    apart = [i for i in range(len(shape)) if i not in of_group]
+    yield from devices.reshape(shape).transpose(apart + of_group).reshape(-1, prod(shape[i] for i in of_group)).tolist()
 
 
 def _bytes(shape: str, kind: str, *, is_start: bool) -> int:

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from ppctl import config as settings
 from ppctl.config import Config
+from ppctl.config.checks import above_zero, at_least, choice
 from ppctl.data import DataSet
 from ppctl.errors import ConfigError
 from ppctl.model import mlp as mlp_model
 from ppctl.model import transformer as transformer_model
-from ppctl.model.attention import attention, choose
+from ppctl.model.attention import Kernel, choose
+from ppctl.model.attention import attention as attention_of
 from ppctl.model.lora import Lora
 from ppctl.model.rotary import rotation
 from ppctl.model.scoring import Scoring
@@ -43,6 +45,37 @@ def transformer(
     checked = _checked(settings.Transformer, {**sizes, "vocab_size": vocab_size}, drop=("name", "seq_len"))
     wanted = checked.pop("attention")
     return transformer_model.transformer(**checked, dtype=dtype, mix=_mix(wanted, None), packed=packed, lora=lora)
+
+
+def attention(
+    kernel: str = "auto",
+    *,
+    device: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Kernel:
+    """Return causal grouped-query attention for a model of one's own, by the kernels that the transformer has.
+
+    It maps q [batch, tokens, heads, width], k and v [batch, tokens, kv heads, width], with kv heads dividing heads,
+    to [batch, tokens, heads, width]. A fourth argument, int [batch, tokens], numbers the documents of packed sequences,
+    none of which attends to another. It runs in both executors, and compiles for devices that are not here.
+
+    Args:
+        kernel: auto, xla, chunked, cudnn or pallas, as `model.attention`.
+        device: One of those that the model is for, by which auto chooses; None: the first that is here.
+        scale: Of the scores; None: 1 / sqrt(width).
+        softcap: c of scores c * tanh(score / c); None: no cap.
+        window: Last tokens that each attends to, itself included; None: all before it.
+
+    Raises:
+        ConfigError: When it is called: the device, the dtype or the shapes do not allow the kernel.
+    """
+    choice("kernel", kernel, settings.Transformer.ATTENTIONS)
+    above_zero("scale", scale)
+    above_zero("softcap", softcap)
+    at_least("window", window, 1)
+    return attention_of(kernel, device, scoring=Scoring(scale, softcap, window))
 
 
 def mlp(*, input_dim: int, target_dim: int, dtype: Any = jnp.float32, **sizes: Any) -> Stack:
@@ -81,7 +114,7 @@ def make_stack(config: Config, data: DataSet, compute: jnp.dtype, device: Any) -
     name = sizes.pop("name")
     if name == "custom":
         sizes.pop("seq_len")
-        return custom_stack(**sizes, data=data, dtype=dtype, compute=compute)
+        return custom_stack(**sizes, data=data, dtype=dtype, compute=compute, device=device)
     if name == "mlp":
         input_dim, target_dim = data.input_dim, data.target_dim
         if input_dim is None or target_dim is None:
@@ -121,7 +154,7 @@ def lora_of(optim: settings.AdamW | settings.SGD) -> Lora | None:
 
 
 def _mix(wanted: str, device: Any, most_documents: int | None = None) -> transformer_model.Mix:
-    return lambda axes, scoring: attention(wanted, device, axes, scoring, most_documents)
+    return lambda axes, scoring: attention_of(wanted, device, axes, scoring, most_documents)
 
 
 def attention_kernels(config: Config, compute: jnp.dtype, device: Any, data: DataSet) -> tuple[str, ...]:

@@ -46,16 +46,17 @@ def custom_stack(
     layers: str = "marks",
     mixes_examples: bool = False,
     compute: jnp.dtype | None = None,
+    device: Any = None,
 ) -> Stack:
     """Return the model that model.target returns for (num_layers, dtype, data, **options), a network as a stack.
 
-    dtype, compute: of parameters, and of compute with them. ConfigError where it cannot be called so, or where its
+    dtype, compute: of parameters, and of compute with them. device: one that it is for, which a function that names
+    `device` is given too. ConfigError where it cannot be called so, or where its
     result takes no example of `data`, or cannot be cut.
     """
     key, auto = f"model.target={target}", layers == "auto"
-    stack = _call_target(
-        (Stack, Network), key, target, {"num_layers": num_layers, "dtype": dtype, "data": data}, options
-    )
+    given = {"num_layers": num_layers, "dtype": dtype, "data": data}
+    stack = _call_target((Stack, Network), key, target, given, options, {"device": device})
     head = "head"  # as the author calls it
     if isinstance(stack, Network):
         head = f"the Network's loss, {getattr(stack.loss, '__name__', 'which has no name')},"
@@ -100,15 +101,22 @@ def custom_data(
 
 
 def _call_target(
-    kind: type[T] | tuple[type[T], ...], key: str, target: str, given: Mapping[str, Any], options: Mapping[str, Any]
+    kind: type[T] | tuple[type[T], ...],
+    key: str,
+    target: str,
+    given: Mapping[str, Any],
+    options: Mapping[str, Any],
+    offered: Mapping[str, Any] | None = None,
 ) -> T:
     """Return the result of a target, which is of this kind; ConfigError where it is not.
 
     What the function does not name of `given` it is not called with. That is an error where the result is one of ALL,
-    which are made with them.
+    which are made with them. Of `offered` it gets what it names and options do not give.
     """
     function = _function(key, target)
-    taken = _taken(function, given)
+    named = inspect.signature(function).parameters
+    offers = {name: value for name, value in (offered or {}).items() if name in named and name not in options}
+    taken = _taken(function, given) | offers
     result = _call(key, function, given, taken, options)
     if not isinstance(result, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)

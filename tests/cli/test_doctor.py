@@ -150,14 +150,17 @@ def test_an_exchange_that_loses_a_message_is_not_right(monkeypatch):
     assert not links.measure_link(*jax.devices()[:2]).is_right
 
 
-def test_a_link_without_an_answer_ends_the_process_with_a_line():
+@pytest.mark.parametrize(("load", "ends"), [(0.1, "hang there.\n"), (99, "busy (load 99 on 2 cores): try again.\n")])
+def test_a_link_without_an_answer_ends_the_process_with_a_line(load, ends):
     text = (
-        "import time\nfrom ppctl.cli.commands import doctor\ndoctor.ANSWER_WITHIN_S = 0.2\n"
+        f"import os, time\nos.getloadavg, os.cpu_count = lambda: ({load}, 0, 0), lambda: 2\n"
+        "from ppctl.cli.commands import doctor\ndoctor.ANSWER_WITHIN_S = 0.2\n"
         "with doctor._answering('exchange of device 0 and 1'):\n    time.sleep(60)\n"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith("ppctl: exchange of device 0 and 1: no answer within 0 s.")
+    assert done.stderr.startswith("ppctl: exchange of device 0 and 1: no answer within 0 s. Training would hang there")
+    assert done.stderr.endswith(ends)
 
 
 def test_the_costs_of_a_hop_are_those_of_the_worst_neighbours_along_pp():

@@ -173,7 +173,7 @@ FAULTS = [
 
 
 # Hydra composes each, which takes half a second
-@pytest.mark.parametrize(("line", "message"), one_in(3, FAULTS), ids=[line for line, _ in FAULTS])
+@pytest.mark.parametrize(("line", "message"), one_in(4, FAULTS), ids=[line for line, _ in FAULTS])
 def test_a_wrong_request_is_one_line_and_exit_code_2(line, message, capsys, served, in_empty_directory):
     assert cli.main(line.split()) == 2
     out, err = capsys.readouterr()

@@ -24,7 +24,7 @@ TRAIN = (
     "model.num_layers=2 model.d_model=16 model.num_heads=2 model.num_kv_heads=1 model.seq_len=16 mesh=1x1 "
     "schedule=gpipe schedule.num_microbatches=1 data=text data.path=text.txt data.batch_size=8 data.cache_dir=cache "
     "optim.lr=0.02 optim.warmup_steps=0 run.num_steps=20 run.platform=cpu run.dtype=float32 run.tensorboard=false "
-    "run.eval_every=20 run.eval_batches=1 run.dir=run run.compilation_cache=null executor=reference"
+    "run.eval_every=20 run.eval_batches=1 run.dir=run executor=reference"
 )
 
 

@@ -125,7 +125,7 @@ def test_a_file_may_describe_a_sweep(monkeypatch, in_empty_directory):
     ("number", "code", "last", "side"),
     [
         (signal.SIGINT, 130, "saved", 2),
-        (signal.SIGTERM, 143, "", 1),
+        pytest.param(signal.SIGTERM, 143, "", 1, marks=pytest.mark.full),
         pytest.param(signal.SIGINT, 130, "saved", 1, marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, 143, "", 2, marks=pytest.mark.full),
     ],

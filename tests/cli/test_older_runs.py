@@ -63,7 +63,7 @@ def assert_same(before):
     return words
 
 
-@pytest.mark.parametrize("line", few(REQUESTS, 6))
+@pytest.mark.parametrize("line", few(REQUESTS, 4))
 def test_the_words_of_a_run_ask_for_the_same_run(line):
     words = [word for word in shlex.split(line) if word not in ("ppctl", "train")]
     before = compose(words, [], [])

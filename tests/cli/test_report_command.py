@@ -1,98 +1,29 @@
-"""`ppctl report`: the page of one run and of several, what is said of damaged ones, faults, size and speed."""
+"""`ppctl report`: the page of one run, what is said of damaged ones, faults, size and speed."""
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from support.environment import BY_USER
+from support.run_pages import make, record, words_of, write
+from support.selection import every_other
 
 from ppctl import cli
 from ppctl.cli.commands.report import EXAMPLES, HELP
 
 BY_PATH = BY_USER | {"PYTHONPATH": os.pathsep.join(sys.path)}
-CONFIG = """\
-model: {{name: transformer, num_layers: {layers}}}
-mesh: {{dp: 1, pp: 2, fsdp: 1}}
-schedule: {{name: {schedule}, num_microbatches: 4}}
-run:
-  name: {name}
-  dir: runs/{name}
-  num_steps: {num_steps}
-"""
-VOID = {"meta", "br", "wbr", "hr", "input"}
 
 
 @pytest.fixture(autouse=True)
 def empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def record(step, **other):
-    found = {"step": step, "loss": 4.0 / step, "grad_norm": 0.5, "lr": 1e-3, "step_time_s": 0.5, "tokens_per_s": 1e4}
-    found |= {"predicted_step_time_s": 0.4, "predicted_bubble_fraction": 0.2, "predicted_memory_bytes": 1 << 20}
-    found |= {"ideal_bubble_fraction": 0.125}
-    return found | {"memory_bytes": 3 << 19} | other
-
-
-def make(name, records=None, layers=4, schedule="gpipe", num_steps=9, last=""):
-    """A run below runs/, as training leaves it."""
-    run_dir = Path("runs") / name
-    run_dir.mkdir(parents=True)
-    settings = CONFIG.format(name=json.dumps(name), layers=layers, schedule=schedule, num_steps=num_steps)
-    (run_dir / "config.yaml").write_text(settings)
-    lines = [record(step) for step in range(1, 10)] if records is None else records
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + last)
-    return run_dir
-
-
-def write(capsys, *words):
-    """(html, what --json prints) of a report."""
-    assert cli.main(["report", *words, "--json"]) == 0
-    out, err = capsys.readouterr()
-    said = json.loads(out)
-    assert err.startswith(f"ppctl: wrote {said['file']} (")
-    text = Path(said["file"]).read_text(encoding="utf-8")
-    check(text)
-    return text, said
-
-
-def check(text):
-    """Every element is closed in order, nothing is loaded, no number is missing."""
-    opened = []
-
-    class Checker(HTMLParser):
-        def handle_starttag(self, tag, attrs):
-            if tag not in VOID:
-                opened.append(tag)
-            assert not {"src", "srcset"} & {name for name, _ in attrs}
-            assert tag != "link"
-
-        def handle_startendtag(self, tag, attrs):
-            pass
-
-        def handle_endtag(self, tag):
-            assert opened.pop() == tag
-
-    Checker().feed(text)
-    assert opened == []
-    assert "url(" not in text
-    assert "@import" not in text
-    assert not re.search(r'="[^"]*\b(nan|inf)\b', "".join(re.findall(r"<(?:path|rect|line|text|circle)[^>]*>", text)))
-
-
-def words_of(text):
-    """What a reader sees."""
-    body = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
-    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", body)))
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------
@@ -230,20 +161,22 @@ def test_what_files_hold_is_escaped(capsys):
 
 @pytest.mark.parametrize(
     ("made", "told"),
-    [
-        ({"records": []}, "metrics.jsonl is empty"),
-        ({"records": []}, "no step is recorded"),
-        ({"last": '{"step": 10, "lo'}, "the last line of metrics.jsonl is torn"),
-        ({"last": "?\n" + json.dumps(record(10)) + "\n"}, "1 line of metrics.jsonl is no record"),
-        ({"last": '{"loss": 1.0}\n'}, "1 record of metrics.jsonl without a step, left out"),
-        ({"last": json.dumps(record(3)) + "\n"}, "steps of metrics.jsonl are not in order, or there twice"),
-        ({"last": '{"step": 10, "loss": 1e999, "step_time_s": NaN}\n'}, "the loss is not finite at step 10"),
-        ({"last": '{"step": 10, "loss": 1e300, "lr": -1e300}\n'}, "the loss is not finite at step 10"),
-        ({"records": [record(1, loss=None)]}, "the loss is not finite at step 1"),
-        ({"records": [{"step": 10**400, "loss": 1.0}]}, "1 record of metrics.jsonl without a step"),
-        ({"records": [record(1, step_time_s=0.0, tokens_per_s=0, grad_norm=-1.0)]}, "To know"),
-        ({"records": [record(1, memory_bytes="x", predicted_step_time_s=[], loss={})]}, "not finite at step 1"),
-    ],
+    every_other(
+        [
+            ({"records": []}, "metrics.jsonl is empty"),
+            ({"records": []}, "no step is recorded"),
+            ({"last": '{"step": 10, "lo'}, "the last line of metrics.jsonl is torn"),
+            ({"last": "?\n" + json.dumps(record(10)) + "\n"}, "1 line of metrics.jsonl is no record"),
+            ({"last": '{"loss": 1.0}\n'}, "1 record of metrics.jsonl without a step, left out"),
+            ({"last": json.dumps(record(3)) + "\n"}, "steps of metrics.jsonl are not in order, or there twice"),
+            ({"last": '{"step": 10, "loss": 1e999, "step_time_s": NaN}\n'}, "the loss is not finite at step 10"),
+            ({"last": '{"step": 10, "loss": 1e300, "lr": -1e300}\n'}, "the loss is not finite at step 10"),
+            ({"records": [record(1, loss=None)]}, "the loss is not finite at step 1"),
+            ({"records": [{"step": 10**400, "loss": 1.0}]}, "1 record of metrics.jsonl without a step"),
+            ({"records": [record(1, step_time_s=0.0, tokens_per_s=0, grad_norm=-1.0)]}, "To know"),
+            ({"records": [record(1, memory_bytes="x", predicted_step_time_s=[], loss={})]}, "not finite at step 1"),
+        ]
+    ),
 )
 def test_a_damaged_run_is_a_page_that_says_so(made, told, capsys):
     make("a", **made)
@@ -266,72 +199,6 @@ def test_a_run_without_metrics_or_settings_is_a_page_too(capsys):
     Path("runs/a/checkpoints/3/meta").mkdir(parents=True)
     Path("runs/a/checkpoints/3/meta/data.json").write_text("[]")
     assert "checkpoints step 3" in words_of(write(capsys, "a")[0])
-
-
-# --- several runs ----------------------------------------------------------------------------------------------------
-
-
-def test_several_runs_are_a_table_of_what_differs_and_labelled_curves(capsys):
-    make("first", schedule="gpipe")
-    make("second", [record(step, tokens_per_s=2e4) for step in range(1, 6)], schedule="1f1b", layers=8)
-    text, said = write(capsys, "first", "second")
-    assert said["file"] == "report.html"
-    assert [run["differs"] for run in said["runs"]] == [
-        {"model.num_layers": "4", "schedule": "gpipe"},
-        {"model.num_layers": "8", "schedule": "1f1b"},
-    ]
-    seen = words_of(text)
-    assert "1 first 4 gpipe" in seen
-    assert "no end recorded 9 of 9 0.4444 0.5 10,000 1.5 MiB 12.5% 20.0%" in seen
-    assert "2 second 8 1f1b" in seen
-    assert "5 of 9 0.8000 0.5 20,000" in seen
-    labels = re.findall(r'class="label"[^>]*><title>([^<]*)</title>', text)
-    assert sorted(labels) == sorted(["1 first", "2 second"] * 2)  # of losses and of speeds
-    assert '<a href="runs/first">' in text
-
-
-def test_runs_that_share_nothing_are_compared(capsys):
-    make("a", [{"step": step, "loss": 1.0, "rows_per_s": 5.0} for step in range(1, 4)])
-    make("b", [])
-    Path("runs/b/config.yaml").unlink()
-    make("c")
-    text, _ = write(capsys, "a", "b", "c", "--out", "abc.html")
-    assert "rows/s" in text
-    assert "tokens/s" in text
-    assert "b: config.yaml is missing" in words_of(text)
-
-
-def test_any_number_of_runs_is_compared_eight_to_a_figure_on_the_same_axes(capsys):
-    names = [f"run{number:02}" for number in range(1, 19)]
-    for number, name in enumerate(names, 1):
-        make(name, [record(step, loss=number / step) for step in range(1, 6)], layers=number)
-    text, said = write(capsys, *names)
-    assert len(said["runs"]) == 18
-    assert [run["differs"]["model.num_layers"] for run in said["runs"]] == list(map(str, range(1, 19)))
-    pages = re.findall(r'<details class="page".*?</details>', text, re.DOTALL)
-    assert [re.search(r"<b>(.*?)</b>", page)[1] for page in pages] == ["Runs 1 to 8", "Runs 9 to 16", "Runs 17 to 18"]
-    assert [" open>" in page.split("<summary>")[0] for page in pages] == [True, False, False]
-    losses = [page[page.index("<figcaption>Loss<") :].split("</figure>")[0] for page in pages]
-    labels = [re.findall(r'class="label"[^>]*><title>([^<]*)</title>', figure) for figure in losses]
-    assert sorted(label for of_page in labels for label in of_page) == sorted(
-        f"{i} {n}" for i, n in enumerate(names, 1)
-    )
-    ticks = [sorted(re.findall(r"<text[^>]*>([0-9.e-]+)</text>", figure)) for figure in losses]
-    assert ticks[0] == ticks[1] == ticks[2]
-    assert words_of(text).count("runs/run05") == 1
-    [row] = [each for each in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "9 run09" in each and "<td>" in each][:1]
-    first = next(each for each in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "1 run01" in each)
-    mark = r'<span class="key".*?</span>'
-    assert re.search(mark, row)[0] == re.search(mark, first)[0]  # as on its page
-
-
-def test_what_several_runs_have_to_be_told_of_is_told_once(capsys):
-    for name in ("a", "b", "c"):
-        make(name, [])
-    make("d")
-    seen = words_of(write(capsys, "a", "b", "c", "d")[0])
-    assert seen.count("no step is recorded") == 1
-    assert "a, b, c: no step is recorded" in seen
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------

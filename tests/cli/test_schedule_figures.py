@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 
 import pytest
+from support.selection import every_other, full
 
 from ppctl import cli
 
@@ -26,7 +27,8 @@ def ask(capsys, line, code=0):
 
 
 @pytest.mark.parametrize(
-    ("what", "form"), [*(("compare 1f1b zb_h1", form) for form in STARTS), ("list", "svg"), ("list", "csv")]
+    ("what", "form"),
+    [*every_other([("compare 1f1b zb_h1", form) for form in STARTS]), ("list", "svg"), full(("list", "csv"))],
 )
 def test_tables_and_panels_are_written_by_the_ending(what, form, capsys, empty_directory):
     ask(capsys, f"{what} mesh=1x2 schedule.num_microbatches=2 --out all.{form}")
@@ -63,21 +65,26 @@ def test_a_file_is_compared_with_families_at_its_own_size(capsys):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [
-        ("compare mine.csv 1f1b mesh=1x8", "mesh.pp=8, but mine.csv has 2 ranks"),
-        ("compare mine.csv 1f1b schedule.num_microbatches=9", "schedule.num_microbatches=9, but mine.csv has 4"),
-        ("compare mine.csv 1f1b schedule.num_chunks=2", "schedule.num_chunks=2: none of mine.csv, 1f1b has such"),
-        (
-            "compare mine.csv other.csv",
-            "mine.csv has 2 ranks and 4 microbatches, other.csv has 2 ranks and 6 microbatches: only schedules of one",
-        ),
-        ("compare none.csv 1f1b", "none.csv cannot be read: No such file or directory"),
-        ("compare zero_bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
-        ("show zero-bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
-        ("show schedule=gpipe mesh=1x1024 schedule.num_microbatches=4096 --format csv", "too many tasks for a chart"),
-        ("compare gpipe mesh=1x1024 schedule.num_microbatches=4096 --out all.pdf", "too many tasks for a chart"),
-        ("list mesh=1x1024 schedule.num_microbatches=4096 --out all.svg", "too many tasks for a chart"),
-    ],
+    every_other(
+        [
+            ("compare mine.csv 1f1b mesh=1x8", "mesh.pp=8, but mine.csv has 2 ranks"),
+            ("compare mine.csv 1f1b schedule.num_microbatches=9", "schedule.num_microbatches=9, but mine.csv has 4"),
+            ("compare mine.csv 1f1b schedule.num_chunks=2", "schedule.num_chunks=2: none of mine.csv, 1f1b has such"),
+            (
+                "compare mine.csv other.csv",
+                "mine.csv has 2 ranks and 4 microbatches, other.csv has 2 ranks and 6 microbatches: only schedules",
+            ),
+            ("compare none.csv 1f1b", "none.csv cannot be read: No such file or directory"),
+            ("compare zero_bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
+            ("show zero-bubble", "Did you mean schedule=zb_h1 or schedule=zb_v?"),
+            (
+                "show schedule=gpipe mesh=1x1024 schedule.num_microbatches=4096 --format csv",
+                "too many tasks for a chart",
+            ),
+            ("compare gpipe mesh=1x1024 schedule.num_microbatches=4096 --out all.pdf", "too many tasks for a chart"),
+            ("list mesh=1x1024 schedule.num_microbatches=4096 --out all.svg", "too many tasks for a chart"),
+        ]
+    ),
 )
 def test_what_cannot_be_compared_or_drawn_is_said_in_a_line(line, message, capsys):
     for name, number in (("mine", 4), ("other", 6)):

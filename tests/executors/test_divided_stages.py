@@ -68,7 +68,7 @@ def every_mesh():
         yield pytest.param(mesh, ODD | how | {"executor": executor, **knobs}, id=name)
 
 
-SLOW = "cp2 ring full", "tp4 kv2 fsdp2 layer"  # whose parts the others, and the divided vocabulary's, have
+SLOW = "tp2 spmd", "cp2 ring full", "tp4 kv2 fsdp2 layer"  # whose parts the others, and the divided vocabulary's, have
 SELECTED = [full(case) if name in SLOW else case for name, case in CASES.items()]
 
 
@@ -91,11 +91,12 @@ def test_loss_and_gradients_are_the_references_everywhere(mesh, how):
 
 PATTERN = {"window": 3, "window_pattern": "WWF", "rope_local_theta": 100.0}  # of four layers the third is without
 UNLIKE = [  # two chunks of a rank with a switch between two functions; programs of their own; the split backward
-    ({"pp": 2}, {"schedule": "interleaved", "num_chunks": 2}),
+    ({"pp": 2, "tp": 2}, {"schedule": "interleaved", "num_chunks": 2, "model": PATTERN | WIDE}),
     *map(
         full,
         [
             ({"pp": 2}, {"executor": "mpmd", "schedule": "1f1b", "remat": "layer"}),
+            ({"pp": 2}, {"schedule": "interleaved", "num_chunks": 2}),
             ({"pp": 2}, {"schedule": "zb_v"}),
             ({"pp": 2, "tp": 2}, {"schedule": "zb_h1", "remat": "full"}),
         ],
@@ -105,7 +106,7 @@ UNLIKE = [  # two chunks of a rank with a switch between two functions; programs
 
 @pytest.mark.parametrize(("mesh", "how"), UNLIKE)
 def test_layers_with_and_without_a_window_have_the_references_gradients(mesh, how):
-    assert difference(mesh, model=PATTERN, **how) <= TOLERANCE
+    assert difference(mesh, **{"model": PATTERN} | how) <= TOLERANCE
 
 
 def lines(text, kind):

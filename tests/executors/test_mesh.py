@@ -1,6 +1,5 @@
 """Devices of several hosts as a mesh: which axes go over hosts, and what their collectives cross once compiled."""
 
-import re
 from math import prod
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ from support.cuda_plugin import needs_cuda_plugin
 
 from ppctl import config
 from ppctl.errors import ConfigError
+from ppctl.executors.collectives import collectives
 from ppctl.executors.mesh import AXES, hosts_text, laid_out, mesh_of
 from ppctl.training.job import assemble
 
@@ -99,16 +99,17 @@ def test_a_program_compiled_for_two_hosts_crosses_them_where_the_order_says(orde
         plan=config.Plan(compile=True, topology="h100:2x4"),
     )
     job = assemble(request)
-    text = job.pipe.engine.lower_train_step().compile().as_text()
-    hosts = [device.process_index for device in job.pipe.mesh.devices.flat]
-
-    def crossing(collective):
-        """Size of its groups -> whether they cross hosts."""
-        groups = re.findall(rf" {collective}-start\(.*?(?:groups|pairs)=\{{\{{(.*?)\}}\}}", text)
-        sets = [{int(number) for number in group.split(",")} for found in groups for group in found.split("},{")]
-        return {(len(members), len({hosts[k] for k in members}) > 1) for members in sets}
-
+    found = collectives(job.pipe.engine.lower_train_step().compile().as_text(), job.pipe.mesh.shape)
     is_pp = order == "auto"
+
+    def crossing(kind):
+        """Size of its groups -> whether they cross hosts."""
+        axes = [each.axes for each in found if each.kind == kind]
+        return {(2 ** len(along), ("pp" if is_pp else "dp") in along) for along in axes}
+
+    devices = job.pipe.mesh.devices
+    over = [devices.take(k, axis=1 if is_pp else 0).ravel() for k in (0, 1)]
+    assert [{device.process_index for device in half} for half in over] == [{0}, {1}]
     assert hosts_text(job.pipe.mesh) == f"2 processes: {'pp' if is_pp else 'dp'} over 2"
     assert crossing("collective-permute") == {(2, is_pp)}
     # parameters and gradients of layers over fsdp, of embedding and head over pp and fsdp

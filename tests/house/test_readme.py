@@ -111,19 +111,22 @@ def test_charts_are_as_drawn(capsys):
         assert [line for line in expected.splitlines() if line] == [line for line in drawn if line][:-1]  # no legend
 
 
-@pytest.mark.parametrize(
-    "page",
-    [full(page) if page in (*NEEDS_A_RUN, *SLOW) else page for page, text in TEXTS.items() if blocks(text, "python")],
-)
-def test_python_runs(page, tmp_path):
+SHOWN = [page for page, text in TEXTS.items() if blocks(text, "python")]
+QUICK = tuple(page for page in SHOWN if page not in (*NEEDS_A_RUN, *SLOW))
+
+
+@pytest.mark.parametrize("pages", [QUICK, *(full(((page,),)) for page in (*NEEDS_A_RUN, *SLOW))], ids=" ".join)
+def test_python_runs(pages, tmp_path):
+    """Those that take seconds in one process, each with names of its own."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0", "PYTHONPATH": paths}
     del environment["JAX_NUM_CPU_DEVICES"]  # a page's own mesh simulates its devices
-    if page in NEEDS_A_RUN:
+    if pages == NEEDS_A_RUN:
         quick = ["run.num_steps=5", "run.eval_every=null", "run.tensorboard=false"]
         train = [sys.executable, "-m", "ppctl.cli", "train", "recipes=tiny", *quick]
         subprocess.run(train, cwd=tmp_path, env=environment, check=True, capture_output=True)
-    code = "\n".join(blocks(TEXTS[page], "python"))
+    codes = ["\n".join(blocks(TEXTS[page], "python")) for page in pages]
+    code = f"for code in {codes}:\n    exec(code, {{'__name__': '__main__'}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -54,7 +54,7 @@ class Launch:
         while not reached():
             assert self.popen.poll() is None, self.said()
             assert time.monotonic() < limit, self.said()
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     def said(self):
         return Path(self.errors.name).read_text()

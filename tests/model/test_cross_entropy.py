@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.selection import few
+from support.selection import few, full
 
 from ppctl.executors.stage.flops import matmul_flops
 from ppctl.model import cross_entropy as module
@@ -39,8 +39,11 @@ def plain(x, w, targets, is_tied, cap=None):
     return module._losses(x, w, targets, is_tied, None, cap).sum()
 
 
-@pytest.mark.parametrize(("is_tied", "cap"), [(False, None), (True, 1.5)])
-@pytest.mark.parametrize("num_tokens", few([5, 10, 6, 13], 2))
+@pytest.mark.parametrize(
+    ("num_tokens", "is_tied", "cap"),
+    few([(5, False, None), (10, True, 1.5), (5, True, 1.5), (10, False, None)], 2)
+    + [full((number, *how)) for number in (6, 13) for how in ((False, None), (True, 1.5))],
+)
 def test_any_number_of_tokens_has_the_loss_and_the_gradients_of_the_formula(num_tokens, is_tied, cap, chunks):
     x, w, targets = arrays(num_tokens, is_tied)
 

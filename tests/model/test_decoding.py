@@ -15,7 +15,7 @@ from ppctl.model.stack import init
 from ppctl.model.transformer import transformer
 
 SIZES = {
-    "num_layers": 4,
+    "num_layers": 2,
     "d_model": 32,
     "num_heads": 4,
     "num_kv_heads": 2,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.selection import few
 
 from ppctl.model import cross_entropy as whole_module
 from ppctl.model import vocabulary_part as module
@@ -13,8 +14,10 @@ from ppctl.model.stack import log_sums_of_parts
 WIDTH, VOCAB_SIZE, NUM_PARTS, HELD, NUM_TOKENS = 6, 11, 3, 4, 13
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-@pytest.mark.parametrize(("is_tied", "cap"), [(False, None), (True, 1.5)])
+@pytest.mark.parametrize(
+    ("is_kept", "is_tied", "cap"),
+    few([(True, False, None), (False, True, 1.5), (False, False, None), (True, True, 1.5)], 2),
+)
 def test_parts_sum_to_the_loss_and_the_gradients_of_the_whole(is_kept, is_tied, cap, monkeypatch):
     """Logits are kept, or computed again in chunks of five tokens. The last part has an id of padding."""
     draw = np.random.default_rng(3)

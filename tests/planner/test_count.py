@@ -70,7 +70,7 @@ def test_all_tasks_together_have_the_flops_of_the_model(name, dtype):
 WIDTHS = [(24, 6, 3, 1.5), (8, 1, 1, 4.0)]
 
 
-@pytest.mark.parametrize("num_tokens", [4, 32])
+@pytest.mark.parametrize("num_tokens", few([4, 32], 1))
 @pytest.mark.parametrize(("d_model", "num_heads", "num_kv_heads", "mlp_ratio"), few(WIDTHS, 1))
 def test_flops_of_a_transformer_of_other_sizes(num_tokens, d_model, num_heads, num_kv_heads, mlp_ratio):
     settings = {"activation": "swiglu", "vocab_size": 40, "tied": False, "rope_theta": 1e4, "dtype": jnp.float32}

@@ -164,7 +164,7 @@ DIVIDED = replace(
 
 
 def test_what_devices_of_a_stage_send_is_counted_beside_what_one_of_them_computes():
-    asked = replace(DIVIDED, mesh=config.Mesh(1, 4, 1, tp=2, cp=2))
+    asked = replace(DIVIDED, model=replace(DIVIDED.model, num_layers=3), mesh=config.Mesh(1, 3, 1, tp=2, cp=2))
     found = times(asked, 1.0, 2.0, busy=0.25)
     assert found.costs.forward_s[1] == pytest.approx(1.0)
     slow = replace(found, machine=replace(FREE, link=Link(1.0, 1e30)))  # a second a message
@@ -173,9 +173,9 @@ def test_what_devices_of_a_stage_send_is_counted_beside_what_one_of_them_compute
     layer = counted_op_times(slow.job, slow.machine).layer
     assert slow.costs.seconds("B", 1, 1) == pytest.approx(2.0 + layer.input_grad_s + layer.weight_grad_s)
     assert layer.input_grad_s + layer.weight_grad_s > along_tp + along_cp  # and what its forward gathered, again
-    stages = [slow.costs.seconds("F", s, 1) + slow.costs.seconds("B", s, 1) - 3.0 for s in range(4)]
+    stages = [slow.costs.seconds("F", s, 1) + slow.costs.seconds("B", s, 1) - 3.0 for s in range(3)]
     assert slow.found.sent_s == pytest.approx(6 * max(stages))
-    assert slow.found.step_cpu_s == pytest.approx(4 * 4 * (0.25 + 0.25))  # of all devices of four ranks
+    assert slow.found.step_cpu_s == pytest.approx(4 * 3 * (0.25 + 0.25))  # of all devices of three ranks
 
 
 def test_one_device_of_a_divided_rank_runs_its_tasks():
@@ -210,7 +210,7 @@ def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, 
     text = page.read_text()
     assert "Rehearsal: mlp of 4 layers, mesh 1x4, 1f1b" in text
     assert not re.search(r"(src|href)=", text)  # it loads nothing
-    assert cli.main(["rehearse", *words, "executor=mpmd"]) == 0
+    assert cli.main(["rehearse", *words]) == 0
     assert "3 of 4 ranks on one cpu" in capsys.readouterr().out
 
 

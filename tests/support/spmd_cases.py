@@ -59,17 +59,23 @@ def covering_array(factors=FACTORS, wanted=ALL_PAIRS):
     return chosen
 
 
-# `make test`: every family, and every pair of the other settings' values but for the meshes that cost most; the models
-# that are not perceptrons compile for 3 times as long and are in a few cases of their own
+# `make test`: every family, and every pair of flags, but not of the meshes that cost most; the models that are not
+# perceptrons compile for 3 times as long and are in a few cases of their own
 FEW = FACTORS | {
-    "schedule": [*((name, V) for name, V in FACTORS["schedule"] if V != 4), *SINGLE_OP.items()],
+    "schedule": [
+        *(max(each for each in FACTORS["schedule"] if each[0] == name and each[1] < 4) for name in LOOPED_WHOLE),
+        *SINGLE_OP.items(),
+    ],
     "mesh": [(1, 4, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 3, 1)],
     "model": ["mlp"],
     "gather": ["step", "tick"],  # layer by layer: tests/executors/test_gather_by_layer.py
 }
-FEW_PAIRS = {pair for pair in ALL_PAIRS if all(name != "schedule" and value in FEW[name] for name, value in pair)} | {
-    (("remat", FEW["remat"][i % 3]), ("schedule", schedule)) for i, schedule in enumerate(FEW["schedule"])
-}
+FEW_PAIRS = {
+    pair
+    for pair in ALL_PAIRS
+    if all(name not in ("schedule", "mesh") and value in FEW[name] for name, value in pair)
+    or ((pair[0][0], pair[1][0]) == ("layers", "mesh") and pair[1][1] in FEW["mesh"])
+} | {(("remat", FEW["remat"][i % 3]), ("schedule", schedule)) for i, schedule in enumerate(FEW["schedule"])}
 
 
 def num_layers_of(num_stages, layers):

@@ -171,11 +171,14 @@ def test_recomputing_costs_a_forward(remat, backward_s):
 
 @pytest.mark.parametrize(
     ("sizes", "targets"),
-    [
-        ({}, None),
-        ({"activation": "swiglu", "num_kv_heads": 2, "head_dim": 6, "qk_norm": True}, None),
-        ({"activation": "geglu", "post_norms": True, "mlp_width": 40, "qkv_bias": True}, ["q", "down"]),
-    ],
+    few(
+        [
+            ({"activation": "swiglu", "num_kv_heads": 2, "head_dim": 6, "qk_norm": True}, None),
+            ({"activation": "geglu", "post_norms": True, "mlp_width": 40, "qkv_bias": True}, ["q", "down"]),
+            ({}, None),
+        ],
+        2,
+    ),
 )
 def test_w_costs_what_is_trained_of_the_layers(sizes, targets):
     """The same share by the settings, which schedules are made by before JAX starts, and by the parameters."""

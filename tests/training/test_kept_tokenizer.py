@@ -14,7 +14,7 @@ TRAIN = (
     "train model.num_layers=1 model.d_model=8 model.num_heads=2 model.seq_len=16 model.activation=swiglu mesh=1x1 "
     "schedule=gpipe schedule.num_microbatches=1 executor=reference data=text data.path=text.txt data.batch_size=4 "
     "data.cache_dir=cache data.tokenizer=t run.platform=cpu run.dtype=float32 run.tensorboard=false "
-    "run.eval_every=null run.dir=run run.compilation_cache=null run.checkpoint.every=1"
+    "run.eval_every=null run.dir=run run.checkpoint.every=1"
 )
 
 

@@ -33,12 +33,13 @@ def assert_summaries(tensors, expected, kind, within):
         assert np.abs(summary(tensor) - wanted).max() < within * wanted[0], key
 
 
-@pytest.mark.parametrize("name", few(NAMES, 3))
+@pytest.mark.parametrize("name", few(NAMES, 2))
 def test_logits_loss_and_gradients_are_those_of_transformers_in_float64(name):
     compare(name, "float64", 1e-9, 1e-10, 1e-8)
 
 
-@pytest.mark.parametrize("name", few(NAMES, 1))
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_loss_and_gradients_are_those_of_transformers_in_float32(name):
     compare(name, "float32", 1e-4, 1e-5, 1e-5)
 

@@ -1,11 +1,10 @@
-"""The training loop: what a run leaves behind, what it refuses, and that every layout trains the same model."""
+"""The training loop: what a run leaves behind, how it goes on, and how signals or numbers not finite end it."""
 
 import contextlib
 import itertools
 import json
 import math
 import os
-import re
 import shutil
 import signal
 
@@ -15,73 +14,15 @@ import pytest
 import yaml
 from jax import monitoring
 from orbax.checkpoint import v1 as ocp
-from support.selection import every_other, few
+from support.selection import few
+from support.small_runs import ROWS, TOKENS, checkpoints, losses, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ppctl import cli
 from ppctl.training import run
 from ppctl.training.metrics import Metrics
 
-TOKENS = (
-    "mesh=1x2 schedule=gpipe schedule.num_microbatches=2 data=synthetic data.batch_size=16 data.vocab_size=16 "
-    "data.num_sequences=512 data.eval_fraction=0.1 model.num_layers=2 model.d_model=16 model.num_heads=2 "
-    "model.seq_len=8 run.dtype=float32 run.platform=cpu run.eval_every=null run.tensorboard=false "
-    "run.checkpoint.every=null run.num_steps=6"
-)
-ROWS = (
-    "model=mlp model.num_layers=2 model.d_model=16 data=regression data.batch_size=16 data.num_rows=512 "
-    "data.num_features=5 data.num_targets=3 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
-    "run.dtype=float32 run.eval_every=null run.tensorboard=false run.checkpoint.every=null run.num_steps=6"
-)
-
-
 FULL = pytest.mark.full  # run by `make test-full`
-
-
-def records(run_dir, name="metrics.jsonl"):
-    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
-
-
-def losses(run_dir):
-    return [record["loss"] for record in records(run_dir)]
-
-
-def checkpoints(run_dir):
-    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
-
-
-@pytest.fixture
-def train(tmp_path, capsys):
-    """A function that trains: (exit code, what was printed on stdout, on stderr)."""
-
-    def train(*words, tiny=ROWS, run_dir=tmp_path / "run"):
-        code = cli.main(["train", *tiny.split(), f"run.dir={run_dir}", *words])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return train
-
-
-@pytest.fixture(scope="module")
-def six_steps(tmp_path_factory):
-    """The directory of a run of six steps with a checkpoint every two."""
-    run_dir = tmp_path_factory.mktemp("six_steps") / "run"
-    assert cli.main(["train", *ROWS.split(), f"run.dir={run_dir}", "run.checkpoint.every=2"]) == 0
-    return run_dir
-
-
-@pytest.fixture
-def copy(six_steps, tmp_path):
-    """A function that copies that run as it was when the given step had been saved."""
-
-    def copy(step):
-        run_dir = tmp_path / "run"
-        shutil.copytree(six_steps, run_dir)
-        for later in [saved for saved in checkpoints(run_dir) if saved > step]:
-            shutil.rmtree(run_dir / "checkpoints" / str(later))
-        return run_dir
-
-    return copy
 
 
 # what a run leaves behind
@@ -175,85 +116,6 @@ def test_the_second_train_step_compiles_nothing(train, tmp_path):
     assert len(compiled_after) > 2  # it was heard
     assert 1 not in compiled_after
     assert max(compiled_after) <= 2  # the first save
-
-
-# what is refused before anything is compiled
-
-
-@pytest.mark.parametrize(
-    ("step", "words", "message"),
-    every_other(
-        [
-            (
-                6,
-                "run.resume=never",
-                r"run.resume=never, but there is a checkpoint of step 6 in .*Use run.resume=auto or",
-            ),
-            (
-                4,
-                "run.num_steps=3",
-                r"The checkpoint of step 4 in .* is past run.num_steps=3\. Use run.num_steps=4 or more",
-            ),
-            (
-                4,
-                "run.seed=1",
-                r"other data or another order \(run.seed: 0 then, 1 now\), so its position 4 means nothing",
-            ),
-            (4, "data.batch_size=8", r"\(data.batch_size: 16 then, 8 now\)"),
-            (4, "data.num_rows=400", r"\(data.num_rows: 512 then, 400 now\)"),
-            (
-                4,
-                "model.d_model=32",
-                r"holds other arrays: model.d_model: 16 then, 32 now; .* stored as float32.* wanted float32.* of \d+ a",
-            ),
-            (
-                4,
-                "model.num_layers=3",
-                r"model.num_layers: 2 then, 3 now; .* is stored as float32\[2.* wanted float32\[3",
-            ),
-            (6, "model.d_model=32", r"holds other arrays: model.d_model: 16 then, 32 now; "),
-            (4, "optim=sgd", r"holds other arrays: optim=adamw then, sgd now; .*Restore that, or use another run.dir"),
-            (4, "run.dtype=float64", r"holds other arrays: run.dtype: float32 then, float64 now; "),
-            (
-                4,
-                "model.activation=tanh",
-                r"is of another model: model.activation: relu then, tanh now\. .* run.resume_with",
-            ),
-            (0, "run.resume=must", r"run.resume=must, but there is no checkpoint in .*Use run.resume=auto\."),
-            (0, "run.eval_every=1 run.eval_batches=9", r"run.eval_batches\*data.batch_size = 9\*16 = 144 is more than"),
-        ]
-    ),
-)
-def test_a_resume_that_cannot_be_is_refused_before_compiling(train, copy, step, words, message):
-    run_dir = copy(step)
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    code, out, err = train(*words.split())
-    assert code == 2
-    assert "compiling" not in out
-    assert err.count("\n") == 1
-    assert err.startswith("ppctl: ")
-    assert re.search(message, err), err
-    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
-
-
-def test_a_run_dir_that_cannot_be_written_is_refused_before_compiling(train, tmp_path):
-    (tmp_path / "file").write_text("")
-    code, out, err = train(run_dir=tmp_path / "file" / "run")
-    assert (code, "compiling" in out) == (2, False)
-    assert err == (
-        f"ppctl: run.dir={tmp_path}/file/run cannot be written: Not a directory. "
-        "Use another run.dir, or make this one writable.\n"
-    )
-
-
-def test_a_config_yaml_that_cannot_be_written_is_refused_before_compiling(train, tmp_path):
-    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
-    code, out, err = train()
-    assert (code, "compiling" in out) == (2, False)
-    assert err == (
-        f"ppctl: run.dir={tmp_path}/run cannot be written: Is a directory. "
-        "Use another run.dir, or make this one writable.\n"
-    )
 
 
 def test_a_disk_that_fills_up_ends_the_run_with_one_line(train, tmp_path, monkeypatch):

@@ -265,7 +265,13 @@ def _answering(what: str) -> Iterator[None]:
     """End the process with a line when the body waits for ever: a collective cannot be cancelled."""
 
     def give_up() -> None:
-        print(f"ppctl: {what}: no answer within {ANSWER_WITHIN_S:.0f} s. Training would hang there.", file=sys.stderr)
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        would = "Training would hang there."
+        if load > 2 * cores:
+            would = (
+                f"Training would hang there, or this machine is too busy (load {load:.0f} on {cores} cores): try again."
+            )
+        print(f"ppctl: {what}: no answer within {ANSWER_WITHIN_S:.0f} s. {would}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
 

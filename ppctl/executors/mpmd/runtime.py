@@ -391,9 +391,8 @@ class Runtime:
 
     def _passed_on(self, entry: PlanEntry, freed: Sequence[Key]) -> list[Key]:
         """Return what a rank's program reads for the last time, and whose memory it writes to."""
-        if entry.program is None or entry.task is not None:
-            return []
-        donated = self.programs.donated(entry.program)
+        of_rank = entry.program if entry.task is None else None
+        donated = () if of_rank is None else self.programs.donated(of_rank)
         return [key for key in freed if key in entry.reads and key[0] in donated]
 
 

@@ -1,0 +1,74 @@
+"""`ppctl report` of several runs: what differs, labelled curves, what is said of all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.run_pages import make, record, words_of, write
+
+pytestmark = pytest.mark.usefixtures("in_empty_directory")
+
+
+def test_several_runs_are_a_table_of_what_differs_and_labelled_curves(capsys):
+    make("first", schedule="gpipe")
+    make("second", [record(step, tokens_per_s=2e4) for step in range(1, 6)], schedule="1f1b", layers=8)
+    text, said = write(capsys, "first", "second")
+    assert said["file"] == "report.html"
+    assert [run["differs"] for run in said["runs"]] == [
+        {"model.num_layers": "4", "schedule": "gpipe"},
+        {"model.num_layers": "8", "schedule": "1f1b"},
+    ]
+    seen = words_of(text)
+    assert "1 first 4 gpipe" in seen
+    assert "no end recorded 9 of 9 0.4444 0.5 10,000 1.5 MiB 12.5% 20.0%" in seen
+    assert "2 second 8 1f1b" in seen
+    assert "5 of 9 0.8000 0.5 20,000" in seen
+    labels = re.findall(r'class="label"[^>]*><title>([^<]*)</title>', text)
+    assert sorted(labels) == sorted(["1 first", "2 second"] * 2)  # of losses and of speeds
+    assert '<a href="runs/first">' in text
+
+
+def test_runs_that_share_nothing_are_compared(capsys):
+    make("a", [{"step": step, "loss": 1.0, "rows_per_s": 5.0} for step in range(1, 4)])
+    make("b", [])
+    Path("runs/b/config.yaml").unlink()
+    make("c")
+    text, _ = write(capsys, "a", "b", "c", "--out", "abc.html")
+    assert "rows/s" in text
+    assert "tokens/s" in text
+    assert "b: config.yaml is missing" in words_of(text)
+
+
+def test_any_number_of_runs_is_compared_eight_to_a_figure_on_the_same_axes(capsys):
+    names = [f"run{number:02}" for number in range(1, 19)]
+    for number, name in enumerate(names, 1):
+        make(name, [record(step, loss=number / step) for step in range(1, 6)], layers=number)
+    text, said = write(capsys, *names)
+    assert len(said["runs"]) == 18
+    assert [run["differs"]["model.num_layers"] for run in said["runs"]] == list(map(str, range(1, 19)))
+    pages = re.findall(r'<details class="page".*?</details>', text, re.DOTALL)
+    assert [re.search(r"<b>(.*?)</b>", page)[1] for page in pages] == ["Runs 1 to 8", "Runs 9 to 16", "Runs 17 to 18"]
+    assert [" open>" in page.split("<summary>")[0] for page in pages] == [True, False, False]
+    losses = [page[page.index("<figcaption>Loss<") :].split("</figure>")[0] for page in pages]
+    labels = [re.findall(r'class="label"[^>]*><title>([^<]*)</title>', figure) for figure in losses]
+    assert sorted(label for of_page in labels for label in of_page) == sorted(
+        f"{i} {n}" for i, n in enumerate(names, 1)
+    )
+    ticks = [sorted(re.findall(r"<text[^>]*>([0-9.e-]+)</text>", figure)) for figure in losses]
+    assert ticks[0] == ticks[1] == ticks[2]
+    assert words_of(text).count("runs/run05") == 1
+    [row] = [each for each in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "9 run09" in each and "<td>" in each][:1]
+    first = next(each for each in re.findall(r"<tr>.*?</tr>", text, re.DOTALL) if "1 run01" in each)
+    mark = r'<span class="key".*?</span>'
+    assert re.search(mark, row)[0] == re.search(mark, first)[0]  # as on its page
+
+
+def test_what_several_runs_have_to_be_told_of_is_told_once(capsys):
+    for name in ("a", "b", "c"):
+        make(name, [])
+    make("d")
+    seen = words_of(write(capsys, "a", "b", "c", "d")[0])
+    assert seen.count("no step is recorded") == 1
+    assert "a, b, c: no step is recorded" in seen

@@ -1,0 +1,135 @@
+"""The recipe that `ppctl tune` writes is the request that it found, and replaces nothing of the user's."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.selection import few
+from support.tuning import WORDS, composed, layout, request
+
+from ppctl import cli, config
+from ppctl.cli.commands.tune import tune
+from ppctl.planner.recipe import MARK, write_recipe
+from ppctl.planner.tune import tune_layouts
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+RECIPES = {
+    "uneven": "mesh=1x8 model.num_layers=9 hardware=h100",
+    "mpmd": "mesh=1x2 executor=mpmd executor.unroll=0 tune.schedules=[interleaved,zb_v]",
+    "examples": "model=mlp model.num_layers=4 model.d_model=16 data=regression data.batch_size=32 mesh=1x2",
+    "settings": "mesh=1x2 optim.lr=1e-5 optim.clip_norm=null run.checkpoint.every=null run.name=mine run.seed=3",
+    "options": "recipes=gpipe_notebook",  # names of a custom model's own
+}
+
+
+@pytest.mark.parametrize("words", few(RECIPES.values(), 1), ids=RECIPES)
+def test_the_recipe_is_the_request_found(words, tmp_path):
+    shown = [*words.split(), f"tune.best={10 if 'num_layers=9' in words else 2}"]
+    asked = composed(shown) if "mlp" in words or "recipes" in words else request(*shown)
+    path = tmp_path / "recipes/tuned.yaml"
+    assert tune(asked, as_json=True) == 0
+    tuned, configs = tune_layouts(asked)
+    name = asked.run.name if asked.run.name != config.Run().name else "tuned"
+    uneven = [i for i, found in enumerate(configs) if found.partition.name == "explicit"][:1]
+    assert uneven or "num_layers=9" not in words
+    for i in (0, len(configs) - 1, *uneven):
+        write_recipe(path, configs[i], tuned.found.best[i], None)
+        found = composed(["recipes=tuned"], "--config-dir", str(tmp_path))
+        run = replace(configs[i].run, name=name, dir=f"runs/{name}")
+        assert found == replace(configs[i], run=run)
+
+
+COUNTED = {
+    "hardware": "hardware=h100 hardware.network_bytes_per_s=12e9 hardware.cuda.cores=99 run.dtype=bfloat16",
+    "a dtype": "hardware=h100 +hardware.peak_flops.float64=67e12 run.memory_fraction=0.9",
+    "links": "hardware=v5e costs.doctor=links.json",
+    "order": "mesh=2x2 mesh.order=dp-pp-fsdp",
+    "own": "hardware=mine hardware.memory_gib=33",
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_recipe_keeps_what_its_plan_counts_with(name, tmp_path):
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware/mine.yaml").write_text("defaults: [h100]\nname: mine\n")
+    asked = composed([*WORDS.split(), *COUNTED[name].split()], "--config-dir", str(tmp_path))
+    path = tmp_path / "recipes/tuned.yaml"
+    write_recipe(path, asked, layout((1, 4, 1), 1.0), None)
+    found = composed(["recipes=tuned"], "--config-dir", str(tmp_path))
+    assert found == replace(asked, run=replace(asked.run, name="tuned", dir="runs/tuned"))
+    text = path.read_text()
+    assert ("# Needs: hardware/mine.yaml next to recipes/." in text) == (name == "own")
+    (assumed,) = re.findall(r"^# Assumes: (.*)\.$", text, re.MULTILINE)
+    assert assumed.startswith("data=regression data.")
+    assert {"data.batch_size=32", "data.num_features=8"} <= {*assumed.replace(",", "").split()}
+    assert f", hardware={asked.hardware.name}" in assumed
+
+
+def test_plan_prints_of_the_recipe_what_tune_did(tuned, capsys):
+    code, out, _ = tuned("mesh=1x4", "hardware=h100", "run.dtype=bfloat16", "tune.schedules=[1f1b]", "--json")
+    first = json.loads(out)["best"][0]
+    assert (code, cli.main(["plan", "--config-dir", ".", "recipes=tuned", "--json"])) == (0, 0)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["hardware"], found["step_time_s"]) == ("h100", first["step_time_s"])
+    assert max(found["total_bytes"]) == first["total_bytes"]
+    assert cli.main(["verify", "--config-dir", ".", "recipes=tuned"]) == 2
+    assert "Leave it out, or use hardware=auto." in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_adapters_are_all_that_has_gradients_and_moments_in_a_layout_found(tuned, capsys):
+    words = ["model=transformer", "model.num_heads=2", "model.seq_len=16", "data=synthetic", "data.batch_size=16"]
+    words = ["tune", *words, "model.num_layers=4", "model.d_model=32", "mesh=1x4", "hardware=h100", "tune.best=1"]
+    words += ["tune.schedules=[zb_h1]", "tune.tp=[1]", "tune.cp=[1]", "optim.train=lora", "optim.lora_rank=2", "--json"]
+    assert cli.main(words) == 0
+    first = json.loads(capsys.readouterr().out)["best"][0]
+    assert cli.main(["plan", "--config-dir", ".", "recipes=tuned", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_time_s"] == first["step_time_s"]
+    assert max(found["total_bytes"]) == first["total_bytes"]
+    assert first["memory"]["optimizer"] < first["memory"]["parameters"]
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_recipe_trains(tuned, capsys):
+    assert tuned("mesh=2x2", "run.num_steps=2", "run.tensorboard=false", "tune.schedules=[zb_h1]")[0] == 0
+    assert cli.main(["train", "--config-dir", ".", "recipes=tuned"]) == 0
+    assert "finished at step 2" in capsys.readouterr().out
+
+
+def test_a_recipe_is_written_again_but_no_other_file(tuned, tmp_path):
+    assert tuned("mesh=1x2")[0] == 0
+    assert tuned("mesh=2x1")[0] == 0
+    file = tmp_path / "recipes/tuned.yaml"
+    assert "for 2 devices" in file.read_text()
+    file.write_text(file.read_text().replace(MARK, "# mine"))
+    before = file.read_text()
+    code, out, err = tuned("mesh=1x2")
+    assert (code, out, file.read_text()) == (2, "", before)
+    assert err == (
+        "ppctl: tune.recipe=tuned: recipes/tuned.yaml was not written by `ppctl tune` and stays. "
+        "Use another name, or null.\n"
+    )
+
+
+def test_where_no_recipe_can_be_written_nothing_is_searched(tuned, tmp_path, monkeypatch):
+    monkeypatch.setattr("ppctl.cli.commands.tune.tune_layouts", lambda config: pytest.fail("searched"))
+    (tmp_path / "recipes/other.yaml").mkdir(parents=True)
+    (tmp_path / "recipes/bytes.yaml").write_bytes(b"\xff\xfe")
+    for name, why in (("other", "Is a directory"), ("bytes", "it is no text")):
+        code, _, err = tuned("mesh=1x2", f"tune.recipe={name}")
+        assert (code, err) == (
+            2,
+            f"ppctl: tune.recipe={name}: recipes/{name}.yaml cannot be written: {why}. "
+            "Use another name, another directory, or null.\n",
+        )
+    monkeypatch.chdir(tmp_path / "recipes/other.yaml")
+    Path("recipes").write_text("")
+    assert "cannot be written: Not a directory" in tuned("mesh=1x2")[2]
+    Path("recipes").unlink()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "cannot be written: Permission denied" in tuned("mesh=1x2")[2]

@@ -1,0 +1,40 @@
+"""A small request to plan, its variations, and what is printed of them."""
+
+import json
+from dataclasses import replace
+
+from ppctl import config
+from ppctl.cli.commands.plan import plan as run_plan
+from ppctl.planner import plan
+from ppctl.planner.plan_terminal import show_plan
+
+TINY = config.Config(
+    model=config.MLP(num_layers=4, d_model=32),
+    mesh=config.Mesh(1, 4, 1),
+    schedule=config.Schedule("1f1b", 8),
+    executor=config.Spmd(remat="layer"),
+    data=config.Regression(batch_size=16),
+    run=config.Run(dtype="float32"),
+)
+
+
+def request(schedule="1f1b", num_microbatches=8, *, executor="spmd", remat="layer", **changes):
+    """A variation of TINY: two examples a microbatch."""
+    kind = {"spmd": config.Spmd, "mpmd": config.Mpmd}[executor]
+    size = changes.setdefault("mesh", TINY.mesh)
+    data = replace(TINY.data, batch_size=2 * num_microbatches * size.dp * size.fsdp)
+    return replace(
+        TINY, schedule=config.Schedule(schedule, num_microbatches), executor=kind(remat=remat), data=data, **changes
+    )
+
+
+def plan_json(capsys, asked):
+    code = run_plan(asked, as_json=True)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def said_of(asked, capsys):
+    """(prediction, what is printed of it)."""
+    found = plan.predict(asked)
+    show_plan(found, asked)
+    return found, capsys.readouterr().out
