@@ -51,8 +51,8 @@ def custom_stack(
     """Return the model that model.target returns for (num_layers, dtype, data, **options), a network as a stack.
 
     dtype, compute: of parameters, and of compute with them. device: one that it is for, which a function that names
-    `device` is given too. ConfigError where it cannot be called so, or where its
-    result takes no example of `data`, or cannot be cut.
+    `device` is given too. ConfigError where it cannot be called so, or where its result takes no example of `data`, or
+    cannot be cut.
     """
     key, auto = f"model.target={target}", layers == "auto"
     given = {"num_layers": num_layers, "dtype": dtype, "data": data}

@@ -13,8 +13,32 @@ import statistics
 import subprocess
 import sys
 import time
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a number must be; of_time: it says nothing where the model is a tiny one."""
+
+    text: str
+    holds: Callable[[float], bool]
+    of_time: bool = True
+
+
+def at_most(number: float, *, of_time: bool = True) -> Bar:
+    return Bar(f"<= {number}", lambda value: value <= number, of_time)
+
+
+def at_least(number: float) -> Bar:
+    return Bar(f">= {number}", lambda value: value >= number)
+
+
+def one_within(error: float) -> Bar:
+    return Bar(f"1 +- {error}", lambda value: abs(value - 1) <= error)
+
 
 MODEL = (  # 0.94 B parameters; 197.6 TFLOP in a step of 16 sequences, full attention counted
     "model.num_layers=16 model.d_model=2048 model.num_heads=16 model.mlp_ratio=4 model.seq_len=2048 run.dtype=bfloat16"
@@ -24,10 +48,10 @@ DATA, TINY_DATA = "data=synthetic data.vocab_size=32000", "data=synthetic data.v
 MICROBATCHES = 8
 STEPS, WARM_UP = 14, 4
 LAYOUTS = {  # name: words, the bar of its seconds, of its MFU (full attention counted)
-    "spmd none": ("executor.remat=none", 0.345, 0.58),
+    "spmd none": ("executor.remat=none", at_most(0.345), at_least(0.58)),
     "spmd full": ("executor.remat=full", None, None),
     "spmd layer": ("executor.remat=layer", None, None),
-    "spmd none, 4 a microbatch": ("executor.remat=none data.batch_size=32", None, 0.62),
+    "spmd none, 4 a microbatch": ("executor.remat=none data.batch_size=32", None, at_least(0.62)),
     "mpmd none": ("executor=mpmd executor.remat=none", None, None),
     "mpmd none zb_h1": ("executor=mpmd executor.remat=none schedule=zb_h1", None, None),
     "reference none": ("executor=reference executor.remat=none", None, None),
@@ -46,6 +70,7 @@ class Bench:
 
     def __init__(self, out: Path, *, tiny: bool, minutes: float):
         self.out, self.tiny = out, tiny
+        self.runs: dict[str, dict | None] = {}
         self.ends_s = time.monotonic() + 60 * minutes
         self.model = (TINY if tiny else MODEL).split()
         out.mkdir(parents=True, exist_ok=True)
@@ -58,13 +83,16 @@ class Bench:
         cache = f"run.compilation_cache={self.out / 'cache'}"
         return list({word.partition("=")[0]: word for word in [*self.model, *data, *size, cache, *given]}.values())
 
-    def row(self, what: str, value: float | None, unit: str, command: str, bar: str = "", holds: bool | None = None):
-        row = {"what": what, "value": value, "unit": unit, "bar": bar, "holds": holds, "command": command}
+    def row(self, what: str, value: float | None, unit: str, command: str, bar: Bar | None = None):
+        is_judged = bar is not None and value is not None and not (self.tiny and bar.of_time)
+        holds = bar.holds(value) if is_judged else None
+        text = "" if bar is None else bar.text
+        row = {"what": what, "value": value, "unit": unit, "bar": text, "holds": holds, "command": command}
         with (self.out / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         shown = "failed" if value is None else f"{value:.4g}"
         state = {None: "", True: "holds", False: "MISSED"}[holds]
-        print(f"{what:52} {shown:>10} {unit:10} {bar:18} {state}", flush=True)
+        print(f"{what:52} {shown:>10} {unit:10} {text:18} {state}", flush=True)
 
     def ppctl(self, what: str, *words: str) -> str | None:
         """Return what a command prints; None, and a row, where it fails or takes too long."""
@@ -88,14 +116,20 @@ class Bench:
         text = self.ppctl(what, command, *self.words(*words), "--json")
         return None if text is None else json.loads(text)
 
-    @cache  # noqa: B019 - one bench a process
-    def trained(self, name: str, *words: str) -> dict | None:
-        """Return medians of a run's last steps, and the memory that the compiler planned for it."""
+    def trained(self, name: str, words: str) -> dict | None:
+        """Return medians of a run's last steps, and the memory that the compiler planned for it; None: it failed.
+
+        A run of a name is made once.
+        """
+        if name not in self.runs:
+            self.runs[name] = self._train(name, words)
+        return self.runs[name]
+
+    def _train(self, name: str, words: str) -> dict | None:
         run_dir = self.out / name.replace(" ", "_").replace(",", "")
-        subprocess.run(["rm", "-rf", run_dir], check=True)
+        rmtree(run_dir, ignore_errors=True)
         quiet = "run.eval_every=null run.checkpoint.enabled=false run.trackers=[] run.log_every=1000"
-        began = time.monotonic()
-        asked = ["train", *self.words(*words, quiet, f"run.num_steps={STEPS} run.dir={run_dir}")]
+        asked = ["train", *self.words(words, quiet, f"run.num_steps={STEPS} run.dir={run_dir}")]
         if self.ppctl(name, *asked) is None:
             return None
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -106,7 +140,6 @@ class Bench:
         found["spread"] = max(times) / min(times) - 1
         found["losses"] = [record["loss"] for record in records]
         found["memory_bytes"] = records[-1]["memory_bytes"]
-        found["took_s"] = time.monotonic() - began
         return found | {"command": "ppctl " + " ".join(asked), "run_dir": run_dir}
 
 
@@ -117,19 +150,16 @@ def steps(bench: Bench):
         if found is None:
             continue
         step_s, mfu = found["step_time_s"], found.get("mfu_fraction")
-        met = None if bar_s is None or bench.tiny else step_s <= bar_s
-        bench.row(name, step_s, "s", found["command"], "" if bar_s is None else f"<= {bar_s} s", met)
+        bench.row(name, step_s, "s", found["command"], bar_s)
         bench.row(f"{name}: slowest of {STEPS - WARM_UP} steps over fastest", found["spread"], "", found["command"])
         if mfu is not None:
-            met = None if bar_mfu is None else mfu >= bar_mfu
-            bar = "" if bar_mfu is None else f">= {bar_mfu}"
-            bench.row(f"{name}: MFU, full attention", mfu, "", found["command"], bar, met)
+            bench.row(f"{name}: MFU, full attention", mfu, "", found["command"], bar_mfu)
             bench.row(f"{name}: MFU, causal", found["mfu_causal_fraction"], "", found["command"])
         bench.row(f"{name}: memory compiled", found["memory_bytes"] / 2**30, "GiB", found["command"])
 
 
 def predictions(bench: Bench):
-    """What `ppctl plan` says of these steps, over what they took, and of memory over what the compiler planned."""
+    """Predictions of `ppctl plan`: of these steps over the measured ones, of memory over the compiler's."""
     for name in PREDICTED:
         words = LAYOUTS[name][0]
         ran = bench.trained(name, words)
@@ -141,13 +171,11 @@ def predictions(bench: Bench):
             if plan is None or ran is None:
                 continue
             ratio = plan["step_time_s"] / ran["step_time_s"]
-            holds = None if bench.tiny else abs(ratio - 1) <= STEP_ERROR
             command = f"ppctl plan {' '.join(bench.words(words, f'costs={costs}'))}"
-            bench.row(f"{what}, step predicted / taken", ratio, "", command, f"1 +- {STEP_ERROR}", holds)
+            bench.row(f"{what}, step predicted / measured", ratio, "", command, one_within(STEP_ERROR))
             if costs == "analytic":
                 ratio = max(plan["predicted_bytes"]) / ran["memory_bytes"]
-                holds = None if bench.tiny else abs(ratio - 1) <= MEMORY_ERROR
-                bench.row(f"{what}, memory / compiled", ratio, "", command, f"1 +- {MEMORY_ERROR}", holds)
+                bench.row(f"{what}, memory / compiled", ratio, "", command, one_within(MEMORY_ERROR))
 
 
 def ranks(bench: Bench):
@@ -171,8 +199,7 @@ def ranks(bench: Bench):
         for r, seconds in enumerate(work):
             bench.row(f"{schedule}, rank {r}: its work over a quarter", seconds / quarter_s, "", command)
         ratio = statistics.mean(work) / quarter_s
-        holds = None if bench.tiny else ratio <= RANK_RATIO
-        bench.row(f"{schedule}: mean of the ranks over a quarter", ratio, "", command, f"<= {RANK_RATIO}", holds)
+        bench.row(f"{schedule}: mean of the ranks over a quarter", ratio, "", command, at_most(RANK_RATIO))
 
 
 def rehearsals(bench: Bench):
@@ -194,8 +221,7 @@ def rehearsals(bench: Bench):
             bench.row(f"rehearse {name}: over costs=analytic", ratio, "", command)
         if "mesh=1x1" in words and (ran := bench.trained("spmd none", LAYOUTS["spmd none"][0])) is not None:
             ratio = found["step_time_s"] / ran["step_time_s"]
-            holds = None if bench.tiny else abs(ratio - 1) <= STEP_ERROR
-            bench.row(f"rehearse {name}: over the run", ratio, "", command, f"1 +- {STEP_ERROR}", holds)
+            bench.row(f"rehearse {name}: over the run", ratio, "", command, one_within(STEP_ERROR))
 
 
 def traces(bench: Bench):
@@ -207,7 +233,13 @@ def traces(bench: Bench):
     files = list((found["run_dir"] / "profile").glob("tasks.perfetto.json"))
     events = json.loads(files[0].read_text())["traceEvents"] if files else []
     tasks, due = [event for event in events if event["ph"] == "X"], 2 * MICROBATCHES * num_steps
-    bench.row("tasks in the trace", len(tasks), "", found["command"], f"= {due}", len(tasks) == due)
+    bench.row(
+        "tasks in the trace",
+        len(tasks),
+        "",
+        found["command"],
+        Bar(f"= {due}", lambda value: value == due, of_time=False),
+    )
     if tasks:
         seconds = sum(event["dur"] for event in tasks) / 1e6 / num_steps
         bench.row("tasks of a step in the trace, of its time", seconds / found["step_time_s"], "", found["command"])
@@ -222,7 +254,7 @@ def equality(bench: Bench):
             if found is None:
                 continue
             error = max(found["loss_error"], found["worst"]["error"])
-            bench.row(f"verify {words} {dtype}", error, "", f"ppctl verify {words}", f"<= {bar}", error <= bar)
+            bench.row(f"verify {words} {dtype}", error, "", f"ppctl verify {words}", at_most(bar, of_time=False))
 
 
 def documents(bench: Bench):
@@ -236,8 +268,8 @@ def documents(bench: Bench):
         losses.append(found["losses"])
         bench.row(f"packed documents, attention={kernel}", found["step_time_s"], "s", found["command"])
     error = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
-    command, bar = "the two runs above", "<= 0.01"
-    bench.row("packed documents: losses, largest difference", error, "", command, bar, error <= 0.01)
+    bar = at_most(0.01, of_time=False)
+    bench.row("packed documents: losses, largest difference", error, "", "the two runs above", bar)
 
 
 def kernels(bench: Bench):
@@ -250,7 +282,7 @@ def kernels(bench: Bench):
         bench.row("attention's kernels", None, "", shown)
     for found in map(json.loads, done.stdout.splitlines()):
         worst, what = max(found["errors"].values()), found["what"]
-        bench.row(f"{what}: error", worst, "", shown, f"<= {KERNEL_ERROR}", worst <= KERNEL_ERROR)
+        bench.row(f"{what}: error", worst, "", shown, at_most(KERNEL_ERROR, of_time=False))
         bench.row(f"{what}: both ways", 1e3 * found["seconds"], "ms", shown)
 
 

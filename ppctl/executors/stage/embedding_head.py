@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ppctl.executors.stage.jaxprs import add_outputs, flatten
+from ppctl.executors.stage.jaxprs import add_last_outputs, flatten
 from ppctl.model.trainable import trained_part, with_trained
 
 Tree = Any
@@ -34,9 +34,8 @@ def add_embedding_grad(
         run = lambda trained: embed(with_trained(trained, ends), inputs)  # noqa: E731
         return jax.vjp(run, trained_part(ends, trainable))[1](gx)[0]
 
-    sums, treedef = jax.tree.flatten(total)
     program = flatten(jax.make_jaxpr(grad)(ends, inputs, gx))
-    return jax.tree.unflatten(treedef, add_outputs(program, jax.tree.leaves((ends, inputs, gx)), sums))
+    return add_last_outputs(program, (ends, inputs, gx), (), total)[1]
 
 
 def add_head_grads(
@@ -60,7 +59,5 @@ def add_head_grads(
         return (y_grad, loss, number), ends_grad
 
     closed, (own, _) = jax.make_jaxpr(grads, return_shape=True)(ends, y, targets)
-    others, (sums, treedef) = jax.tree.leaves(own), jax.tree.flatten(total)
-    found = add_outputs(flatten(closed), jax.tree.leaves((ends, y, targets)), [*[None] * len(others), *sums])
-    y_grad, loss, number = jax.tree.unflatten(jax.tree.structure(own), found[: len(others)])
-    return y_grad, jax.tree.unflatten(treedef, found[len(others) :]), loss, number
+    (y_grad, loss, number), total = add_last_outputs(flatten(closed), (ends, y, targets), own, total)
+    return y_grad, total, loss, number

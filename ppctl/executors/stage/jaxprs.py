@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 Mask = list[bool]
+Tree = Any
 
 CALLS = (  # primitive -> the parameter that holds what it calls
     dict.fromkeys(("jit", "pjit", "checkpoint", "remat", "remat2"), "jaxpr")
@@ -57,6 +58,14 @@ def run_jaxpr(closed: core.ClosedJaxpr, args: Sequence[Any], wanted: Mask) -> li
         eqn = jaxpr.eqns[i]
         env |= dict(zip(eqn.outvars, bind_eqn(eqn, [env_value(env, v) for v in eqn.invars]), strict=True))
     return [env_value(env, v) if w else None for v, w in zip(jaxpr.outvars, wanted, strict=True)]
+
+
+def add_last_outputs(closed: core.ClosedJaxpr, args: Tree, own: Tree, total: Tree) -> tuple[Tree, Tree]:
+    """Return (the first outputs in the form of `own`, `total` with all others added: see `add_outputs`)."""
+    others, (sums, treedef) = [None] * len(jax.tree.leaves(own)), jax.tree.flatten(total)
+    found = add_outputs(closed, jax.tree.leaves(args), [*others, *sums])
+    number = len(others)
+    return jax.tree.unflatten(jax.tree.structure(own), found[:number]), jax.tree.unflatten(treedef, found[number:])
 
 
 def add_outputs(closed: core.ClosedJaxpr, args: Sequence[Any], totals: Sequence[jax.Array | None]) -> list[Any]:

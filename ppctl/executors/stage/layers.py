@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ppctl.executors.stage.divided_dims import divided_dims
-from ppctl.executors.stage.jaxprs import add_outputs, depending_only, flatten, is_literal, run_jaxpr
+from ppctl.executors.stage.jaxprs import add_last_outputs, depending_only, flatten, is_literal, run_jaxpr
 from ppctl.executors.stage.split import Split, split
 from ppctl.model.trainable import trained_part, with_trained
 from ppctl.schedule.remat import Remat
@@ -184,15 +184,12 @@ class LayerPrograms:
         return self.split.weight_grad(w, pending)
 
     def add_grads(self, how: Backward, args: tuple, sums: Tree) -> tuple[Any, Tree]:
-        """Return (gx, sums with dw added) where gx, dw = grads_of(self, how)(*args); see `add_outputs`."""
+        """Return (gx, sums with dw added) where gx, dw = grads_of(self, how)(*args)."""
         if how not in self._flat:
             closed, shapes = jax.make_jaxpr(grads_of(self, how), return_shape=True)(*args)
             self._flat[how] = flatten(closed), shapes
         closed, (gx, _) = self._flat[how]
-        others, (totals, treedef) = [None] * len(jax.tree.leaves(gx)), jax.tree.flatten(sums)
-        found = add_outputs(closed, jax.tree.leaves(args), [*others, *totals])
-        gx = jax.tree.unflatten(jax.tree.structure(gx), found[: len(others)])
-        return gx, jax.tree.unflatten(treedef, found[len(others) :])
+        return add_last_outputs(closed, args, gx, sums)
 
 
 class SwitchPackings:
