@@ -9,6 +9,7 @@ from support.mpmd_cases import MpmdCase, make_engine
 
 from ppctl.executors.stage.embedding_head import add_head_grads
 from ppctl.executors.stage.jaxprs import add_outputs, demand, depending_only, flatten
+from ppctl.executors.stage.layers import LayerPrograms
 from ppctl.executors.stage.stage import Stage
 from ppctl.model import cross_entropy as module
 from ppctl.schedule.remat import Remat
@@ -68,6 +69,34 @@ def test_the_gradient_of_a_head_by_chunks_is_no_array_by_itself(is_tied, chunks)
         if v.aval.shape == shape
     ]
     assert made == ["scan"]
+
+
+HEADS = {  # of ends {"scale", "w"}, y [4, 3], targets [4, 3]
+    "a scalar and an array that are not read": lambda ends, y, t: (jnp.square(y - t).sum(), y.size),
+    "a scalar": lambda ends, y, t: (ends["scale"] * (y * t).sum(), y.size),
+    "ends alone": lambda ends, y, t: (ends["scale"] + ends["w"].sum(), 1),
+    "a product twice": lambda ends, y, t: ((y @ ends["w"] + jnp.tanh(y @ ends["w"])).sum(), y.size),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_any_head_has_the_sums_of_autodiff(name):
+    y, targets = jnp.arange(12.0).reshape(4, 3), jnp.ones((4, 3))
+    ends = {"scale": jnp.asarray(2.0), "w": jnp.arange(6.0).reshape(3, 2)}
+    total, run = jax.tree.map(jnp.cos, ends), lambda ends, y: HEADS[name](ends, y, targets)[0]
+    loss, (grads, y_grad) = jax.value_and_grad(run, argnums=(0, 1))(ends, y)
+    found = jax.jit(lambda *args: add_head_grads(HEADS[name], *args))(ends, y, targets, total)
+    wanted = y_grad, jax.tree.map(jnp.add, total, grads), loss, HEADS[name](ends, y, targets)[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13), found, wanted)
+
+
+def test_a_scalar_of_a_layer_that_is_not_read_has_its_sum():
+    layer = LayerPrograms(
+        lambda w, x: x * 2, Remat.of("layer"), w := {"scale": jnp.asarray(1.0)}, x := jnp.ones((2, 3))
+    )
+    gx, sums = layer.add_grads("redo", (w, x, x), {"scale": jnp.asarray(5.0)})
+    np.testing.assert_array_equal(gx, 2 * x)
+    assert float(sums["scale"]) == 5
 
 
 # --- products --------------------------------------------------------------------------------------------------------

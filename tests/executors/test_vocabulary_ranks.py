@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from support.equality import ODD, TOLERANCE, difference, make, make_batch, make_pipe
-from support.selection import full
+from support.selection import few, full
 
 import ppctl
 from ppctl.errors import ConfigError
@@ -102,10 +102,10 @@ def test_no_rank_ever_has_more_than_its_part():
     assert losses[0] == pytest.approx(np.log(257), rel=0.01)
 
 
-@pytest.mark.parametrize("executor", ["mpmd", full("spmd")])
-def test_evaluation_and_training_are_those_of_whole_ends(executor):
+@pytest.mark.parametrize(("executor", "schedule"), few(itertools.product(("mpmd", "spmd"), ("1f1b", "zb_h1")), 1))
+def test_evaluation_and_training_are_those_of_whole_ends(executor, schedule):
     batch, found = make_batch(16, 257), []
-    divided = {"executor": executor, "schedule": "1f1b", "vocab": "parallel"}
+    divided = {"executor": executor, "schedule": schedule, "vocab": "parallel"}
     for mesh, how in (({}, {"executor": "reference"}), ({"pp": 2}, divided)):
         pipe = make_pipe(make(257, num_layers=2), batch, mesh, optimizer=optax.adamw(1e-2), **how)
         state, losses = pipe.init(seed=0), []

@@ -210,7 +210,7 @@ def test_the_command_prints_writes_and_runs_ranks_that_are_alike_once(tmp_path, 
     text = page.read_text()
     assert "Rehearsal: mlp of 4 layers, mesh 1x4, 1f1b" in text
     assert not re.search(r"(src|href)=", text)  # it loads nothing
-    assert cli.main(["rehearse", *words]) == 0
+    assert cli.main(["rehearse", *words, "executor=mpmd"]) == 0
     assert "3 of 4 ranks on one cpu" in capsys.readouterr().out
 
 

@@ -20,7 +20,11 @@ def tokenize(*words):
     assert cli.main(["tokenize", *map(str, words)]) == 0
 
 
-def test_of_chats_the_answers_alone_are_learned(tmp_path, monkeypatch):
+WHOLE = "mesh=1x1 schedule=gpipe schedule.num_microbatches=1 executor=reference"
+
+
+@pytest.mark.parametrize("layout", [WHOLE, pytest.param("", marks=pytest.mark.full)], ids=["whole", "as it is"])
+def test_of_chats_the_answers_alone_are_learned(layout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenize(CHATS, "--field", "messages", "--vocab-size", 320, "--out", "runs/chat_tokenizer")
     words = ["recipes=chat_answers", f"data.path={CHATS}", "data.cache_dir=cache", *TINY.split()]
@@ -31,8 +35,7 @@ def test_of_chats_the_answers_alone_are_learned(tmp_path, monkeypatch):
     found = [each for each in learned.replace("<|endoftext|>", "").split("<|im_end|>") if each.strip()]
     assert len(found) >= 16
     assert {each.strip() for each in found} <= {*answers}
-    whole = "mesh=1x1 schedule=gpipe schedule.num_microbatches=1 executor=reference"
-    assert cli.main(["train", *words, *whole.split()]) == 0
+    assert cli.main(["train", *words, *layout.split()]) == 0
 
 
 @pytest.mark.full

@@ -2,11 +2,13 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 
 import jax
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from support.environment import BY_USER
 
 from ppctl import cli
 from ppctl.config import Config, Run
@@ -20,21 +22,16 @@ WORDS = (
 )
 
 
-@pytest.fixture
-def train(tmp_path, settings, capsys):
-    """A function that trains as a process that has compiled nothing: (its output, loss and norm of each step)."""
-
-    def train(name):
-        jax.clear_caches()
-        reset_cache()
-        assert cli.main([*WORDS.split(), f"run.dir={tmp_path / name}"]) == 0
-        out, err = capsys.readouterr()
-        assert err == ""
-        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return out, [(record["loss"], record["grad_norm"]) for record in records]
-
-    yield train
-    reset_cache()
+def train(directory, name):
+    """Train in a process of its own; return its output, and the loss and norm of each step."""
+    run_dir = directory / name
+    command = [sys.executable, "-m", "ppctl.cli", *WORDS.split(), f"run.dir={run_dir}"]
+    env = {key: value for key, value in BY_USER.items() if "CACHE" not in key and key != "PYTHONWARNINGS"}
+    env |= {"XDG_CACHE_HOME": str(directory)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return done.stdout, [(record["loss"], record["grad_norm"]) for record in records]
 
 
 def entries(directory):
@@ -42,18 +39,18 @@ def entries(directory):
 
 
 @pytest.mark.slow
-def test_a_second_start_compiles_nothing_and_trains_the_same_whatever_a_kill_left(train, tmp_path):
-    said, losses = train("first")
+def test_a_second_start_compiles_nothing_and_trains_the_same_whatever_a_kill_left(tmp_path):
+    said, losses = train(tmp_path, "first")
     assert "kept" not in said
     kept = entries(tmp_path)
     steps = {path for path in kept if "jit_step" in path.name}  # what compiles as fast as WORTH_S may be kept or not
     assert steps
-    again, same = train("second")
+    again, same = train(tmp_path, "second")
     assert "programs kept from an earlier start" in again
     assert same == losses
     for path in kept:  # as a process that is killed while it writes leaves them
         os.truncate(path, path.stat().st_size // 2)
-    said, same = train("third")
+    said, same = train(tmp_path, "third")
     assert "kept" not in said
     assert same == losses
     assert steps <= {*entries(tmp_path)}

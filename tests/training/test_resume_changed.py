@@ -14,7 +14,7 @@ from ppctl.config.sources import changed_modules, sources
 
 WORDS = (
     "model=custom model.target=own_model.model model.num_layers=2 data=regression data.batch_size=8 data.num_rows=256 "
-    "data.num_features=4 data.num_targets=4 mesh=1x1 schedule=gpipe executor=reference run.platform=cpu "
+    "data.num_features=4 data.num_targets=4 mesh=1x2 schedule=gpipe schedule.num_microbatches=2 run.platform=cpu "
     "run.eval_every=null run.tensorboard=false run.dir=run run.num_steps=2 +model.options.slope=0.5"
 )
 OWN_MODEL = '''

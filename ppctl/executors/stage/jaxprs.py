@@ -105,7 +105,9 @@ def add_outputs(closed: core.ClosedJaxpr, args: Sequence[Any], totals: Sequence[
 
     def added(total: jax.Array | None, v: Any) -> Any:
         value = env_value(env, v)
-        return value if total is None or v in begins else total + value.astype(total.dtype).reshape(total.shape)
+        if total is None or (not is_literal(v) and v in begins):
+            return value
+        return total + jnp.asarray(value, total.dtype).reshape(total.shape)
 
     return [added(*each) for each in zip(totals, outvars, strict=True)]
 
